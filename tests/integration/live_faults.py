@@ -409,6 +409,24 @@ def runs_a_kernel_that_never_ends(rank: int) -> None:
     torch.cuda.synchronize()
 
 
+def loses_its_gpu(rank: int) -> None:
+    os.environ["STAND_IN_LOST"] = "cos" if rank == 1 else ""
+    for step in range(4):
+        value = torch.ones(256)
+        if step == 2:
+            value.cos_()
+        dist.all_reduce(value)
+        torch.cuda.synchronize()  # rank 1
+
+
+def gets_an_error_of_nccl(rank: int) -> None:
+    """A link breaks: rank 1 notices it, and nothing says that it is to blame."""
+    os.environ["STAND_IN_NCCL_ERROR"] = "3" if rank == 1 else ""
+    for _ in range(4):
+        dist.all_reduce(torch.ones(256))
+    torch.cuda.synchronize()
+
+
 def two_at_once(rank: int) -> None:
     """Two groups of data-parallel ranks, with a fault in each."""
     groups = [dist.new_group(range(4), group_desc="left"), dist.new_group(range(4, 8), group_desc="right")]
@@ -760,6 +778,8 @@ FAULTS: list[Fault] = [
         timing=True,
         with_gloo=False,
     ),
+    Fault(job=loses_its_gpu, culprits=(1,), kinds=RAISED, delays=DELAYS, with_gloo=False),
+    Fault(job=gets_an_error_of_nccl, kinds=("all_joined_not_completed",), with_gloo=False, line_with_nccl=False),
     Fault(job=two_at_once, ranks=8, culprits=(1, 6), kinds=ANOTHER_WAY),
     Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ABORTED, delays=DELAYS),
     Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),

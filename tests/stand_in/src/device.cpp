@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cinttypes>
 #include <cstdio>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -102,6 +103,21 @@ void log_missing(const char* function) {
 }
 
 // --- times -----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+std::atomic<bool> lost{false};
+constexpr std::chrono::milliseconds look_again{50};  // whether the GPU is lost, for a thread that waits for it
+
+}  // namespace
+
+void lose_device() { lost = true; }
+bool is_lost() { return lost; }
+
+bool loses_device(const std::string& name) {
+  const std::string expression = text_from_environment("STAND_IN_LOST");
+  return !expression.empty() && std::regex_search(name, std::regex(expression));
+}
 
 Nanoseconds kernel_time(const std::string& name) {
   // STAND_IN_KERNELS: `expression=microseconds` separated by semicolons; the first whose expression is found counts.
@@ -267,7 +283,8 @@ bool Stream::is_idle() {
 void Stream::wait_until_idle() {
   std::unique_lock hold(lock);
   const std::uint64_t last = enqueued;
-  changed.wait(hold, [&] { return finished >= last; });
+  while (!changed.wait_for(hold, look_again, [&] { return finished >= last || is_lost(); })) {}
+  if (is_lost()) return;
   const Nanoseconds end = time;
   hold.unlock();
   if (last && end > now()) sleep_until(end);
@@ -333,7 +350,8 @@ bool is_complete(Event& event) {
 void wait_on_host(Event& event) {
   std::unique_lock hold(event.lock);
   const std::uint64_t number = event.recorded;
-  event.changed.wait(hold, [&] { return event.completed >= number; });
+  while (!event.changed.wait_for(hold, look_again, [&] { return event.completed >= number || is_lost(); })) {}
+  if (is_lost()) return;
   const Nanoseconds end = event.time;
   hold.unlock();
   if (number && end > now()) sleep_until(end);

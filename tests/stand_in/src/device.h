@@ -109,6 +109,10 @@ void wait_in_stream(const std::shared_ptr<Event>& event, Stream& stream);
 bool is_complete(Event& event);
 void wait_on_host(Event& event);
 
+// The GPU of this process fails for good: what runs on it does not end, and each call of the runtime says so.
+void lose_device();
+bool is_lost();
+
 // Memory. `device` of an allocation is -1 for pinned host memory.
 struct Allocation {
   std::uintptr_t begin;
@@ -123,6 +127,8 @@ std::optional<Allocation> find_allocation(const void* pointer);
 std::size_t allocated_on(int device);
 inline constexpr std::size_t memory_of_device = std::size_t{80} << 30;
 
+// Whether the GPU is lost when a kernel of this name runs.
+bool loses_device(const std::string& name);
 // Time that a kernel of this name takes.
 Nanoseconds kernel_time(const std::string& name);
 Nanoseconds copy_time(std::uint64_t bytes, int copy_kind);

@@ -167,6 +167,11 @@ Nanoseconds hang(ncclComm& own) {
 Nanoseconds run_collective(const Request& request, Nanoseconds begin) {
   ncclComm& own = *request.communicator;
   const auto stopped = [&] { return own.aborted.load(); };
+  if (is_lost()) return hang(own);
+  if (const double failing = number_from_environment("STAND_IN_NCCL_ERROR", 0); failing > 0 && request.number >= failing) {
+    own.error = ncclRemoteError;  // which the program finds when it asks, and the kernel waits until it aborts
+    return hang(own);
+  }
   Post& post = own.region.member(own.rank).post;
   post.ready = begin;
   post.operation = static_cast<std::int32_t>(request.operation), post.type = request.type;

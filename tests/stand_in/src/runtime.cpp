@@ -14,7 +14,9 @@
 
 using namespace stand_in;
 
-#define RUNTIME(name) Call call(CUPTI_RUNTIME_TRACE_CBID_##name)
+#define RUNTIME(name)                            \
+  if (is_lost()) return cudaErrorLaunchFailure; \
+  Call call(CUPTI_RUNTIME_TRACE_CBID_##name)
 
 namespace {
 
@@ -132,7 +134,8 @@ void launch_kernel(const std::string& name, const dim3& grid, const dim3& block,
   activity.block[0] = block.x, activity.block[1] = block.y, activity.block[2] = block.z;
   activity.shared_bytes = static_cast<std::uint32_t>(shared_bytes);
   const Nanoseconds time = kernel_time(name);
-  stream->enqueue({activity, [time, fill = fill_of(name, arguments)](Nanoseconds begin) {
+  stream->enqueue({activity, [time, loses = loses_device(name), fill = fill_of(name, arguments)](Nanoseconds begin) {
+                     if (loses) lose_device();
                      fill();
                      if (time >= 0) return begin + time;
                      while (true) sleep_until(now() + 1'000'000'000);  // one that never ends
@@ -340,20 +343,21 @@ cudaError_t cudaDeviceSynchronize() {
   const Nanoseconds begin = now();
   wait_for_device(current_device());
   trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_CONTEXT_SYNCHRONIZE, call.correlation(), 0, nullptr, begin, now());
-  return cudaSuccess;
+  return is_lost() ? cudaErrorLaunchFailure : cudaSuccess;
 }
 cudaError_t cudaGetLastError() {
-  const cudaError_t found = last_error;
+  const cudaError_t found = is_lost() ? cudaErrorLaunchFailure : last_error;
   last_error = cudaSuccess;
   return found;
 }
-cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaPeekAtLastError() { return is_lost() ? cudaErrorLaunchFailure : last_error; }
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "cudaSuccess";
     case cudaErrorNotReady: return "cudaErrorNotReady";
     case cudaErrorNotSupported: return "cudaErrorNotSupported";
     case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
     default: return "cudaErrorUnknown";
   }
 }
@@ -363,6 +367,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorNotSupported: return "operation not supported";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     default: return "unknown error";
@@ -496,7 +501,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   stream->wait_until_idle();
   trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_STREAM_SYNCHRONIZE, call.correlation(), stream->id, nullptr,
                         begin, now());
-  return cudaSuccess;
+  return is_lost() ? cudaErrorLaunchFailure : cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
   RUNTIME(cudaStreamWaitEvent_v3020);
@@ -548,6 +553,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (is_lost()) return cudaErrorLaunchFailure;
   return is_complete(*event_of(event)) ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -556,7 +562,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   wait_on_host(*event_of(event));
   trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_EVENT_SYNCHRONIZE, call.correlation(), 0,
                         event_of(event).get(), begin, now());
-  return cudaSuccess;
+  return is_lost() ? cudaErrorLaunchFailure : cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
   Event &first = *event_of(start), &second = *event_of(end);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crossrank.tools.analysis.diagnosis.call_history import is_new, is_usual
-from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.findings import error_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
@@ -119,7 +119,7 @@ def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
     trace, ranks = search.job.ranks[rank], search.job.ranks.values()
     ending = trace.ending
     if ending.reason in LEFT or ending.ended:
-        why = ending.error or ending.reason or "its recording ended"
+        why = error_text(ending.error or "") or ending.reason or "its recording ended"
         return f"left the job ({why}) {'while others were in' if rank in op.passed else 'without making'} this call"
     if trace.source == "comms" and not trace.dump.has_no_entries and any(one.source == "flight" for one in ranks):
         return "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
@@ -203,7 +203,7 @@ def find_raised_exceptions(search: Search) -> None:
     # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
     unseen = unseen if len(unseen) < len(raised) or not raised else []
     texts = [f"{rank_text(unseen)} ended without a word"] if unseen else []
-    texts += sorted(f"rank {rank}: {endings[rank].error}" for rank in (raised or failed)[:4])
+    texts += sorted(f"rank {rank}: {error_text(endings[rank].error or '')}" for rank in (raised or failed)[:4])
     finding = finding_on(
         search.world,
         "dump_missing" if unseen else "raised",

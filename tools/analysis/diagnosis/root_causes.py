@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
-from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text, rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, error_text, group_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, ends_unknown, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
@@ -275,7 +275,7 @@ def find_closed_ops(search: Search) -> None:
 def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
     ranks, graph, waiting = search.job.ranks, search.graph, set(op.waiting)
     if gone := _gone_before_its_end(search, op):
-        how = ranks_by({rank: ranks[rank].ending.error or ranks[rank].ending.reason for rank in gone})
+        how = ranks_by({rank: error_text(ranks[rank].ending.error or ranks[rank].ending.reason) for rank in gone})
         texts = [
             f"{rank_text(those)} left the job ({why})" if why else f"{rank_text(those)} ended without a word"
             for why, those in how.items()

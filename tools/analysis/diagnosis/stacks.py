@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import PurePath
 
-from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, group_text
+from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, error_text, group_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
@@ -54,11 +54,11 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         return []
     ending, is_culprit = trace.ending, role == "culprit"
     if ending.has_raised and ending.traceback:
-        what = f"where it raised {ending.error}"
+        what = f"where it raised {error_text(ending.error or '')}"
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ending.traceback))]
     if is_culprit and ending.of_threads:
         ended = ending.of_threads[0]
-        what = f"where its thread {ended.thread} raised {ended.error}"
+        what = f"where its thread {ended.thread} raised {error_text(ended.error)}"
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))]
     blocked = graph.blocked.get(rank)
     row = blocked if blocked is not None else _row_of(job, finding, rank)
@@ -78,7 +78,7 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         has_gone_on = row is not None and trace.backend != GLOO and not _is_in(main.frames, job.stack(rank, row))
         places = [of_call, where] if of_call is not None and has_gone_on else [where]
         if is_culprit and main.handles is not None:
-            what = f"where it raised {main.handles.error}, which its {name} handles"
+            what = f"where it raised {error_text(main.handles.error)}, which its {name} handles"
             places.append(Place(rank=rank, role=role, what=what, frames=frame_texts(main.handles.frames)))
         return places
     return [of_call] if of_call is not None else []
