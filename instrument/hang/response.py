@@ -90,9 +90,11 @@ class Hangs:
 
     def _on_hang(self, seconds: float) -> None:
         session = self._session
-        if session.files is None or session.current_world() is None:
+        if session.files is None:
             return
         session.dumps.write("hang")
+        if session.current_world() is None:  # it has destroyed its group: those that wait see to the verdict
+            return
         silence = _Silence(session, session.files.recording, seconds)
         silence.respond()
         if silence.has_said:

@@ -79,6 +79,8 @@ class Fault:
     gives_up_after: float | None = None
     """Seconds after which the user ends the job without a look at it."""
     timing: bool = False
+    eager: bool = False
+    """The group is bound to a GPU (`device_id=`), so communicators are made with their groups."""
     variant: str = ""
     """What is different from the other row of the same job."""
     with_nccl: bool = True
@@ -296,6 +298,23 @@ def is_terminated(rank: int) -> None:
 # --- ranks that stand still ------------------------------------------------------------------------------------------
 
 
+def sleeps_before_its_first_call(rank: int) -> None:
+    if rank == 1:
+        time.sleep(600)  # rank 1
+    model, optimizer = replicated()
+    for batch in batches(3):
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def stays_when_it_has_destroyed_its_group(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (1, 2):
+            dist.destroy_process_group()
+            time.sleep(600)  # rank 1
+
+
 def is_stopped(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(60)):
@@ -495,6 +514,15 @@ def skips_a_bad_batch(rank: int) -> None:
         correct = torch.ones(1)
         dist.all_reduce(correct)
     dist.broadcast(torch.ones(32), src=0)  # rank 1
+
+
+def leaves_out_one_call(rank: int) -> None:
+    """Its host goes on, as those of the others do."""
+    for step in range(6):
+        dist.all_reduce(torch.ones(64))  # rank 2
+        if (rank, step) != (2, 3):
+            dist.all_reduce(torch.ones(256))
+    dist.barrier()  # rank 2
 
 
 def broadcasts_from_itself(rank: int) -> None:
@@ -740,6 +768,8 @@ FAULTS: list[Fault] = [
         line_with_nccl=False,
     ),
     Fault(job=is_terminated, culprits=(1,), kinds=ABSENT, delays=(3.0,)),
+    Fault(job=sleeps_before_its_first_call, culprits=(1,), kinds=(*ABSENT, "no_entries")),
+    Fault(job=stays_when_it_has_destroyed_its_group, culprits=(1,), kinds=ABSENT),
     Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,), line_with_nccl=False),
     Fault(job=waits_for_its_data, culprits=(2,), kinds=ABSENT),
     Fault(job=waits_for_a_lock, culprits=(3,), kinds=ABSENT),
@@ -786,6 +816,7 @@ FAULTS: list[Fault] = [
     Fault(job=has_a_batch_less, culprits=(3,), kinds=ANOTHER_WAY),
     Fault(job=has_a_batch_less_and_ends, culprits=(3,), kinds=ABSENT, delays=DELAYS, line_with_nccl=False),
     Fault(job=skips_a_bad_batch, culprits=(1,), kinds=ANOTHER_WAY),
+    Fault(job=leaves_out_one_call, culprits=(2,), kinds=("missing_rank", "size_mismatch")),
     Fault(job=broadcasts_from_itself, culprits=(2,), kinds=("root_mismatch",)),
     Fault(job=has_another_parameter_order, culprits=(1,), kinds=(*RAISED, "size_mismatch"), delays=DELAYS),
     Fault(job=has_other_buckets, culprits=(2,), kinds=ABORTED, delays=DELAYS),
@@ -797,6 +828,15 @@ FAULTS: list[Fault] = [
     Fault(job=meets_alone_after_saving, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=makes_a_group_alone, culprits=(0,), kinds=ABSENT, with_nccl=False),
     Fault(job=leaves_a_group_to_the_others, culprits=(2,), kinds=ABSENT, with_nccl=False),
+    Fault(job=makes_a_group_alone, variant="bound_to_a_gpu", culprits=(0,), kinds=ABSENT, eager=True, with_gloo=False),
+    Fault(
+        job=leaves_a_group_to_the_others,
+        variant="bound_to_a_gpu",
+        culprits=(2,),
+        kinds=ABSENT,
+        eager=True,
+        with_gloo=False,
+    ),
     Fault(job=enters_groups_in_another_order, culprits=(2,), kinds=("opposite_order", "missing_rank")),
     Fault(job=evaluates_alone, culprits=(3,), kinds=ABORTED, delays=DELAYS),
     Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY, line_with_nccl=False),
@@ -826,7 +866,8 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
         torch.set_default_device(DEVICE)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     timeout = timedelta(seconds=fault.timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=fault.ranks, timeout=timeout)
+    bound = device_of(rank) if fault.eager else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=fault.ranks, timeout=timeout, device_id=bound)
     crossrank.enable(
         tracing=fault.tracing,
         directory=folder / "recording",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from crossrank.instrument.write import flight_dump
+from crossrank.tools.cli import main
 from crossrank.tools.traces.flight_recorder import FlightDump, Moment, read_flight_dump
 from tests.integration import jobs
 from tests.integration.names import needs_gloo_recorder
@@ -240,3 +241,30 @@ def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_pat
     dump, moment = dump_of(tmp_path)
     assert moment.reason == "hang"
     assert dump.entries[-1].retired is False
+
+
+AFTER_ITS_GROUP = """
+import time
+crossrank.enable(hang_seconds=0.4)
+for _ in range(3):
+    dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+
+def works_alone():
+    while not os.path.exists("crossrank-recording/rank-0.flight.json.zst"):
+        time.sleep(0.05)
+
+works_alone()
+"""
+
+
+def test_a_rank_that_goes_on_without_its_group_shows_where_it_is_and_is_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = jobs.python(tmp_path, AFTER_ITS_GROUP)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    _, moment = dump_of(tmp_path)
+    (main_thread,) = (stack for stack in moment.stacks if stack.thread == "MainThread")
+    assert "works_alone" in [frame.name for frame in main_thread.frames]
+    assert main(["diagnose", str(tmp_path / RECORDING)]) == 0, capsys.readouterr().out
