@@ -93,10 +93,6 @@ class Fault:
     line_with_nccl: bool = True
     """Whether its line can be shown there. A backward pass on a GPU makes its calls on a thread without Python."""
 
-    hosts_go_on: bool = False
-    """Whether ranks make calls until they are dumped: torch's own dumps do not say when that was, so that a rank which
-    was dumped first seems to lack a call."""
-
     @property
     def name(self) -> str:
         return "_".join(filter(None, (self.job.__name__, self.variant)))
@@ -792,7 +788,6 @@ FAULTS: list[Fault] = [
         kinds=ABSENT,
         hang_seconds=300,
         gives_up_after=6,
-        hosts_go_on=True,
     ),
     Fault(
         job=runs_a_kernel_that_never_ends,

@@ -163,17 +163,18 @@ def complaints_about_parts(fault: Fault, job: Job, folder: Path, capsys: pytest.
 def parts_of(recording: Path, fault: Fault, folder: Path) -> Iterator[tuple[str, Path]]:
     """Copies of a recording that lack something, and what they have."""
     dumps = {path.name: read_json(path) for path in recording.glob("rank-*.flight.json.zst")}
-    if not fault.hosts_go_on:
+    # torch writes its own in a hang. Of ranks that are ended while they train, the first that is dumped lacks a call.
+    if all(dump["crossrank"]["reason"] == "hang" for dump in dumps.values()):
         for name, dump in dumps.items():
             write_json(folder / "torch" / name, {key: value for key, value in dump.items() if key != "crossrank"})
         yield "torch's dumps", folder / "torch"
-    shutil.copytree(recording, folder / "ours")
+    shutil.copytree(recording, folder / "ours", ignore=shutil.ignore_patterns("*.part"))
     for name, dump in dumps.items():
         write_json(folder / "ours" / name, {"version": dump["version"], "entries": [], "crossrank": dump["crossrank"]})
     yield "our records", folder / "ours"
     for rank in {*fault.culprits[:1], *sorted(fault.innocent)[-1:]}:
         part = folder / f"without {rank}"
-        shutil.copytree(recording, part, ignore=shutil.ignore_patterns(f"rank-{rank}.*", "verdict.json"))
+        shutil.copytree(recording, part, ignore=shutil.ignore_patterns("*.part", f"rank-{rank}.*", "verdict.json"))
         yield f"without rank {rank}", part
 
 
