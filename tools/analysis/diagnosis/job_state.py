@@ -25,6 +25,10 @@ _SETTLED = 1_000_000_000
 """ns after which a call that has ended is sure to be noticed by a rank that notices anything."""
 
 
+_AHEAD = 4000
+"""Calls by which a host is ahead of its GPU at most: CUDA's queue of launches is full long before."""
+
+
 def releases_all(op: str) -> bool:
     """Whether an operation ends on no rank before every rank has begun it."""
     operation = OPERATIONS.get(op)
@@ -196,8 +200,8 @@ def _doubt_returns(traces: Sequence[RankTrace]) -> None:
         in_group = [ranks is not None and known.issuperset(ranks) for ranks in members]
         is_open = [not is_p2p(signature) or signature.peer in known for signature in one.signatures]
         calls = one.calls
-        for row, state in enumerate(calls.state):
-            if state == RETIRED and in_group[calls.group[row]] and is_open[calls.signature[row]]:
+        for row in range(max(len(calls) - _AHEAD, 0), len(calls)):
+            if calls.state[row] == RETIRED and in_group[calls.group[row]] and is_open[calls.signature[row]]:
                 calls.state[row] = SCHEDULED
 
 
