@@ -93,3 +93,37 @@ def test_timing_records_how_long_each_collective_ran(tmp_path: Path, monkeypatch
 
 def _file(folder: Path, rank: int, kind: str) -> Path:
     return folder / "recording" / f"rank-{rank}.{kind}.zst"
+
+
+CAPTURES = (
+    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
+    + """
+value, total = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+dist.all_reduce(value)
+for step in range(6):
+    if step in (2, 4):                                    # the window begins in one capture and ends in another
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total += value
+            dist.all_reduce(total)
+            crossrank.step()
+        graph.replay()
+    else:
+        total += value
+        dist.all_reduce(total)
+        crossrank.step()
+torch.cuda.synchronize()
+dist.destroy_process_group()
+"""
+)
+
+
+def test_a_window_whose_edges_lie_in_captures_waits_for_their_ends(tmp_path: Path) -> None:
+    script = jobs.write_script(tmp_path, CAPTURES)
+    ended = jobs.ranks(tmp_path, script, 2, TRACING_DIR="recording", TRACING_WINDOW="3:5")
+    assert ended.codes == [0, 0], ended.stderr
+    for rank in (0, 1):
+        file = CommsFile(str(_file(tmp_path, rank, "comms.jsonl")))
+        assert [record.step for record in file.records()] == [0, 0, 1, 2, 3, 4, 5]
+        # An iteration later than it was asked for, at each end.
+        assert [(window["edge"], window["step"]) for window in file.windows] == [("open", 4), ("close", 5)]
