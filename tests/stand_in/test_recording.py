@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from crossrank.recording import CommsFile
+from crossrank.recording import CommsFile, ReadIssues, read_chunks
 from crossrank.tools.cli import main
 from tests.integration import jobs
 from tests.integration.traces import load
@@ -127,3 +127,33 @@ def test_a_window_whose_edges_lie_in_captures_waits_for_their_ends(tmp_path: Pat
         assert [record.step for record in file.records()] == [0, 0, 1, 2, 3, 4, 5]
         # An iteration later than it was asked for, at each end.
         assert [(window["edge"], window["step"]) for window in file.windows] == [("open", 4), ("close", 5)]
+
+
+COUNTS = (
+    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
+    + """
+value = torch.ones(64, device="cuda")
+for step in range(4):
+    dist.all_reduce(value)
+    if (rank, step) == (0, 2):
+        with open(os.environ["STAND_IN_COUNTERS"], "a") as counters:
+            counters.write("0 138 5000\\n1 138 7000\\n")
+    dist.barrier()
+    crossrank.step()
+dist.destroy_process_group()
+"""
+)
+
+
+def test_a_window_has_the_counters_of_its_gpu_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = tmp_path / "counters"
+    counters.write_text("0 138 1000\n1 138 2000\n")  # KiB that NVLink sent
+    monkeypatch.setenv("STAND_IN_COUNTERS", str(counters))
+    script = jobs.write_script(tmp_path, COUNTS)
+    ended = jobs.ranks(tmp_path, script, 2, TRACING_DIR="recording", TRACING_WINDOW="2:3")
+    assert ended.codes == [0, 0], ended.stderr
+    for rank, sent in ((0, [1000, 5000]), (1, [2000, 7000])):
+        path = str(_file(tmp_path, rank, "comms.jsonl"))
+        lines = b"".join(read_chunks(path, ReadIssues(path))).splitlines()
+        found = [json.loads(line)["counters"] for line in lines if line.startswith(b'{"counters"')]
+        assert [one["nvlink_tx_kib"] for one in found] == sent
