@@ -77,10 +77,14 @@ class Search:
     def cancelled(self) -> bool:
         """Whether somebody outside ended several ranks of a job that no rank had left before, or died in.
 
-        One alone that was ended is why the others fail.
+        One alone that was ended is why the others fail. Where communication failed before any was ended, that is why a
+        launcher ended them.
         """
         endings = [one.ending for one in self.job.ranks.values()]
-        several = sum(one.was_terminated for one in endings) > 1
+        terminated = [one.taken_at or _LAST for one in endings if one.was_terminated]
+        several = len(terminated) > 1
+        if several and any((one.taken_at or _LAST) < min(terminated) for one in endings if one.has_failed):
+            return False
         return several and not any(one.has_left or one.unseen or one.reason == "SIGABRT" for one in endings)
 
     @property
