@@ -72,7 +72,7 @@ class FlightDumps:
             if self._writing and reason == "SIGUSR1":  # this thread is writing already
                 return
             self._writing = True
-            if reason == "hang" and session.closing:  # what the end writes, or has written, says more
+            if reason == "hang" and session.closing and session.writer is None:  # the end has written its own
                 return
             if reason not in ("hang", "SIGUSR1") and self._still_hangs(reason):
                 return
