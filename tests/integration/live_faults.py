@@ -777,7 +777,7 @@ FAULTS: list[Fault] = [
         hang_seconds=300,
         gives_up_after=3,
     ),
-    Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=2, hang_seconds=300, delays=DELAYS),
+    Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=4, hang_seconds=300, delays=DELAYS),
     Fault(
         job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300, delays=DELAYS, with_nccl=False
     ),
