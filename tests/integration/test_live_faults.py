@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import zstandard
 
-from crossrank.recording import ReadIssues, read_chunks
+from crossrank.recording import FLIGHT, file_name
 from crossrank.tools.cli import main
 from tests.integration import forked_jobs, jobs
 from tests.integration.fork_server import ROOT
 from tests.integration.forked_jobs import Job, wait_until
 from tests.integration.live_faults import BY_NAME, DEVICE, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
+from tests.integration.traces import load
 
 pytestmark = pytest.mark.touches("tools", traced=False)
 
@@ -145,42 +146,37 @@ def complaints_about_parts(fault: Fault, job: Job, folder: Path, capsys: pytest.
     """What `crossrank diagnose` says that is not true where it has torch's dumps alone, our records alone, or nothing
     of one rank. It may say less than it says of all files, but never that nothing is wrong."""
     found = []
-    for name, part in parts_of(job.recording, fault, folder):
+    for name, part in parts_of(job, fault, folder):
         code = main(["diagnose", str(part), "--json"])
         said = capsys.readouterr().out
         if code == 2 and name == "torch's dumps":  # they hold nothing: nobody came to a first call
             continue
         diagnosis = json.loads(said)
-        accused = {rank for finding in diagnosis["findings"] for rank in finding["culprit_ranks"]}
-        named = {int(name.removeprefix("without rank "))} if name.startswith("without") else set()
-        if innocent := sorted((accused & fault.innocent) - named):
+        without_dump = {rank for rank in range(fault.ranks) if not (part / file_name(FLIGHT, rank)).exists()}
+        if innocent := sorted(accused(roots_of(diagnosis), without_dump) & fault.innocent):
             found.append(f"{name}: accuses rank {innocent}, who are innocent: {diagnosis['findings']}")
         if code != 1 and not (name == "torch's dumps" and "communicator" in str(diagnosis["notes"])):
             found.append(f"{name}: exit code {code}, verdict {diagnosis['verdict']}")
     return found
 
 
-def parts_of(recording: Path, fault: Fault, folder: Path) -> Iterator[tuple[str, Path]]:
+def parts_of(job: Job, fault: Fault, folder: Path) -> Iterator[tuple[str, Path]]:
     """Copies of a recording that lack something, and what they have."""
-    dumps = {path.name: read_json(path) for path in recording.glob("rank-*.flight.json.zst")}
+    ranks = [rank for rank in range(fault.ranks) if job.dump(rank).exists()]
+    dumps = {job.dump(rank).name: load(job.recording, FLIGHT, rank) for rank in ranks}
     # torch writes its own in a hang. Of ranks that are ended while they train, the first that is dumped lacks a call.
     if all(dump["crossrank"]["reason"] == "hang" for dump in dumps.values()):
         for name, dump in dumps.items():
             write_json(folder / "torch" / name, {key: value for key, value in dump.items() if key != "crossrank"})
         yield "torch's dumps", folder / "torch"
-    shutil.copytree(recording, folder / "ours", ignore=shutil.ignore_patterns("*.part"))
+    shutil.copytree(job.recording, folder / "ours", ignore=shutil.ignore_patterns("*.part"))
     for name, dump in dumps.items():
         write_json(folder / "ours" / name, {"version": dump["version"], "entries": [], "crossrank": dump["crossrank"]})
     yield "our records", folder / "ours"
     for rank in {*fault.culprits[:1], *sorted(fault.innocent)[-1:]}:
         part = folder / f"without {rank}"
-        shutil.copytree(recording, part, ignore=shutil.ignore_patterns("*.part", f"rank-{rank}.*", "verdict.json"))
+        shutil.copytree(job.recording, part, ignore=shutil.ignore_patterns("*.part", f"rank-{rank}.*", "verdict.json"))
         yield f"without rank {rank}", part
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(b"".join(read_chunks(str(path), ReadIssues(str(path)))))
-    return found
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -188,20 +184,23 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_bytes(zstandard.compress(json.dumps(content).encode()))
 
 
+def roots_of(diagnosis: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Kind and culprits of each root finding."""
+    return sorted({(finding["kind"], *finding["culprit_ranks"]) for finding in diagnosis["findings"]})
+
+
+def accused(roots: list[tuple[Any, ...]], without_dump: set[int]) -> set[int]:
+    """That a rank left no dump is a fact where it left none, not an accusation."""
+    return {rank for kind, *ranks in roots for rank in ranks if kind != "dump_missing" or rank not in without_dump}
+
+
 def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> Iterator[str]:
-    roots = sorted({(finding["kind"], *finding["culprit_ranks"]) for finding in diagnosis["findings"]})
+    roots = roots_of(diagnosis)
     named = {rank for kind, *ranks in roots if kind in fault.kinds for rank in ranks}
-    accused = {
-        # That a rank left no dump is a fact where it left none, not an accusation.
-        rank
-        for kind, *ranks in roots
-        for rank in ranks
-        if kind != "dump_missing" or rank not in without_dump
-    }
     standing = {
         rank for finding in diagnosis["findings"] for rank in finding["culprit_ranks"] + finding["waiting_ranks"]
     }
-    if innocent := sorted(accused & fault.innocent):
+    if innocent := sorted(accused(roots, without_dump) & fault.innocent):
         yield f"accuses rank {innocent}, who are innocent: {roots}"
     if missed := sorted(set(fault.culprits) - named):
         yield f"does not name rank {missed} for {' or '.join(fault.kinds)}: {roots}"

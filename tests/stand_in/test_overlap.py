@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
+from tests.busy_time import busy_ns
 from tests.integration import jobs
 from tests.stand_in.logs import log_to, rows
 from tests.stand_in.test_machine import RANK
@@ -37,21 +38,6 @@ torch.cuda.synchronize()
 dist.destroy_process_group()
 """
 )
-
-
-def covered(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Where there is at least one of the spans."""
-    found: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def length(spans: list[tuple[int, int]]) -> int:
-    return sum(end - begin for begin, end in covered(spans))
 
 
 def test_overlap_and_exposed_communication_are_those_of_the_log(
@@ -91,9 +77,9 @@ def of_window(log: Path, rank: int) -> dict[str, float]:
             launched[row["calls"][0]["op"]].append(span(row))
     communicated = [one for spans in launched.values() for one in spans[window]]
     ns = {
-        "computation_ms": length(computed),
-        "communication_ms": length(communicated),
-        "exposed_ms": length(computed + communicated) - length(computed),
+        "computation_ms": busy_ns(computed),
+        "communication_ms": busy_ns(communicated),
+        "exposed_ms": busy_ns(computed + communicated) - busy_ns(computed),
     }
     return {name: one / ITERATIONS / 1e6 for name, one in ns.items()}
 

@@ -119,7 +119,7 @@ def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
     trace, ranks = search.job.ranks[rank], search.job.ranks.values()
     ending = trace.ending
     if ending.reason in LEFT or ending.ended:
-        why = error_text(ending.error or "") or ending.reason or "its recording ended"
+        why = error_text(ending.error) or ending.reason or "its recording ended"
         return f"left the job ({why}) {'while others were in' if rank in op.passed else 'without making'} this call"
     if trace.source == "comms" and not trace.dump.has_no_entries and any(one.source == "flight" for one in ranks):
         return "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
@@ -203,7 +203,7 @@ def find_raised_exceptions(search: Search) -> None:
     # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
     unseen = unseen if len(unseen) < len(raised) or not raised else []
     texts = [f"{rank_text(unseen)} ended without a word"] if unseen else []
-    texts += sorted(f"rank {rank}: {error_text(endings[rank].error or '')}" for rank in (raised or failed)[:4])
+    texts += sorted(f"rank {rank}: {error_text(endings[rank].error)}" for rank in (raised or failed)[:4])
     finding = finding_on(
         search.world,
         "dump_missing" if unseen else "raised",
@@ -256,5 +256,6 @@ def find_unknown_ends(search: Search) -> None:
     if hung and all(ends_unknown(ranks[rank]) for rank in hung):
         text = (
             "every recorded call was made by all of its ranks; torch's flight recorder was off, so nothing says which "
+            "of them are over"
         )
-        search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=f"{text}of them are over"))
+        search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=text))

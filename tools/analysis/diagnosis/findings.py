@@ -125,13 +125,15 @@ def rank_text(ranks: Iterable[int]) -> str:
     return f"rank {rank_ranges(list(ranks))}"
 
 
-def error_text(error: str) -> str:
-    """An exception in a sentence: its first line. What CUDA and NCCL add to theirs is advice about debugging.
+def error_text(error: str | None) -> str:
+    """An exception in a sentence: its first line, empty without one.
+
+    What CUDA and NCCL add to theirs is advice about debugging.
 
     >>> error_text("AcceleratorError: CUDA error: out of memory\\nCompile with `TORCH_USE_CUDA_DSA`")
     'AcceleratorError: CUDA error: out of memory'
     """
-    return error.strip().partition("\n")[0]
+    return (error or "").strip().partition("\n")[0]
 
 
 def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:

@@ -279,7 +279,7 @@ def find_closed_ops(search: Search) -> None:
 def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
     ranks, graph, waiting = search.job.ranks, search.graph, set(op.waiting)
     if gone := _gone_before_its_end(search, op):
-        how = ranks_by({rank: error_text(ranks[rank].ending.error or ranks[rank].ending.reason) for rank in gone})
+        how = ranks_by({rank: error_text(ranks[rank].ending.error) or ranks[rank].ending.reason for rank in gone})
         texts = [
             f"{rank_text(those)} left the job ({why})" if why else f"{rank_text(those)} ended without a word"
             for why, those in how.items()

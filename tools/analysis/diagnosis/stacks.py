@@ -54,7 +54,7 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         return []
     ending, is_culprit = trace.ending, role == "culprit"
     if ending.has_raised and ending.traceback:
-        what = f"where it raised {error_text(ending.error or '')}"
+        what = f"where it raised {error_text(ending.error)}"
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ending.traceback))]
     if is_culprit and ending.of_threads:
         ended = ending.of_threads[0]

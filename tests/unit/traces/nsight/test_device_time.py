@@ -9,6 +9,7 @@ from pathlib import Path
 
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
+from tests.busy_time import busy_ns
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.traces.nsight.exports import EPOCH, ExportFile, Process, read
 from tests.unit.traces.nsight.test_read import two_calls, write_comms
@@ -95,15 +96,6 @@ def test_copies_of_a_call_that_has_a_kernel_too_communicate(tmp_path: Path, proc
     process.kernel(1010, 1200, 1300)
     process.copy(1020, 1300, 2500)
     assert spans(read(process, tmp_path)) == ([], [(1200, 2500)], [(1300, 2500)])
-
-
-def busy_ns(rows: Pairs) -> int:
-    """Time in which at least one runs: begins and ends counted up and down."""
-    total, running, since = 0, 0, 0
-    for moment, change in sorted([(begin, 1) for begin, _ in rows] + [(end, -1) for _, end in rows]):
-        total += (moment - since) * (running > 0)
-        running, since = running + change, moment
-    return total
 
 
 @needs_traces
