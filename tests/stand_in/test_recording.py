@@ -135,6 +135,7 @@ COUNTS = (
 value = torch.ones(64, device="cuda")
 for step in range(4):
     dist.all_reduce(value)
+    dist.barrier()  # until both have opened their windows
     if (rank, step) == (0, 2):
         with open(os.environ["STAND_IN_COUNTERS"], "a") as counters:
             counters.write("0 138 5000\\n1 138 7000\\n")
