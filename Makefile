@@ -69,17 +69,15 @@ gpu-cpu: $(STAMP)
 	CROSSRANK_GPU_TESTS=cpu $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
 
 # What needs CUDA and NCCL, on a stand-in for both: tests/stand_in/README.md. Its environment has PyTorch's CUDA build,
-# which takes 5 GB. CI runs the first part.
+# which takes 5 GB.
 STAND_IN := .stand-in/environment
 WITH_GPUS := PATH="$(CURDIR)/$(STAND_IN)/bin:$$PATH" tests/stand_in/with_gpus
 stand-in: $(STAND_IN)/installed
 	$(WITH_GPUS) 8 python -m pytest -q -n 2 tests/stand_in
-ifndef CI
 	CROSSRANK_GPU_TESTS=cuda STAND_IN_NCCL_GBPS=0.1 $(WITH_GPUS) 1 \
 	  python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
 	LIVE_FAULTS_DEVICE=cuda $(WITH_GPUS) 8 \
 	  python -m pytest -q -n 3 --dist worksteal tests/integration/test_live_faults.py
-endif
 
 stand-in-environment: $(STAND_IN)/installed
 

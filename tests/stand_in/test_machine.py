@@ -129,6 +129,38 @@ def test_what_is_not_implemented_says_so_and_is_counted(tmp_path: Path, monkeypa
     assert ("cublasZtrsm_v2", 2) in [(row["name"], row["count"]) for row in rows(log, "missing")]
 
 
+def test_nvml_has_the_clocks_throttle_reasons_and_xid_that_a_test_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = tmp_path / "counters"
+    counters.write_text("0 sm_mhz 1215\n0 throttle_reasons 64\n")
+    monkeypatch.setenv("STAND_IN_COUNTERS", str(counters))
+    run(
+        tmp_path,
+        """
+import ctypes
+nvml = ctypes.CDLL("libnvidia-ml.so.1")
+device, events, clock, reasons = (ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_ulonglong())
+assert nvml.nvmlInit_v2() == nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) == 0
+for kind, expected in {1: 1215, 2: 2619}.items():  # the SM clock, the memory's
+    assert nvml.nvmlDeviceGetClockInfo(device, kind, ctypes.byref(clock)) == 0
+    assert clock.value == expected, (kind, clock)
+assert nvml.nvmlDeviceGetCurrentClocksEventReasons(device, ctypes.byref(reasons)) == 0
+assert reasons.value == 64  # thermal slowdown
+
+assert nvml.nvmlEventSetCreate(ctypes.byref(events)) == 0
+assert nvml.nvmlDeviceRegisterEvents(device, ctypes.c_ulonglong(8), events) == 0  # critical Xid
+found = (ctypes.c_ulonglong * 4)()
+assert nvml.nvmlEventSetWait_v2(events, found, 5) == 10  # timed out
+with open(os.environ["STAND_IN_COUNTERS"], "a") as counters:
+    counters.write("0 xid 79\\n")
+assert nvml.nvmlEventSetWait_v2(events, found, 5000) == 0
+assert (found[0], found[1], found[2]) == (device.value, 8, 79), list(found)
+""",
+        ranks=1,
+    )
+
+
 def test_a_rank_that_is_killed_while_it_waits_for_others_leaves_no_socket(tmp_path: Path) -> None:
     source = """
 import ctypes

@@ -1,10 +1,12 @@
 // NVML, which has no header in the wheels: the functions and structures that are asked for, as its documentation has them.
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <map>
 #include <string>
+#include <thread>
 
 #include "device.h"
 
@@ -12,7 +14,8 @@ using namespace stand_in;
 
 namespace {
 
-enum { success = 0, not_supported = 3, not_found = 6 };
+enum { success = 0, not_supported = 3, not_found = 6, timed_out = 10 };
+constexpr unsigned long long xid_event = 8;
 
 struct PciInfo {
   char busIdLegacy[16];
@@ -31,6 +34,12 @@ struct FieldValue {
   } value;
 };
 
+struct EventData {
+  void* device;
+  unsigned long long type, data;
+  unsigned gpu_instance, compute_instance;
+};
+
 int index_of(void* device) { return static_cast<int>(reinterpret_cast<std::uintptr_t>(device)) - 1; }
 
 std::string uuid_of(int device) {
@@ -45,17 +54,29 @@ std::string uuid_of(int device) {
   return text;
 }
 
-// STAND_IN_COUNTERS is a file of lines `device field value`, which is read anew each time.
-std::map<unsigned, unsigned long long> counters_of(int device) {
-  std::map<unsigned, unsigned long long> found;
+// STAND_IN_COUNTERS is a file of lines `device what value`, which is read anew each time. What: the number of a field, or
+// one of the words below.
+std::map<std::string, unsigned long long> counters_of(int device) {
+  std::map<std::string, unsigned long long> found;
   std::ifstream file(text_from_environment("STAND_IN_COUNTERS"));
   int whose;
-  unsigned field;
-  for (unsigned long long value; file >> whose >> field >> value;) {
-    if (whose == device) found[field] = value;
+  std::string what;
+  for (unsigned long long value; file >> whose >> what >> value;) {
+    if (whose == device) found[what] = value;
   }
   return found;
 }
+
+unsigned long long counter_of(void* device, const std::string& what, unsigned long long otherwise) {
+  const auto known = counters_of(index_of(device));
+  const auto found = known.find(what);
+  return found == known.end() ? otherwise : found->second;
+}
+
+// The Xid that each registered device had when it was last asked about.
+struct EventSet {
+  std::map<void*, unsigned long long> xids;
+};
 
 int write_text(char* target, unsigned size, const std::string& text) {
   std::snprintf(target, size, "%s", text.c_str());
@@ -111,14 +132,52 @@ int nvmlDeviceGetPciInfo_v3(void* device, PciInfo* found) {
   return success;
 }
 int nvmlDeviceGetFieldValues(void* device, int count, FieldValue* values) {
-  const auto known = counters_of(index_of(device));
   for (int index = 0; index < count; ++index) {
-    const auto found = known.find(values[index].fieldId);
     values[index].valueType = 3;  // unsigned long long
-    values[index].value.ull = found == known.end() ? 0 : found->second;
+    values[index].value.ull = counter_of(device, std::to_string(values[index].fieldId), 0);
     values[index].nvmlReturn = success;
   }
   return success;
+}
+int nvmlDeviceGetClockInfo(void* device, int type, unsigned* mhz) {
+  static const char* const names[] = {"graphics_mhz", "sm_mhz", "memory_mhz", "video_mhz"};
+  if (type < 0 || type > 3) return not_supported;
+  *mhz = static_cast<unsigned>(counter_of(device, names[type], type == 2 ? 2619 : 1980));
+  return success;
+}
+int nvmlDeviceGetCurrentClocksEventReasons(void* device, unsigned long long* reasons) {
+  *reasons = counter_of(device, "throttle_reasons", 0);
+  return success;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(void* device, unsigned long long* reasons) {
+  return nvmlDeviceGetCurrentClocksEventReasons(device, reasons);
+}
+int nvmlEventSetCreate(EventSet** set) {
+  *set = new EventSet;
+  return success;
+}
+int nvmlEventSetFree(EventSet* set) {
+  delete set;
+  return success;
+}
+int nvmlDeviceRegisterEvents(void* device, unsigned long long types, EventSet* set) {
+  if (types != xid_event) return not_supported;
+  set->xids[device] = counter_of(device, "xid", 0);
+  return success;
+}
+int nvmlEventSetWait_v2(EventSet* set, EventData* found, unsigned milliseconds) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(milliseconds);
+  while (true) {
+    for (auto& [device, before] : set->xids) {
+      const unsigned long long xid = counter_of(device, "xid", 0);
+      if (xid == before) continue;
+      before = xid;
+      *found = {device, xid_event, xid, ~0u, ~0u};
+      return success;
+    }
+    if (std::chrono::steady_clock::now() > deadline) return timed_out;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void*) {
   *count = 0;
