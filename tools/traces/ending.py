@@ -47,6 +47,8 @@ class Ending:
 
     taken_at: int | None = None
     """ns since 1970 when the dump was taken, or up to which the comms file lacks nothing; None = unknown."""
+    written_at: int | None = None
+    """ns since 1970 when the file of a dump that does not say when it was taken was last changed: it is no younger."""
     reason: str = ""
     """Why: `hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`; empty where that is unknown."""
     ended: bool = False
@@ -76,6 +78,11 @@ class Ending:
         elif error is not None and not exceptions:
             self.error = error
         self.of_threads = [one for one in exceptions if one.thread != MAIN_THREAD] or self.of_threads
+
+    @property
+    def taken_by(self) -> int | None:
+        """ns since 1970 when the dump had been taken at the latest; None = unknown."""
+        return self.written_at if self.taken_at is None else self.taken_at
 
     @property
     def is_gone(self) -> bool:

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -92,6 +93,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     trace.dump.wrapped = trace.starts_late and not trace.dump.active_only
     if moment is None:
         trace.notes += [GLOO_ALONE] if trace.backend == GLOO else []
+        # gloo's calls fail at once where a peer dies: there a young call is none that goes on.
+        trace.ending.written_at = _written_at(path, dump) if "nccl" in trace.backend else None
     else:
         trace.host, trace.world_size = moment.host, moment.world_size
         ending = trace.ending
@@ -117,6 +120,15 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
         trace.dump.has_status = True
     return trace
+
+
+def _written_at(path: str, dump: FlightDump) -> int | None:
+    """When the file was last changed, unless its clock is not that of its calls."""
+    try:
+        changed = Path(path).stat().st_mtime_ns
+    except OSError:
+        return None
+    return changed if changed >= max(dump.entries.columns["time_created_ns"], default=changed + 1) else None
 
 
 def _was_off(moment: Moment) -> bool:

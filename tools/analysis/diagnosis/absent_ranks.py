@@ -28,10 +28,9 @@ def find_silent_ranks(search: Search) -> None:
     for op, absent in search.by_most_waited_for(silent):
         culprits, exception = absent, None
         if op.is_p2p:
-            kind = "p2p_unmatched"
-            text = f"{rank_text(absent)} made no call that answers it and waits for nothing itself"
+            kind, text, exception = "p2p_unmatched", *_how_they_stopped(search, op, absent)
             if _went_astray(search, op):
-                culprits = set(op.waiting)
+                culprits, exception = set(op.waiting), None
                 text = (
                     f"{rank_text(culprits)} never made such a call before, and {rank_text(absent)} does not answer it; "
                     f"others wait for {rank_text(culprits)} as always"
@@ -55,14 +54,12 @@ def find_silent_ranks(search: Search) -> None:
                 "dumps do not show that"
             )
         else:
-            kind, stopped = MISSING, ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent})
-            text = "; ".join(f"{rank_text(those)} {how}" for how, those in stopped.items())
+            kind, text, exception = MISSING, *_how_they_stopped(search, op, absent)
             if stale := {rank for rank in absent if missed_ends.get(rank, 0) >= CLEARLY_STALE}:
                 text += (
                     f"; {rank_text(stale)} also notices no end of calls that are over on the others: "
                     "its GPU or its watchdog is stuck"
                 )
-            exception = next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
         waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
         search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
 
@@ -114,15 +111,25 @@ def _may_wait_unseen(search: Search, op: StuckOp, absent: set[int]) -> bool:
     return unseen and len(absent) * 2 > len(op.group.ranks)
 
 
+def _how_they_stopped(search: Search, op: StuckOp, absent: set[int]) -> tuple[str, str | None]:
+    """What is known of ranks that have not made a call and wait for nobody, and the first exception of theirs."""
+    stopped = ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent})
+    text = "; ".join(f"{rank_text(those)} {how}" for how, those in stopped.items())
+    return text, next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
+
+
 def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
     """What is known of a rank that has not made a call, or left others in it, and waits for nobody."""
     trace, ranks = search.job.ranks[rank], search.job.ranks.values()
     ending = trace.ending
     if ending.reason in LEFT or ending.ended:
         why = error_text(ending.error) or ending.reason or "its recording ended"
-        return f"left the job ({why}) {'while others were in' if rank in op.passed else 'without making'} this call"
+        how = "while others were in" if rank in op.passed else "without answering" if op.is_p2p else "without making"
+        return f"left the job ({why}) {how} this call"
     if trace.source == "comms" and not trace.dump.has_no_entries and any(one.source == "flight" for one in ranks):
         return "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
+    if op.is_p2p:
+        return "made no call that answers it and waits for nothing itself"
     return "stopped making calls before it and waits for nobody"
 
 

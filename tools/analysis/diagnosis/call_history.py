@@ -47,11 +47,30 @@ def _history(job: JobState, rank: int, row: int) -> list[Token]:
     return [(group, *one, stack) for group, one, stack in zip(calls.group[some], what, calls.stack[some], strict=True)]
 
 
+def calls_until(job: JobState, rank: int, group: ProcessGroup, op: str) -> int:
+    """After how many more calls a rank makes `op` on `group`, as it did after calls like its last ones; `WINDOW` where
+    it never did."""
+    calls, own = job.ranks[rank].calls, job.group_of[rank]
+    before = _history(job, rank, len(calls) - 1) if len(calls) else []
+    found = (
+        index
+        for at in _alike(before)
+        for index, (local, name, *_) in enumerate(before[at:])
+        if (own[local], name) == (group.index, op)
+    )
+    return min(found, default=WINDOW)
+
+
 def _expected(before: list[Token]) -> list[Token]:
     """What followed wherever the calls were like the last ones for longest; empty where never."""
+    return [before[at] for at in _alike(before)]
+
+
+def _alike(before: list[Token]) -> list[int]:
+    """Where the calls that led there were like the last ones for longest, two at least."""
     last = len(before)
     best = 1
-    found: list[Token] = []
+    found: list[int] = []
     for at in range(1, last):
         length = 0
         while length < at and before[at - 1 - length] == before[last - 1 - length]:
@@ -59,5 +78,5 @@ def _expected(before: list[Token]) -> list[Token]:
         if length > best:
             best, found = length, []
         if length == best:
-            found.append(before[at])
+            found.append(at)
     return found

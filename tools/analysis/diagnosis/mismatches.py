@@ -72,7 +72,7 @@ def match_key(signature: CommRecord) -> MatchKey:
     if signature.members:
         # Of an uneven all_gather the members' outputs are the same on every rank; one's input is its own tensor.
         elements = tuple(_elements(member.outputs or member.inputs) for member in signature.members)
-    elif agrees != "none" and (signature.inputs or signature.outputs):
+    elif agrees != "none" and not _is_uneven_by_name(signature) and (signature.inputs or signature.outputs):
         elements = _elements(signature.inputs if agrees == "input" else signature.outputs)
     # Dumps before 2.7, and rings that lost the members, do not know what was coalesced.
     op = None if signature.op == "coalesced" and not signature.members else signature.op
@@ -93,13 +93,18 @@ def contradiction(signature: CommRecord, size: int) -> str:
         return ""
     if op not in ("all_reduce", "all_gather", "reduce_scatter"):
         return ""
-    if op != "all_reduce" and (not size or _is_uneven(signature)):
+    if op != "all_reduce" and (not size or _is_uneven(signature) or _is_uneven_by_name(signature)):
         return ""
     given, got = _elements(signature.inputs), _elements(signature.outputs)
     whole, shares = (given, got) if op == "reduce_scatter" else (got, given)
     if whole != (shares if op == "all_reduce" else shares * size):
         return f"{given} elements go in and {got} come out"
     return f"{signature.dtype} goes in and {signature.out_dtype} comes out" if signature.out_dtype is not None else ""
+
+
+def _is_uneven_by_name(signature: CommRecord) -> bool:
+    """Whether it is an all_gather or a reduce_scatter of shares that differ: all_gather_v, reduce_scatter_v."""
+    return signature.op in ("all_gather", "reduce_scatter") and signature.c10d.endswith("_v")
 
 
 def _is_uneven(signature: CommRecord) -> bool:
@@ -169,11 +174,12 @@ class _Comparison:
         """The first mismatch of the group."""
         wrong = min(self._wrong, default=None)
         for seq in self._suspicious():
-            if wrong is not None and seq >= wrong:
+            if wrong is not None and seq > wrong:
                 break
             calls = self._calls_at(seq)
             mismatch = self._judge(seq, calls) or self._all_to_all(seq, calls)
-            if mismatch is not None:
+            # How a call contradicts itself says more than how it differs from others, unless it is another operation.
+            if mismatch is not None and (seq != wrong or mismatch.kind not in (SIZE, DTYPE)):
                 return mismatch
         if wrong is None:
             return None

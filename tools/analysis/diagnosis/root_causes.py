@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import WINDOW, calls_until, has_skipped, is_new, is_usual
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, error_text, group_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, ends_unknown, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
@@ -106,16 +106,25 @@ class Search:
         self.began.append(min(moments, default=_LAST))
 
     def by_most_waited_for(self, ranks: set[int]) -> Iterator[tuple[StuckOp, set[int]]]:
-        """Operations with those of `ranks` that they lack: first that which lacks most of them that were not met yet.
+        """Operations with those of `ranks` that they lack: first that which lacks most of them that were not met yet,
+        and of several the one that comes first in the program.
 
         Who takes one has to explain it.
         """
         met: set[int] = set()
         while lacking := {op: op.absent & ranks for op in self.left() if op.absent & ranks - met}:
-            news = {op: -len(absent - met) for op, absent in lacking.items()}
-            op = min(news, key=lambda op: (news[op], -len(op.waiting), op.is_p2p, op.since, op.group.index, op.seq))
+            news = max(len(absent - met) for absent in lacking.values())
+            several = [op for op, absent in lacking.items() if len(absent - met) == news]
+            op = min(several, key=lambda op: self._place_in_program(op, several))
             met |= lacking[op]
             yield op, lacking[op]
+
+    def _place_in_program(self, op: StuckOp, others: list[StuckOp]) -> tuple[int, ...]:
+        """What orders operations that one rank has not made as its program does: it is to make those first that keep
+        their waiters from others, and those that came first when it last was here; else that of most waiters."""
+        is_later = any(not (op.absent | op.behind).isdisjoint(other.waiting) for other in others)
+        due = [calls_until(self.job, rank, op.group, op.op) for rank in op.absent if rank in self.job.ranks]
+        return is_later, min(due, default=WINDOW), -len(op.waiting), op.is_p2p, op.since, op.group.index, op.seq
 
 
 def finding_on(group: ProcessGroup, kind: str, **facts: Any) -> Finding:
@@ -152,16 +161,17 @@ def set_aside_what_just_began(search: Search) -> None:
 def _age(search: Search, op: StuckOp) -> int | None:
     """For how many ns ranks are known to have waited in a call; None where it is sure that it does not end.
 
-    A wait is measured on the clock of the rank that waits. Ranks are dumped one after the other, so what a rank that
-    is waited for had not done by its dump it may have done since; but not where it is gone, or hangs itself. Of a
-    cancelled job everyone is gone, and nobody by its own doing: there the dumps count like those of a running job.
+    A wait is measured on the clock of the rank that waits; of a dump without its moment until its file was written.
+    Ranks are dumped one after the other, so what a rank that is waited for had not done by its dump it may have done
+    since; but not where it is gone, or hangs itself. Of a cancelled job everyone is gone, and nobody by its own doing:
+    there the dumps count like those of a running job.
     """
     ranks = search.job.ranks
     waiting = [ranks[rank].ending for rank in op.waiting]
     awaited = [ranks[rank].ending for rank in op.awaited if rank in ranks]
     # The first ranks of a cancelled job to end make the communication of the others fail, however healthy it was.
     cancelled = search.cancelled and len(awaited) == len(op.awaited)
-    taken = [one.taken_at for one in waiting if one.taken_at is not None and (cancelled or not one.has_failed)]
+    taken = [one.taken_by for one in waiting if one.taken_by is not None and (cancelled or not one.has_failed)]
     if len(taken) < len(waiting):
         return None
     over = all(one.is_gone for one in waiting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -74,6 +75,75 @@ def test_numbers_of_sends_in_the_status_are_not_taken_for_collectives(tmp_path: 
     found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
 
     assert roots(found) == [("missing_rank", "default_pg", 2, [3], [0, 1, 2])]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_one_of_four_ranks_in_another_groups_barrier_is_named(backend: str, tmp_path: Path) -> None:
+    barriers = [Collective("0", "barrier", (), ()), Collective("5", "barrier", (), ())]
+    programs: Programs = [[*barriers[::-1], barriers[rank == 3]] for rank in range(4)]
+    groups = WORLD | {"5": ("other", [0, 1, 2, 3])}
+
+    found = diagnose_job(SimulatedJob(programs, groups, backend=backend), tmp_path)
+
+    assert roots(found) == [("opposite_order", "default_pg", 2, [3], [0, 1, 2])]
+
+
+TP, DP = Collective("5", line=20), Collective("6", line=30)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (0, [("missing_rank", "tp", 1, [3], [2])]),  # Rank 2, which has not come to the others' call, says so.
+        (2, [("missing_rank", "tp", 3, [3], [2])]),
+    ],
+)
+def test_of_the_calls_that_a_rank_has_not_made_the_first_one_in_its_program_is_shown(
+    steps: int, expected: list[object], tmp_path: Path
+) -> None:
+    groups = WORLD | {"5": ("tp", [2, 3])}
+    programs: Programs = [[ALL_REDUCE, *([TP, ALL_REDUCE] * (steps + 1))] for _ in range(4)]
+    programs[0] = programs[1] = [ALL_REDUCE] * (steps + 2)
+    programs[3][1 + 2 * steps] = CpuStall()
+
+    assert roots(diagnose_job(SimulatedJob(programs, groups, blocking=True), tmp_path)) == expected
+
+
+def test_the_program_of_a_rank_says_which_of_two_groups_comes_first_where_no_other_rank_is_in_both(
+    tmp_path: Path,
+) -> None:
+    groups: Groups = {"0": ("default_pg", [0, 1, 2, 3]), "5": ("tp", [2, 3]), "6": ("dp", [0, 1, 3])}
+    step = [TP, DP]
+    programs: Programs = [[DP] * 3, [DP] * 3, [TP] * 3, step * 2 + [CpuStall()]]
+
+    found = diagnose_job(SimulatedJob(programs, groups, blocking=True), tmp_path)
+
+    assert roots(found) == [("missing_rank", "tp", 3, [3], [2])]
+
+
+@pytest.mark.parametrize(
+    ("written_after", "expected"),
+    [
+        (200_000_000, ("ok", [])),
+        (5_000_000_000, ("error", [("missing_rank", "default_pg", 3, [2, 3], [0, 1])])),
+        (-1_000_000_000, ("error", [("missing_rank", "default_pg", 3, [2, 3], [0, 1])])),  # not by the job's clock
+    ],
+)
+def test_calls_are_under_way_in_dumps_that_were_written_a_moment_after_them(
+    written_after: int, expected: tuple[str, list[object]], tmp_path: Path
+) -> None:
+    job = SimulatedJob([[ALL_REDUCE] * 3] * 2 + [[ALL_REDUCE] * 2 + [CpuStall()]] * 2, WORLD)
+    job.run()
+    job.write(tmp_path)
+    dumps = list(tmp_path.iterdir())
+    last = max(entry["time_created_ns"] for dump in dumps for entry in pickle.loads(dump.read_bytes())["entries"])
+    for dump in dumps:
+        os.utime(dump, ns=(last + written_after,) * 2)
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, roots(found)) == expected
+    assert [finding.kind for finding in found.advisory] == ["in_progress"] * (found.verdict == "ok")
 
 
 def test_two_ranks_that_wait_for_each_others_calls_of_one_kind_are_a_cycle(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ PARTS = [record(inputs=[[2]], outputs=[[4], [2]]), record(inputs=[[3]], outputs=
             MatchKey("all_reduce", 8, "float32 into float16"),
             "all_reduce of 8 elements float32 into float16",
         ),
+        (record("all_gather", c10d="all_gather_v", outputs=[[9]]), MatchKey("all_gather"), "all_gather"),
         (record("coalesced", inputs=[]), MatchKey(), "coalesced"),
         (
             record("coalesced", inputs=[], members=PARTS),
@@ -78,6 +79,8 @@ def test_what_only_one_call_states_is_no_difference(key: MatchKey, fits: bool) -
         (record("all_gather", outputs=[[9], [9]]), 2, "8 elements go in and 18 come out"),
         (record("all_gather", inputs=[[4], [4]], outputs=[[8], [9]]), 2, "8 elements go in and 17 come out"),
         (record("reduce_scatter", inputs=[[16]], outputs=[[8]]), 2, ""),
+        (record("reduce_scatter", c10d="reduce_scatter_v", inputs=[[16]], outputs=[[9]]), 2, ""),
+        (record("all_gather", c10d="all_gather_v", inputs=[[3]], outputs=[[16]]), 2, ""),
         (record("reduce_scatter", inputs=[[8]], outputs=[[16]]), 2, "8 elements go in and 16 come out"),
         (record("reduce_scatter", inputs=[[8], [9]], outputs=[[8]]), 2, ""),
     ],
@@ -209,6 +212,20 @@ def split_all_to_all(sends: list[int], expects: list[int]) -> list[Call]:
         (
             ([call(outputs=[[9]])], [call(outputs=[[9]])], []),
             [("size_mismatch", 1, (), "all_reduce", "rank 0-1: 8 elements go in and 9 come out", [0, 1], 0)],
+        ),
+        (  # Another operation, whatever its own sizes say.
+            (calls("aa"), [*calls("a"), call("all_gather", 2, inputs=[[8]], outputs=[[9]])], calls("aa")),
+            [
+                (
+                    "type_mismatch",
+                    2,
+                    (1,),
+                    "all_reduce",
+                    "rank 0,2: A; rank 1: all_gather of 9 elements",
+                    [0, 1, 2],
+                    0,
+                )
+            ],
         ),
         ((all_to_all(8, 8), all_to_all(9, 8), all_to_all(7, 8)), []),
         ((all_to_all(8, 8), all_to_all(9, 8), []), []),
