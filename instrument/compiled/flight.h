@@ -4,25 +4,38 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <string>
 
 namespace crossrank {
 
-// The recorder as JSON; empty where this process has none, for NCCL is part of torch's library for GPUs alone.
+// The recorder as JSON; empty where this process has none, for NCCL is part of torch's library for GPUs alone. Which of
+// torch's recorders holds NCCL's calls: see torch_dumps.py.
 inline std::string dump_nccl_recorder() {
   using Dump = std::string (*)(bool, bool);
+  using DumpOf = std::string (*)(bool, bool, const std::string &);
 #if _GLIBCXX_USE_CXX11_ABI
   constexpr const char *kDump = "_ZN4c10d20dump_nccl_trace_jsonB5cxx11Ebb";
+  constexpr const char *kDumpOf =
+      "_ZN4c10d18dump_fr_trace_jsonEbbRKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE";
 #else
-  constexpr const char *kDump = "_ZN4c10d20dump_nccl_trace_jsonEbb";
+  constexpr const char *kDump = "_ZN4c10d20dump_nccl_trace_jsonEbb", *kDumpOf = "_ZN4c10d18dump_fr_trace_jsonEbbRKSs";
 #endif
-  static const Dump dump = [] {
-    for (const char *name : {"libtorch_cuda.so", "libtorch_hip.so"})
-      if (void *library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD))
-        if (void *found = dlsym(library, kDump)) return reinterpret_cast<Dump>(found);
-    return Dump{nullptr};
+  static void *const library = [] {
+    void *cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return cuda != nullptr ? cuda : dlopen("libtorch_hip.so", RTLD_LAZY | RTLD_NOLOAD);
   }();
-  return dump == nullptr ? std::string() : dump(/*includeCollectives=*/true, /*onlyActive=*/false);
+  if (library == nullptr) return {};
+  static const DumpOf dump_of = [] {
+    const char *wanted = std::getenv("TORCH_DIST_USE_NCCL2");
+    const bool is_old = wanted != nullptr && std::strcmp(wanted, "0") == 0;
+    return is_old ? nullptr : reinterpret_cast<DumpOf>(dlsym(library, kDumpOf));  // of libtorch_cpu, which it needs
+  }();
+  static const Dump dump = reinterpret_cast<Dump>(dlsym(library, kDump));
+  constexpr bool kWithCalls = true, kOnlyOpen = false;
+  if (dump_of != nullptr) return dump_of(kWithCalls, kOnlyOpen, "nccl2");
+  return dump == nullptr ? std::string() : dump(kWithCalls, kOnlyOpen);
 }
 
 }  // namespace crossrank

@@ -13,6 +13,7 @@ import torch
 
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.torch_dumps import nccl_dump
 
 SIZE, _OLD_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _KNOWS_NEW_NAME = (2, 9)
@@ -55,9 +56,9 @@ class RecorderCheck:
         if self._is_done or self._first is None or self._recorder.calls() < self._first + 2:
             return
         self._is_done = True
-        function = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+        dump = nccl_dump()
         # Without the calls no event is asked for, which a CUDA graph that is captured would not survive.
-        if function is not None and not orjson.loads(function(False, False)).get("pg_status"):
+        if dump is not None and not orjson.loads(dump(False, False)).get("pg_status"):
             log.warning(
                 "crossrank: torch's flight recorder keeps no calls, so a dump of a hang holds crossrank's alone; call "
                 "enable() before init_process_group, or set %s=%d",

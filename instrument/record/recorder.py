@@ -22,6 +22,7 @@ from crossrank.errors import one_line
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.torch_dumps import nccl_dump
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.nvtx_markers import classic_text
 from crossrank.recording import RANGE, STOOD, Ran, Wait
@@ -106,9 +107,8 @@ class Recorder(ABC):
 
     def nccl_recorder(self) -> bytes:
         """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""
-        function = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-        content: bytes = b"" if function is None else function(True, False)
-        return content
+        dump = nccl_dump()
+        return b"" if dump is None else dump(True, False)
 
     @abstractmethod
     def recording_wait(self, original: Callable[..., Any]) -> object:

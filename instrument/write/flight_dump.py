@@ -21,17 +21,16 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
-import torch
 
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.torch_dumps import every_dump
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.comms_writer import clock
 from crossrank.recording import FLIGHT, file_name
@@ -128,7 +127,7 @@ def dump(moment: dict[str, Any]) -> bytes:
     interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     with_stacks = _COMPILER in sys.modules and not interrupted
     # This process wrote the pickles a moment ago.
-    contents = [pickle.loads(function(True, with_stacks, False)) for function in _recorders("")]
+    contents = [pickle.loads(function(True, with_stacks, False)) for function in every_dump()]
     if not contents:
         has("flight recorder")
         contents = [{"version": _VERSION, "entries": []}]
@@ -137,20 +136,8 @@ def dump(moment: dict[str, Any]) -> bytes:
 
 def completed() -> int:
     """How many calls torch knows to be over, summed over the groups; it rises while communication goes on."""
-    total = 0
-    for function in _recorders("_json"):
-        status = orjson.loads(function(False, False)).get("pg_status", {})
-        total += sum(int(progress["last_completed_collective"]) for progress in status.values())
-    return total
-
-
-def _recorders(suffix: str) -> list[Callable[..., Any]]:
-    """The functions of torch that dump a recorder which this process may have filled, NCCL's first."""
-    names = ["_dump_fr_trace"]
-    if cuda_is_in_use():
-        names.insert(0, "_dump_nccl_trace")
-    found = (getattr(torch._C._distributed_c10d, name + suffix, None) for name in names)
-    return [function for function in found if function is not None]
+    status = [pickle.loads(function(False, False, False)).get("pg_status", {}) for function in every_dump()]
+    return sum(int(progress["last_completed_collective"]) for groups in status for progress in groups.values())
 
 
 def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:

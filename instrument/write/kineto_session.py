@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.torch_dumps import nccl_dump
 from crossrank.instrument.torch_private import has
 
 _ALL_THREADS = "profile_all_threads"
@@ -132,7 +133,7 @@ def _holds_within(condition: Callable[[], bool], seconds: float) -> bool:
 
 def _no_call_is_open() -> bool:
     """Whether torch knows of no call with NCCL that is not over; True where it keeps none."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    dump = nccl_dump()
     entries = orjson.loads(dump(True, True)).get("entries", []) if dump is not None else []
     return all(entry.get("retired") for entry in entries)
 

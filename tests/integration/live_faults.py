@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
+from crossrank.instrument.torch_dumps import uses_nccl2
 from tests.integration import forked_jobs
 
 ABSENT = ("missing_rank",)
@@ -89,6 +90,10 @@ class Fault:
 
     with_gloo: bool = True
     """Whether it is one without a GPU."""
+
+    with_nccl2: bool = True
+    """Whether torch's recorder shows it with `ProcessGroupNCCL2`: that notes no starts, and no ends once a rank is in
+    `destroy_process_group`."""
 
     line_with_nccl: bool = True
     """Whether its line can be shown there. A backward pass on a GPU makes its calls on a thread without Python."""
@@ -802,6 +807,7 @@ FAULTS: list[Fault] = [
         kinds=("not_started",),
         timing=True,
         with_gloo=False,
+        with_nccl2=False,
     ),
     Fault(job=loses_its_gpu, culprits=(1,), kinds=RAISED, delays=DELAYS, with_gloo=False),
     Fault(job=gets_an_error_of_nccl, kinds=("all_joined_not_completed",), with_gloo=False, line_with_nccl=False),
@@ -833,7 +839,12 @@ FAULTS: list[Fault] = [
         eager=True,
         with_gloo=False,
     ),
-    Fault(job=enters_groups_in_another_order, culprits=(2,), kinds=("opposite_order", "missing_rank")),
+    Fault(
+        job=enters_groups_in_another_order,
+        culprits=(2,),
+        kinds=("opposite_order", "missing_rank"),
+        with_nccl2=False,
+    ),
     Fault(job=evaluates_alone, culprits=(3,), kinds=ABORTED, delays=DELAYS),
     Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY, line_with_nccl=False),
     Fault(job=drops_a_layer_under_fsdp, culprits=(2,), kinds=ANOTHER_WAY, line_with_nccl=False),
@@ -849,6 +860,8 @@ LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
 SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
 FAULTS = [fault for fault in FAULTS if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
+if DEVICE == "cuda" and uses_nccl2():
+    FAULTS = [fault for fault in FAULTS if fault.with_nccl2]
 BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
 
 

@@ -18,7 +18,7 @@ from tests.stand_in.test_recording import TRAINING
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
 _OF_GPU = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_runtime", "cuda_sync")
-_OF_OLD_VERSIONS = {"queued", "est. achieved occupancy %"}
+_OF_OLD_VERSIONS = {"queued", "est. achieved occupancy %", "Process Group Description"}
 
 _OF_NCCL = re.compile(r"ncclDevKernel_(AllReduce_Sum|Broadcast|AllGather)_\w+\(ncclDevKernelArgsStorage<")
 

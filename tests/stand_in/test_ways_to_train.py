@@ -122,6 +122,7 @@ for step in range(5):
         """
 other, stream = dist.new_group(), torch.cuda.Stream()
 results = [torch.full((1 << 16,), float(rank + 1), device="cuda") for _ in range(2)]
+torch.cuda.synchronize()
 for step in range(5):
     first = dist.all_reduce(results[0], async_op=True)
     with torch.cuda.stream(stream):

@@ -117,6 +117,9 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         _add_unnoted(reading.builder, moment)
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
+        trace.dump.ends_frozen = trace.backend == "nccl2" and any(
+            frame.name == "destroy_process_group" for stack in moment.stacks for frame in stack.frames
+        )
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
         trace.dump.has_status = True
     return trace

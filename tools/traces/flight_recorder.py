@@ -72,6 +72,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pg_id: Int = -1
     collective_seq_id: Int = 0
     p2p_seq_id: Int = 0
+    op_id: Int = -1
+    """Counts the calls of the group, of both kinds."""
     time_created_ns: Int = 0
     input_sizes: Shapes = ()
     input_dtypes: Dtypes = ()
@@ -195,6 +197,9 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
+_NCCL2 = "nccl2:"
+
+
 class NoDumpError(CrossrankError):
     """The file cannot be used: it is no dump (`unrecognized`), or one that asks for more than data (`refused`)."""
 
@@ -268,7 +273,9 @@ def decode_flight_dump(
         path=path,
         version=whole(convert(content.get("version", ""), Text, "version") or ""),
         groups=_groups(rows("pg_config", GroupConfig), problems, budget),
-        status={int(key): value for key, value in rows("pg_status", Progress).items() if _PG_ID.fullmatch(key)},
+        status=_status_of(
+            {int(key): value for key, value in rows("pg_status", Progress).items() if _PG_ID.fullmatch(key)}, found
+        ),
         entries=found,
         left_out=len(entries) - len(wanted),
         first_record=first,
@@ -276,6 +283,22 @@ def decode_flight_dump(
         rank=moment.rank if moment is not None else convert(content.get("rank"), int | None, "rank"),
         problems=problems,
     )
+
+
+def _status_of(status: dict[int, Progress], entries: Entries) -> dict[int, Progress]:
+    """How far each group came, in sequence numbers: of groups of `ProcessGroupNCCL2` the status has numbers of calls of
+    both kinds, counted from 0 (torch 2.15, FlightRecorderHook)."""
+    if not any(entry.profiling_name.startswith(_NCCL2) for entry in entries.kinds.values()):
+        return status
+    columns = entries.columns
+    seq_of = {
+        (pg_id, call): seq
+        for pg_id, call, seq in zip(columns["pg_id"], columns["op_id"], columns["collective_seq_id"], strict=True)
+    }
+    return {
+        pg_id: Progress(*(seq_of.get((pg_id, call), -1) for call in structs.astuple(progress)))
+        for pg_id, progress in status.items()
+    }
 
 
 def _groups(configs: dict[str, GroupConfig], problems: list[str], budget: Budget) -> list[Group]:

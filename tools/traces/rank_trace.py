@@ -233,6 +233,9 @@ class DumpState:
     """Entries that were not asked for."""
     has_no_entries: bool = False
     """The calls are those that crossrank recorded: torch noted none."""
+    ends_frozen: bool = False
+    """No more ends are noted: the rank is in `destroy_process_group`, before which `ProcessGroupNCCL2` has stopped the
+    thread that notes them."""
     recorded_from: dict[str, int] = field(default_factory=dict)
     """Name of a group -> how many collectives there were on it before those that comms files number from 1."""
 

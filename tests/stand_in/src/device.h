@@ -2,6 +2,7 @@
 // the time that a table says. Begin and end are exact; nothing is seen to be over before its end.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -84,7 +85,21 @@ struct GraphNode {
   Operation operation;
 };
 
+// What a program hands to graphs to be destroyed when the last of them and the program have let go of it.
+struct UserObject {
+  void* object;
+  void (*destroy)(void*);
+  std::atomic<long> references;
+  void let_go(long count) {
+    if ((references -= count) == 0) destroy(object), delete this;
+  }
+};
+
 struct Graph {
+  ~Graph() {
+    for (UserObject* one : retained) one->let_go(1);
+  }
+  std::vector<UserObject*> retained;
   std::uint64_t id = 0;
   std::vector<std::shared_ptr<GraphNode>> nodes;
   Stream* origin = nullptr;  // of the capture that fills it

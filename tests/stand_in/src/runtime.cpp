@@ -383,7 +383,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
     dladdr(reinterpret_cast<void*>(&cudaGetDriverEntryPointByVersion), &info);
     return dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   }();
-  *function = dlsym(own, symbol);
+  *function = dlsym(own, (std::string(symbol) + "_v2").c_str());  // the newest version, as the driver does
+  if (!*function) *function = dlsym(own, symbol);
   if (!*function) log_missing(symbol);
   if (found) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
@@ -615,10 +616,10 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t handle, cudaStreamCaptureSt
                                         cudaGraph_t* graph, const cudaGraphNode_t** dependencies, size_t* count) {
   const void** edges = nullptr;
 #endif
-  const std::shared_ptr<Graph> found = stream_of(handle)->capture;
+  std::shared_ptr<Graph>& found = stream_of(handle)->capture;
   *status = found ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   if (id) *id = found ? found->id : 0;
-  if (graph) *graph = nullptr;
+  if (graph) *graph = found ? reinterpret_cast<cudaGraph_t>(&found) : nullptr;
   if (dependencies) *dependencies = nullptr;
   if (edges) *edges = nullptr;
   if (count) *count = 0;
@@ -658,6 +659,21 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   delete reinterpret_cast<std::shared_ptr<Graph>*>(executable);
+  return cudaSuccess;
+}
+cudaError_t cudaUserObjectCreate(cudaUserObject_t* handle, void* object, cudaHostFn_t destroy, unsigned references,
+                                 unsigned) {
+  *handle = reinterpret_cast<cudaUserObject_t>(new UserObject{object, destroy, {static_cast<long>(references)}});
+  return cudaSuccess;
+}
+cudaError_t cudaUserObjectRelease(cudaUserObject_t handle, unsigned count) {
+  reinterpret_cast<UserObject*>(handle)->let_go(count);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t handle, unsigned count, unsigned flags) {
+  UserObject* object = reinterpret_cast<UserObject*>(handle);
+  if (flags != cudaGraphUserObjectMove) object->references += count;
+  graph_of(graph)->retained.insert(graph_of(graph)->retained.end(), count, object);
   return cudaSuccess;
 }
 cudaError_t cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) { return cudaSuccess; }

@@ -8,6 +8,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
@@ -106,6 +107,18 @@ def test_the_status_of_json_has_its_numbers_as_strings() -> None:
     content = {"version": "2.10", "pg_status": {"0": dict.fromkeys(Progress.__struct_fields__, "17")}}
 
     assert decode(content).status == {0: Progress(17, 17)}
+
+
+def test_the_status_of_nccl2_counts_calls_of_both_kinds_from_0_and_is_read_as_numbers_of_collectives() -> None:
+    made = [(0, 1, 0), (0, 1, 1), (0, 2, 1), (3, 1, 0)]  # group, collectives and sends so far
+    entries = [
+        {"record_id": at, "pg_id": group, "op_id": at % 3, "collective_seq_id": seq, "p2p_seq_id": p2p}
+        | {"profiling_name": "nccl2:send 0->1" if at == 1 else "nccl2:all_reduce"}
+        for at, (group, seq, p2p) in enumerate(made)
+    ]
+    status = {"0": Progress(2, 1), "3": Progress(0, -1)}
+    content = {"version": "2.10", "pg_status": msgspec.to_builtins(status), "entries": entries}
+    assert decode(content).status == {0: Progress(2, 1), 3: Progress(1, -1)}
 
 
 def test_what_a_dump_does_not_say_is_not_known() -> None:

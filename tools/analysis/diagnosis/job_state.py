@@ -37,12 +37,12 @@ def releases_all(op: str) -> bool:
 
 def reports_ends(trace: RankTrace) -> bool:
     """Whether a rank's file shows the ends of its calls; comms files and the dumps of gloo do not."""
-    return trace.source == "flight" and trace.backend != GLOO
+    return trace.source == "flight" and trace.backend != GLOO and not trace.dump.ends_frozen
 
 
 def ends_unknown(trace: RankTrace) -> bool:
     """Whether nothing says which calls of a rank are over: with NCCL they return before, and torch keeps none."""
-    return trace.source == "comms" and "nccl" in trace.backend
+    return "nccl" in trace.backend and (trace.source == "comms" or trace.dump.ends_frozen)
 
 
 def is_torchs_own(trace: RankTrace) -> bool:
@@ -126,8 +126,8 @@ class JobState(Job):
         if present and len(present) == len(group.ranks):
             made_by_all = min(self.enqueued(group, rank) or 0 for rank in present)
             retired = max(self._last_in_state(group, rank, RETIRED) for rank in present)
-            if all(self.ranks[rank].source == "comms" for rank in present):
-                retired = made_by_all  # comms files never say that a call ended
+            if all(self.ranks[rank].source == "comms" or ends_unknown(self.ranks[rank]) for rank in present):
+                retired = made_by_all  # nothing says that a call ended
             last = max(last, min(retired, made_by_all))
         while last > 0:
             op = next((self.signature(rank, row).op for rank, row in self.rows_of(group, last)), None)

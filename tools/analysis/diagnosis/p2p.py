@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from crossrank.comm import CommRecord, is_p2p
-from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED
 
@@ -111,9 +111,10 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
             pairing.sizes_differ.append((a, b))
             continue
         # gloo reports no state: once both sides have called, the two will get through.
-        if numbered or receive.calls.state[other_row] == COMPLETED:
+        stateless = numbered or (ends_unknown(send.trace) and ends_unknown(receive.trace))
+        if stateless or receive.calls.state[other_row] == COMPLETED:
             pairing.done.add(a)
-        if numbered or send.calls.state[row] == COMPLETED:
+        if stateless or send.calls.state[row] == COMPLETED:
             pairing.done.add(b)
     for end, other in ((send, receive), (receive, send)):
         progress = other.trace.dump.progress.get(group.local_index.get(end.peer, -1))

@@ -48,12 +48,15 @@ FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autog
 COMMUNICATING = ("record_param_comms", C10D, *FUNCTIONAL, RANGE)
 """How the names of all nodes begin that communicate."""
 MARKERS = frozenset(
-    ("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing")
+    (
+        *("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing"),
+        "batch_op_issue",  # ProcessGroupNCCL2's
+    )
 )
 """Names under which `record_param_comms` notes what is no communication by itself."""
 
-_TOGETHER = "nccl:coalesced"
-"""Range of torch in which it launches calls that go out together."""
+_TOGETHER = ("nccl:coalesced", "batch_op_issue")
+"""Ranges of torch in which it launches calls that go out together, by the process group of NCCL."""
 _DEPTH = 16
 """More than the nodes between the outermost and the innermost node of one call."""
 _WORK_FOLLOWS = 16
@@ -312,7 +315,7 @@ class _Finder(Communications):
     def _batch_launched_in(self, around: Sequence[int]) -> list[Communication]:
         """The calls that went out together: NCCL launches them in a range of its own, when the last of them was made.
         Empty where none of the nodes `around` a kernel is such a range. Only our records say what went out together."""
-        end = next((at for at in around if self.host[at].node.name == _TOGETHER), None)
+        end = next((at for at in around if self.host[at].node.name in _TOGETHER), None)
         if end is None:
             return []
         if self._batched is None:

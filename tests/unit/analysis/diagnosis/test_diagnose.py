@@ -50,6 +50,36 @@ def test_a_last_call_that_is_over_for_most_hangs_where_it_is_open_long_after(
     assert {finding.backend for finding in found.findings} == {"nccl"}
 
 
+def frozen(number: int, *made: Call) -> RankTrace:
+    """A rank of `ProcessGroupNCCL2` in `destroy_process_group`: torch has stopped to note ends."""
+    hang = {"reason": "hang", "taken_at": 60 * 10**9}
+    return of_four(number, *made, backend="nccl2", dump={"ends_frozen": True}, ending=hang)
+
+
+def test_calls_that_all_have_made_hold_up_nobody_where_torch_notes_no_ends() -> None:
+    sizes = {rank: [[9 if rank == 1 else 8]] for rank in range(4)}
+    ranks = [frozen(one, *calls(OPEN, OPEN), call(number=3, state=OPEN, inputs=sizes[one])) for one in range(4)]
+    assert roots(diagnosed(*ranks)) == [("size_mismatch", "default_pg", 3, [1], [])]
+
+
+def test_a_rank_that_has_not_come_to_a_call_is_named_where_torch_notes_no_ends_on_the_others() -> None:
+    ranks = [frozen(one, *calls(*[OPEN] * (2 if one == 3 else 4))) for one in range(4)]
+    assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 3, [3], [0, 1, 2])]
+
+
+def test_a_send_that_nobody_answers_is_found_where_torch_notes_no_ends() -> None:
+    sends = [call("send", number, OPEN, number, peer=1) for number in (1, 2, 3)]
+    receives = [call("recv", number, OPEN, number, peer=0) for number in (1, 2)]
+    found = diagnosed(frozen(0, *sends), frozen(1, *receives), *(frozen(one, *calls(OPEN, pg="2")) for one in (2, 3)))
+    assert roots(found) == [("p2p_unmatched", "default_pg", 3, [1], [0])]
+
+
+def test_a_job_that_hangs_where_torch_notes_no_ends_is_not_ok() -> None:
+    found = diagnosed(*(frozen(one, *calls(OPEN)) for one in range(4)))
+    assert (found.verdict, roots(found)) == ("incomplete", [("not_recorded", "default_pg", None, [], [0, 1, 2, 3])])
+    assert "torch notes no ends while a group is destroyed" in found.findings[0].text
+
+
 @pytest.mark.parametrize(("stale", "named"), [((), []), ((1,), [1]), ((0, 1), [])])
 def test_few_ranks_that_notice_no_ends_are_a_fault_of_their_own_beside_a_hang(
     stale: tuple[int, ...], named: list[int]

@@ -113,8 +113,7 @@ def test_the_program_of_a_rank_says_which_of_two_groups_comes_first_where_no_oth
     tmp_path: Path,
 ) -> None:
     groups: Groups = {"0": ("default_pg", [0, 1, 2, 3]), "5": ("tp", [2, 3]), "6": ("dp", [0, 1, 3])}
-    step = [TP, DP]
-    programs: Programs = [[DP] * 3, [DP] * 3, [TP] * 3, step * 2 + [CpuStall()]]
+    programs: Programs = [[DP] * 3, [DP] * 3, [TP] * 3, [TP, DP, TP, DP, CpuStall()]]
 
     found = diagnose_job(SimulatedJob(programs, groups, blocking=True), tmp_path)
 
@@ -132,7 +131,9 @@ def test_the_program_of_a_rank_says_which_of_two_groups_comes_first_where_no_oth
 def test_calls_are_under_way_in_dumps_that_were_written_a_moment_after_them(
     written_after: int, expected: tuple[str, list[object]], tmp_path: Path
 ) -> None:
-    job = SimulatedJob([[ALL_REDUCE] * 3] * 2 + [[ALL_REDUCE] * 2 + [CpuStall()]] * 2, WORLD)
+    ahead: list[Call] = [ALL_REDUCE] * 3
+    behind: list[Call] = [ALL_REDUCE, ALL_REDUCE, CpuStall()]
+    job = SimulatedJob([ahead, ahead, behind, behind], WORLD)
     job.run()
     job.write(tmp_path)
     dumps = list(tmp_path.iterdir())
