@@ -48,6 +48,10 @@ COMMANDS = {
         "replay.command:ReplayCommand",
         "the communication again, without the model, measured against the recording",
     ),
+    "build-kernel": (
+        "instrument.compiled.command:BuildKernelCommand",
+        "the kernel in C++ that records calls, built before a job needs it",
+    ),
 }
 """Name -> module of crossrank and its class, and one line for the overview."""
 

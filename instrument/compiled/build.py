@@ -2,6 +2,10 @@
 
 The sources are compiled with the machine's own compiler against the headers that torch and Python ship, because the
 dispatcher's boxed kernels and the process groups among their arguments are no part of an ABI that torch keeps stable.
+
+A job never waits for that: it takes the kernel that is there (`load`). Where there is none, a process of low priority
+builds one for the next job (`start`); `crossrank build-kernel` does so beforehand (`make`). Why a build failed is
+written down, and it is not tried again with the same compiler unless somebody asks for it.
 """
 
 from __future__ import annotations
@@ -17,10 +21,11 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -29,31 +34,101 @@ from types import ModuleType
 import torch
 
 from crossrank.errors import CrossrankError, one_line
-from crossrank.instrument.log import ONE_RANK, log
 
 _HERE = Path(__file__).parent
 _PATIENCE = 180.0
-"""Seconds that a rank waits for another one's build, and for its own."""
+"""Seconds that a build may take, and that whoever waits for another one's does."""
 _MODULE = "_crossrank_recorder"
+_OPTIONS = ("-O2", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_UNTRIED = (3, 14)
+"""The first version of Python whose frames the kernel has not been tried on."""
+
+
+class NotBuiltError(CrossrankError):
+    """There is no kernel yet, and nothing says that it cannot be built."""
 
 
 def load() -> ModuleType:
-    """The compiled kernel, built if it is not there. Raises `CrossrankError` where it cannot be had: why."""
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise CrossrankError("it has not been tried on a Python without the global interpreter lock")
+    """The compiled kernel that is there. Raises `NotBuiltError` where there is none yet, and `CrossrankError` where it
+    cannot be had: why."""
     try:
-        built = _folder() / f"{_MODULE}-{_fingerprint()}.so"
-        if not built.exists():
-            _build(_compiler(), built)
-        _refuse_others_file(built)
-        try:
-            return _import(built)
-        except ImportError:  # cut off, or of a machine with other libraries
-            built.unlink(missing_ok=True)
-            _build(_compiler(), built)
-            return _import(built)
-    except (OSError, RuntimeError, ImportError) as error:
+        built = _place()
+        if built.exists():
+            _refuse_others_file(built)
+            try:
+                return _import(built)
+            except ImportError:  # cut off, or of a machine with other libraries
+                built.unlink(missing_ok=True)
+        _refuse_known_failure(built)
+    except (OSError, RuntimeError) as error:
         raise CrossrankError(f"the compiled kernel cannot be had ({one_line(error)})") from error
+    raise NotBuiltError("the compiled kernel is not built yet")
+
+
+def make(*, again: bool = False) -> Path:
+    """Build the kernel unless it is there, and wait until it is; with `again` although that failed before. Raises
+    `CrossrankError` where it cannot be built."""
+    built = _place()
+    if again:
+        _failure(built, _compiler()).unlink(missing_ok=True)
+    deadline = time.monotonic() + _PATIENCE
+    while not built.exists():
+        with _lock(built) as descriptor:
+            if descriptor is not None and not built.exists():
+                _refuse_known_failure(built)  # of another process that was just waited for
+                _build(built)
+        if time.monotonic() > deadline:
+            raise CrossrankError(f"another process has been building {built} for {_PATIENCE:.0f} s")
+        if descriptor is None:
+            time.sleep(0.1)
+    _refuse_others_file(built)
+    return built
+
+
+def start() -> None:
+    """Have a process of low priority build the kernel for the next job, unless one does so already.
+
+    Nobody waits for it, and it goes on when this job ends. It inherits the lock that is taken here.
+    """
+    built = _place()
+    with _lock(built) as descriptor:
+        if descriptor is None or built.exists():
+            return
+        path = [entry or os.getcwd() for entry in sys.path]
+        program = f"import sys; sys.path[:] = {path!r}; from {__name__} import build_idly; build_idly({str(built)!r})"
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(descriptor,),
+            env=os.environ | {"TRACING": "NONE", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+
+
+def build_idly(built: str) -> None:
+    """What the process of `start` does, in time that nobody else wants."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(19)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with contextlib.suppress(CrossrankError):  # it is written down
+        _build(Path(built))
+
+
+def _place() -> Path:
+    """Where the kernel for this torch and Python is, or is to be. Raises `CrossrankError` where there can be none."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise CrossrankError("the compiled kernel has not been tried on a Python without the global interpreter lock")
+    if sys.version_info >= _UNTRIED:
+        raise CrossrankError(f"the compiled kernel has not been tried on Python {platform.python_version()}")
+    return _folder() / f"{_MODULE}-{_fingerprint()}.so"
+
+
+def _refuse_known_failure(built: Path) -> None:
+    failure = _failure(built, _compiler())
+    if failure.exists():
+        raise CrossrankError(f"{failure.read_text()}; `crossrank build-kernel` tries again")
 
 
 def _import(built: Path) -> ModuleType:
@@ -87,16 +162,21 @@ def _refuse_others_file(path: Path) -> None:
 
 
 def _fingerprint() -> str:
-    """What a built kernel fits: these sources, this torch, this Python, this kind of machine."""
+    """What a built kernel fits: these sources and options, this torch, this Python, this kind of machine."""
     digest = hashlib.sha256()
     for source in sorted(path for path in _HERE.iterdir() if path.suffix in (".h", ".c", ".cpp")):
         digest.update(source.read_bytes())
     for text in (
+        *_OPTIONS,
         *_nvtx_options(),
         torch.__version__,
+        torch.version.git_version,
         torch.__file__,
+        torch.compiled_with_cxx11_abi(),
+        sys.version,
         sysconfig.get_config_var("SOABI"),
         platform.machine(),
+        *platform.libc_ver(),
     ):
         digest.update(f"{text}\0".encode())
     return digest.hexdigest()[:16]
@@ -111,56 +191,70 @@ def _compiler() -> list[str]:
     raise CrossrankError(f"there is no C++ compiler ({' '.join(wanted) or 'c++, g++, clang++'})")
 
 
+def _failure(built: Path, compiler: list[str]) -> Path:
+    """The file that says why a build with this compiler failed."""
+    facts = os.stat(compiler[0])
+    digest = hashlib.sha256(f"{compiler} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()
+    return built.with_suffix(f".{digest[:8]}.failed")
+
+
 @contextmanager
-def _alone(built: Path) -> Iterator[None]:
-    """One rank of a machine builds, the others wait until it has."""
+def _lock(built: Path) -> Iterator[int | None]:
+    """The descriptor of a lock that one process of those that share the folder holds while it builds; None while
+    another has it."""
     path = built.with_suffix(".lock")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CrossrankError(f"{path} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
     try:
-        deadline = time.monotonic() + _PATIENCE
-        while not built.exists():
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise CrossrankError(f"another process has held {path} for {_PATIENCE:.0f} s") from None
-                time.sleep(0.1)
-            except OSError:  # a file system without locks: each builds, and the first one's stays
-                break
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # said, and not left to `close`: a forked process may share the descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        yield None
+        return
+    except OSError:  # a file system without locks: each builds, and the first one's stays
+        pass
+    try:
+        yield descriptor
+    finally:  # closed, not unlocked: a process that builds has it as well
         os.close(descriptor)
 
 
-def _build(compiler: Sequence[str], built: Path) -> None:
-    include, torch_root = sysconfig.get_paths()["include"], Path(torch.__file__).parent
+def _build(built: Path) -> None:
+    """Compile the kernel. Where that fails, write down why and raise `CrossrankError`."""
+    compiler = _compiler()
+    failure = _failure(built, compiler)
+    try:
+        _refuse_missing_headers()
+        _compile(compiler, built)
+    except CrossrankError as error:
+        with contextlib.suppress(OSError):
+            failure.write_text(str(error))
+        raise
+    failure.unlink(missing_ok=True)
+
+
+def _refuse_missing_headers() -> None:
     for header, what in (
-        (Path(include, "Python.h"), "Python's headers"),
-        (torch_root / "include/ATen/ATen.h", "torch's headers"),
+        (Path(sysconfig.get_paths()["include"], "Python.h"), "Python's headers"),
+        (Path(torch.__file__).parent / "include/ATen/ATen.h", "torch's headers"),
     ):
         if not header.exists():
             raise CrossrankError(f"{what} are not installed: there is no {header}")
+
+
+def _compile(compiler: list[str], built: Path) -> None:
+    torch_root = Path(torch.__file__).parent
     options = [
-        *("-O2", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+        *_OPTIONS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{folder}" for folder in (torch_root / "include", include, _HERE)),
+        *(f"-I{folder}" for folder in (torch_root / "include", sysconfig.get_paths()["include"], _HERE)),
         *_nvtx_options(),
         *("-x", "c", str(_HERE / "frames.c"), "-x", "c++", "-std=c++20", str(_HERE / "recorder.cpp")),
         *(f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
-    with _alone(built), tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-        if built.exists():
-            return
-        # At once on the first node, for its ranks wait for it.
-        extra = ONE_RANK if os.environ.get("GROUP_RANK", "0") == "0" else None
-        what = "crossrank: building its kernel for torch %s, once on this machine: %s"
-        log.warning(what, torch.__version__, built, extra=extra)
+    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         made = Path(scratch, built.name)
         try:
             done = subprocess.run(

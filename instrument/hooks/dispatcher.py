@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,9 +98,24 @@ def make_recorder(session: Session) -> Recorder:
     if session.config.kernel == "python":
         return _in_python(session)
     try:
-        return CompiledRecorder(session, build.load())
+        return CompiledRecorder(session, _loaded(waits=session.config.kernel == "compiled"))
     except Exception as error:
         return _python_instead(session, error)
+
+
+def _loaded(*, waits: bool) -> ModuleType:
+    """The compiled kernel; where there is none yet, it is built: at once where somebody `waits` for it, else for the
+    next job."""
+    try:
+        return build.load()
+    except build.NotBuiltError as error:
+        if not waits:
+            build.start()
+            raise CrossrankError(
+                f"{error}, and is being built for the next job (`crossrank build-kernel` builds it beforehand)"
+            ) from None
+    build.make()
+    return build.load()
 
 
 def _python_instead(session: Session, error: Exception) -> PythonRecorder:

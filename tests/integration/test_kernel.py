@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from crossrank.comm import CommRecord
+from crossrank.errors import CrossrankError
 from crossrank.instrument.compiled import build
 from crossrank.recording import CommsFile
 from tests.integration import jobs, names
+from tests.integration.forked_jobs import wait_until
 
 RECORDING = "crossrank-recording"
 ONE_CALL = """
@@ -84,14 +87,114 @@ def test_both_kernels_record_the_same(tmp_path: Path) -> None:
     assert len({one.source for one in found["python"]}) == 18
 
 
+COMPILER = r"""#!/bin/sh
+# Notes its niceness, takes a second, and makes the kernel that was compiled before, or fails where there is none.
+nice >> "$CALLS"
+sleep 1
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
+cp "$BUILT" "$out" || { echo "error: of the compiler" >&2; exit 1; }
+"""
+
+
+class Cache:
+    """An empty folder of kernels, and a compiler that notes when it is called."""
+
+    def __init__(self, folder: Path, built: str) -> None:
+        self.folder, self._calls = folder, folder / "calls"
+        compiler = folder / "c++"
+        compiler.write_text(COMPILER)
+        compiler.chmod(0o755)
+        self.variables = {"CXX": str(compiler), "CALLS": str(self._calls), "BUILT": built}
+        self.variables["XDG_CACHE_HOME"] = str(folder / "cache")
+
+    def job(self, name: str, **variables: str) -> str:
+        """What a job of one rank says and which kernel recorded it."""
+        folder = self.folder / name
+        folder.mkdir()
+        result = jobs.python(folder, ONE_CALL, **self.variables, **variables)
+        assert (result.returncode, result.stdout) == (0, "trained\n")
+        assert [one.op for one in recorded(folder)] == ["all_reduce"]
+        return f"{result.stderr}{kernel_of(folder)}"
+
+    def files(self, pattern: str) -> list[Path]:
+        return list(self.folder.glob(f"cache/crossrank/{pattern}"))
+
+    def niceness(self) -> list[int]:
+        """That of the compiler, of each call."""
+        return [int(line) for line in self._calls.read_text().splitlines()] if self._calls.exists() else []
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path, str(build.load().__file__))
+
+
+@pytest.fixture
+def broken_compiler(tmp_path: Path) -> Cache:
+    return Cache(tmp_path, "/nowhere/kernel.so")
+
+
+def test_a_job_without_a_kernel_records_in_python_at_once_and_the_next_one_has_it(cache: Cache) -> None:
+    why = "the compiled kernel is not built yet, and is being built for the next job"
+    said, _, kernel = cache.job("first").rpartition("\n")
+    assert said.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}")
+    assert "\n" not in said
+    assert kernel.startswith(f"python ({why}")
+    wait_until(lambda: bool(cache.files("*.so")), "no kernel is built")
+    assert cache.job("second") == "compiled"
+    assert cache.niceness() == [19]
+
+
+def test_ranks_that_start_together_build_once_and_none_waits(cache: Cache) -> None:
+    processes = []
+    for rank in range(4):
+        (cache.folder / str(rank)).mkdir()
+        processes.append(jobs.start(cache.folder / str(rank), jobs.ONE_RANK + ONE_CALL, **cache.variables))
+    for process in processes:
+        process.communicate(timeout=120)
+    assert [process.returncode for process in processes] == [0, 0, 0, 0]
+    assert all((kernel_of(cache.folder / str(rank)) or "").startswith("python (") for rank in range(4))
+    wait_until(lambda: bool(cache.files("*.so")), "no kernel is built")
+    assert len(cache.niceness()) == len(cache.files("*.so")) == 1
+
+
+def test_whoever_asks_for_the_compiled_kernel_waits_for_it(cache: Cache) -> None:
+    assert cache.job("first", TRACING_KERNEL="compiled") == "compiled"
+    assert cache.niceness() == [0]
+
+
+def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_compiler: Cache) -> None:
+    broken_compiler.job("first")
+    wait_until(lambda: bool(broken_compiler.files("*.failed")), "nothing says that the build failed")
+    why = f"{broken_compiler.folder}/c++ failed with exit code 1: "
+    for name, kernel in (("second", "auto"), ("third", "compiled")):
+        said = broken_compiler.job(name, TRACING_KERNEL=kernel)
+        assert said.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}"), said
+        assert said.count("`crossrank build-kernel` tries again") == 2  # the line and the header
+    assert len(broken_compiler.niceness()) == 1
+
+
+def test_build_kernel_builds_what_failed_before(broken_compiler: Cache) -> None:
+    command = ["-m", "crossrank", "build-kernel"]
+    result = jobs.fork(command, broken_compiler.folder, **broken_compiler.variables)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"crossrank: {broken_compiler.folder}/c++ failed with exit code 1: ")
+    working = broken_compiler.variables | {"BUILT": str(build.load().__file__)}
+    for _ in range(2):  # the second time it is there
+        result = jobs.fork(command, broken_compiler.folder, **working)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert [Path(result.stdout.strip())] == broken_compiler.files("*.so")
+    assert broken_compiler.files("*.failed") == []
+    assert len(broken_compiler.niceness()) == 2
+
+
 @pytest.mark.parametrize(
     ("variables", "why"),
     [
         ({"CXX": "/nowhere/c++"}, "there is no C++ compiler (/nowhere/c++)"),
-        ({"CXX": "/bin/false"}, "/bin/false failed with exit code 1"),
         ({"XDG_CACHE_HOME": "/dev/null/cache"}, "/dev/null/cache/crossrank cannot be made (Not a directory)"),
     ],
-    ids=["no compiler", "a build that fails", "no folder"],
+    ids=["no compiler", "no folder"],
 )
 @pytest.mark.parametrize("recorder_kernel", ["auto", "compiled"])
 def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
@@ -99,12 +202,17 @@ def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
 ) -> None:
     result = jobs.python(tmp_path, ONE_CALL, **({"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables))
     assert (result.returncode, result.stdout) == (0, "trained\n")
-    lines = [line for line in result.stderr.splitlines() if "building its kernel" not in line]
-    (line,) = lines
+    (line,) = result.stderr.splitlines()
     assert line.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}")
     assert [one.op for one in recorded(tmp_path)] == ["all_reduce"]
     kernel = kernel_of(tmp_path) or ""
     assert kernel.startswith(f"python ({why}")
+
+
+def test_a_python_that_the_kernel_has_not_been_tried_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_UNTRIED", sys.version_info[:2])
+    with pytest.raises(CrossrankError, match="the compiled kernel has not been tried on Python 3"):
+        build.load()
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
@@ -119,33 +227,6 @@ def test_what_another_user_may_have_written_is_refused(is_file: bool, tmp_path: 
     assert (result.returncode, result.stdout) == (0, "trained\n")
     assert "is refused: it belongs to or may be changed by another user" in result.stderr
     assert (kernel_of(tmp_path) or "").startswith("python (")
-
-
-COMPILER = r"""#!/bin/sh
-# Notes that it was called, takes a second, and makes the kernel that was compiled before.
-echo "$$" >> "$CALLS"
-sleep 1
-while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
-cp "$BUILT" "$out"
-"""
-
-
-def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
-    compiler, calls = tmp_path / "c++", tmp_path / "calls"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    variables = {"CXX": str(compiler), "CALLS": str(calls), "BUILT": str(build.load().__file__)}
-    processes = []
-    for rank in range(4):
-        (tmp_path / str(rank)).mkdir()
-        source = jobs.ONE_RANK + ONE_CALL
-        processes.append(jobs.start(tmp_path / str(rank), source, XDG_CACHE_HOME=str(tmp_path / "cache"), **variables))
-    said = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0, 0]
-    assert sum("building its kernel" in text for text in said) == 1
-    assert len(calls.read_text().splitlines()) == 1
-    assert [kernel_of(tmp_path / str(rank)) for rank in range(4)] == ["compiled"] * 4
-    assert len(list((tmp_path / "cache" / "crossrank").glob("*.so"))) == 1
 
 
 def test_inspect_says_which_kernel_recorded(tmp_path: Path) -> None:
