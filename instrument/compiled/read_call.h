@@ -233,19 +233,17 @@ inline const std::shared_ptr<Kind> &kind_of(
   auto &known = tables.kinds[hash % tables.kinds.size()];
   if (known != nullptr && known->words == words) return known;
   std::lock_guard<std::mutex> guard(to.lock);
-  auto [found, end] = to.kinds.equal_range(hash);
-  while (found != end && found->second->words != words) ++found;
-  if (found != end) return known = found->second;
-  if (to.kinds.size() >= kMostKinds || to.words_of_kinds > kMostWords) {
-    to.forget_kinds();
-    generation.fetch_add(1);  // threads forget them too, each at its next call
+  if (auto *found = to.kinds.at(hash, words)) return known = *found;
+  // Calls that repeat themselves outlive those that are made once, as those of experts with splits of their own.
+  std::shared_ptr<Kind> kind = to.older_kinds.take(hash, words);
+  if (kind == nullptr) {
+    Counter *counter = &group->calls;
+    if (op.is_p2p) counter = &group->pairs[{op.peer < 0 ? kNone : number_of(args[op.peer]), op.is_send}];
+    kind = std::make_shared<Kind>(to.session, op, group, site, words, counter);
   }
-  Counter *counter = &group->calls;
-  if (op.is_p2p) counter = &group->pairs[{op.peer < 0 ? kNone : number_of(args[op.peer]), op.is_send}];
-  auto made = std::make_shared<Kind>(to.session, op, group, site, words, counter);
-  to.kinds.emplace(hash, made);
-  to.words_of_kinds += words.size();
-  return known = made;
+  if (to.kinds.is_full()) to.older_kinds = std::exchange(to.kinds, {});
+  to.kinds.add(hash, kind);
+  return known = kind;
 }
 
 // Whether `batch_isend_irecv` makes its first call: it keeps the requests of those before in a local list.

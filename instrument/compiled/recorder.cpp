@@ -200,8 +200,7 @@ PyObject *forget_group(PyObject *, PyObject *value) {
   std::lock_guard<std::mutex> guard(to.lock);
   for (auto at = to.groups.begin(); at != to.groups.end();)
     at = at->second->number == number ? to.groups.erase(at) : std::next(at);
-  for (auto at = to.kinds.begin(); at != to.kinds.end();)
-    at = at->second->group->number == number ? to.kinds.erase(at) : std::next(at);
+  for (Kinds *kinds : {&to.kinds, &to.older_kinds}) kinds->forget_group(number);
   generation.fetch_add(1);
   Py_RETURN_NONE;
 }

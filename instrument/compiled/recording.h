@@ -151,6 +151,46 @@ struct HashOfPlace {
   }
 };
 
+constexpr size_t kMostKinds = 1024;
+constexpr size_t kMostWords = 1 << 17;
+
+// Kinds by the hash of their words.
+class Kinds {
+ public:
+  // Takes out the kind of these words; NULL where it is not there.
+  std::shared_ptr<Kind> take(uint64_t hash, const Words &words) {
+    auto found = find(hash, words);
+    if (found == kinds_.end()) return nullptr;
+    std::shared_ptr<Kind> kind = std::move(found->second);
+    kinds_.erase(found);
+    words_ -= words.size();
+    return kind;
+  }
+  const std::shared_ptr<Kind> *at(uint64_t hash, const Words &words) {
+    auto found = find(hash, words);
+    return found == kinds_.end() ? nullptr : &found->second;
+  }
+  void add(uint64_t hash, const std::shared_ptr<Kind> &kind) {
+    kinds_.emplace(hash, kind);
+    words_ += kind->words.size();
+  }
+  bool is_full() const { return kinds_.size() >= kMostKinds || words_ > kMostWords; }
+  void forget_group(int64_t number) {
+    for (auto at = kinds_.begin(); at != kinds_.end();)
+      at = at->second->group->number == number ? kinds_.erase(at) : std::next(at);
+  }
+
+ private:
+  using ByHash = std::unordered_multimap<uint64_t, std::shared_ptr<Kind>>;
+  ByHash::iterator find(uint64_t hash, const Words &words) {
+    auto [found, end] = kinds_.equal_range(hash);
+    while (found != end && found->second->words != words) ++found;
+    return found == end ? kinds_.end() : found;
+  }
+  ByHash kinds_;
+  size_t words_ = 0;
+};
+
 // What is recorded now. There is one, which every session begins anew.
 struct Recording {
   std::atomic<bool> active{false};
@@ -169,20 +209,13 @@ struct Recording {
   std::unordered_map<const void *, int64_t> codes;
   std::unordered_map<Place, std::shared_ptr<Object>, HashOfPlace> sites;
   std::unordered_map<int64_t, std::shared_ptr<Object>> new_objects;  // by the number that Python was given
-  std::unordered_multimap<uint64_t, std::shared_ptr<Kind>> kinds;    // by the hash of their words
-  size_t words_of_kinds = 0;
+  Kinds kinds, older_kinds;
 
-  void forget_kinds() {
-    kinds.clear();
-    words_of_kinds = 0;
-  }
+  void forget_kinds() { kinds = older_kinds = {}; }
 };
 
 inline Recording &to = *new Recording;
 inline std::atomic<uint64_t> generation{0};
-
-constexpr size_t kMostKinds = 2048;
-constexpr size_t kMostWords = 1 << 18;
 
 inline PyObject *describe = nullptr;
 inline const void *batch_code = nullptr;

@@ -19,9 +19,10 @@ from crossrank.instrument.record.op_schema import CallKey, OpCall, Reader
 if TYPE_CHECKING:
     from crossrank.instrument.identity.process_groups import GroupState
 
-MAX_DESCRIPTORS = 2048
-"""Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go."""
-MAX_NUMBERS = 1 << 18
+MAX_DESCRIPTORS = 1024
+"""Distinct calls of a group after which those that are kept become the older ones. An MoE model makes new ones at
+every step; older ones that are not repeated go."""
+MAX_NUMBERS = 1 << 17
 """Extents and splits in all of them: a call of a large group has thousands, at about 75 bytes each."""
 
 
@@ -120,11 +121,20 @@ class DescriptorCache(dict[Any, Descriptor]):
     def __init__(self) -> None:
         super().__init__()
         self._numbers = 0
+        self._older: dict[Any, Descriptor] = {}
+
+    def recall(self, key: Any) -> Descriptor | None:
+        """One of the older ones, which is kept again."""
+        descriptor = self._older.pop(key, None)
+        if descriptor is not None:
+            self.keep(key, descriptor)
+        return descriptor
 
     def keep(self, key: Any, descriptor: Descriptor) -> None:
-        """Add one; where it does not fit any more, the others go first."""
+        """Add one; where it does not fit any more, the others become the older ones."""
         numbers = descriptor.numbers
         if len(self) >= MAX_DESCRIPTORS or self._numbers + numbers > MAX_NUMBERS:
+            self._older = dict(self)
             self.clear()
             self._numbers = 0
         self._numbers += numbers

@@ -90,7 +90,7 @@ class PythonRecorder(Recorder):
         site, api_frame = self._find_site(frame, reader.direct_api)
         reduce = self._read_reduction(frame, args[reader.reduce]) if reader.reduce >= 0 else None
         full_key = (reader, site, key, reduce)
-        descriptor = state.descriptors.get(full_key)
+        descriptor = state.descriptors.get(full_key) or state.descriptors.recall(full_key)
         if descriptor is None:
             if reduce is not None:
                 reduce = self._reductions.verify(reduce, args[reader.reduce])

@@ -215,6 +215,32 @@ def test_a_python_that_the_kernel_has_not_been_tried_on_is_refused(monkeypatch: 
         build.load()
 
 
+NEW_SPLITS = """
+from crossrank.instrument.compiled.recorder import CompiledRecorder
+
+described, describe = [], CompiledRecorder.describe
+
+def count(recorder, op, *of_call):
+    described.append(recorder.readers[op].op)
+    return describe(recorder, op, *of_call)
+
+CompiledRecorder.describe = count
+crossrank.enable()
+tokens, loss = torch.ones(3000), torch.ones(1)
+for rows in range(3000):
+    dist.all_to_all_single(tokens[:rows].clone(), tokens[:rows], [rows], [rows])
+    dist.all_reduce(loss)
+crossrank.disable()
+print(described.count("all_reduce"), described.count("all_to_all"))
+"""
+
+
+def test_experts_with_splits_that_change_cost_the_calls_that_do_not_change_nothing(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, NEW_SPLITS, TRACING_KERNEL="compiled")
+    assert (result.returncode, result.stdout) == (0, "1 3000\n"), result.stderr
+    assert [one.in_split for one in recorded(tmp_path)[::2]] == [[rows] for rows in range(3000)]
+
+
 @pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
 def test_what_another_user_may_have_written_is_refused(is_file: bool, tmp_path: Path) -> None:
     cache = tmp_path / "cache" / "crossrank"

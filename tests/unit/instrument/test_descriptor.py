@@ -32,3 +32,13 @@ def test_calls_that_fit_stay() -> None:
     for number in range(MAX_DESCRIPTORS):
         cache.keep(number, _descriptor((number, (4, 4), (4, 4))))
     assert len(cache) == MAX_DESCRIPTORS
+
+
+def test_a_call_that_is_repeated_outlives_those_that_are_made_once() -> None:
+    cache = DescriptorCache()
+    repeated = _descriptor(("repeated",))
+    cache.keep("repeated", repeated)
+    for number in range(5 * MAX_DESCRIPTORS):
+        cache.keep(number, _descriptor((number,)))
+        assert (cache.get("repeated") or cache.recall("repeated")) is repeated
+    assert cache.get(0) is cache.recall(0) is None
