@@ -55,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     facts = [sys.version, version("torch"), *(str(path.stat().st_mtime_ns) for path in sources if path.is_file())]
     done = cache / sha256("".join(facts).encode()).hexdigest()[:16]
     if not done.exists():  # the tests say what is wrong with it
-        subprocess.run([sys.executable, "-m", "crossrank", "build-kernel"], check=False)
+        strict = os.environ | {"CXX": f"{os.environ.get('CXX', 'c++')} -Werror"}
+        subprocess.run([sys.executable, "-m", "crossrank", "build-kernel"], check=False, env=strict)
         done.touch()
 
 

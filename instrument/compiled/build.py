@@ -39,7 +39,7 @@ _HERE = Path(__file__).parent
 _PATIENCE = 180.0
 """Seconds that a build may take, and that whoever waits for another one's does."""
 _MODULE = "_crossrank_recorder"
-_OPTIONS = ("-O2", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_OPTIONS = ("-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 _UNTRIED = (3, 14)
 """The first version of Python whose frames the kernel has not been tried on."""
 
@@ -249,27 +249,16 @@ def _compile(compiler: list[str], built: Path) -> None:
     options = [
         *_OPTIONS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{folder}" for folder in (torch_root / "include", sysconfig.get_paths()["include"], _HERE)),
+        f"-I{_HERE}",
+        # Warnings are about our sources alone.
+        *(f"-isystem{folder}" for folder in (torch_root / "include", sysconfig.get_paths()["include"])),
         *_nvtx_options(),
-        *("-x", "c", str(_HERE / "frames.c"), "-x", "c++", "-std=c++20", str(_HERE / "recorder.cpp")),
-        *(f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-        made = Path(scratch, built.name)
-        try:
-            done = subprocess.run(
-                [*compiler, *options, "-o", str(made)],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_PATIENCE,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CrossrankError(f"{compiler[0]} could not be run ({one_line(error)})") from error
-        if done.returncode:
-            first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-            raise CrossrankError(f"{compiler[0]} failed with exit code {done.returncode}: {first}")
+        frames, made = Path(scratch, "frames.o"), Path(scratch, built.name)
+        _run([*compiler, *options, "-c", "-x", "c", str(_HERE / "frames.c"), "-o", str(frames)])
+        libraries = ("-shared", f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10")
+        _run([*compiler, *options, "-std=c++20", str(_HERE / "recorder.cpp"), str(frames), *libraries, "-o", str(made)])
         made.chmod(0o755)  # whatever the umask: one that a group may write is refused
         try:
             os.link(made, built)  # never over one that another node runs
@@ -279,10 +268,20 @@ def _compile(compiler: list[str], built: Path) -> None:
             os.replace(made, built)
 
 
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CrossrankError(f"{command[0]} could not be run ({one_line(error)})") from error
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise CrossrankError(f"{command[0]} failed with exit code {done.returncode}: {first}")
+
+
 def _nvtx_options() -> list[str]:
     """Options for NVTX's headers where they are installed; without them ranges are pushed from Python."""
     with contextlib.suppress(PackageNotFoundError):
         for file in files("nvidia-nvtx") or ():
             if file.parts[-2:] == ("nvtx3", "nvToolsExt.h"):
-                return ["-DCROSSRANK_NVTX", f"-I{Path(str(file.locate())).parent.parent}"]
+                return ["-DCROSSRANK_NVTX", f"-isystem{Path(str(file.locate())).parent.parent}"]
     return []

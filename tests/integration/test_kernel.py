@@ -88,10 +88,11 @@ def test_both_kernels_record_the_same(tmp_path: Path) -> None:
 
 
 COMPILER = r"""#!/bin/sh
-# Notes its niceness, takes a second, and makes the kernel that was compiled before, or fails where there is none.
+# Makes the kernel that was compiled before, and notes how nice it was, or fails where there is none.
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
+case "$out" in *.o) exit 0;; esac
 nice >> "$CALLS"
 sleep 1
-while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
 cp "$BUILT" "$out" || { echo "error: of the compiler" >&2; exit 1; }
 """
 
