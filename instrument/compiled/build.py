@@ -37,7 +37,9 @@ from crossrank.errors import CrossrankError, one_line
 
 _HERE = Path(__file__).parent
 _PATIENCE = 180.0
-"""Seconds that a build may take, and that whoever waits for another one's does."""
+"""Seconds that a build may take that somebody waits for. One that nobody waits for may go on for as long as a job."""
+_CUT_OFF = "signal terminated program"
+"""What a compiler says of a part of itself that was ended."""
 _MODULE = "_crossrank_recorder"
 _OPTIONS = ("-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 _UNTRIED = (3, 14)
@@ -46,6 +48,10 @@ _UNTRIED = (3, 14)
 
 class NotBuiltError(CrossrankError):
     """There is no kernel yet, and nothing says that it cannot be built."""
+
+
+class _CutOffError(CrossrankError):
+    """A build that was ended or took too long: that says nothing about the next one."""
 
 
 def load() -> ModuleType:
@@ -76,7 +82,7 @@ def make(*, again: bool = False) -> Path:
         with _lock(built) as descriptor:
             if descriptor is not None and not built.exists():
                 _refuse_known_failure(built)  # of another process that was just waited for
-                _build(built)
+                _build(built, _PATIENCE)
         if time.monotonic() > deadline:
             raise CrossrankError(f"another process has been building {built} for {_PATIENCE:.0f} s")
         if descriptor is None:
@@ -96,14 +102,15 @@ def start() -> None:
             return
         path = [entry or os.getcwd() for entry in sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from {__name__} import build_idly; build_idly({str(built)!r})"
-        subprocess.Popen(
-            [sys.executable, "-c", program],
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-c", program],  # no child of this process
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=(descriptor,),
             env=os.environ | {"TRACING": "NONE", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            check=True,
         )
 
 
@@ -113,7 +120,7 @@ def build_idly(built: str) -> None:
         os.nice(19)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(CrossrankError):  # it is written down
-        _build(Path(built))
+        _build(Path(built), None)
 
 
 def _place() -> Path:
@@ -221,13 +228,15 @@ def _lock(built: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def _build(built: Path) -> None:
-    """Compile the kernel. Where that fails, write down why and raise `CrossrankError`."""
+def _build(built: Path, patience: float | None) -> None:
+    """Compile the kernel. Where that fails, write down why and raise `CrossrankError`; so after `patience` seconds."""
     compiler = _compiler()
     failure = _failure(built, compiler)
     try:
         _refuse_missing_headers()
-        _compile(compiler, built)
+        _compile(compiler, built, patience)
+    except _CutOffError:
+        raise
     except CrossrankError as error:
         with contextlib.suppress(OSError):
             failure.write_text(str(error))
@@ -244,7 +253,7 @@ def _refuse_missing_headers() -> None:
             raise CrossrankError(f"{what} are not installed: there is no {header}")
 
 
-def _compile(compiler: list[str], built: Path) -> None:
+def _compile(compiler: list[str], built: Path, patience: float | None) -> None:
     torch_root = Path(torch.__file__).parent
     options = [
         *_OPTIONS,
@@ -256,9 +265,10 @@ def _compile(compiler: list[str], built: Path) -> None:
     ]
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         frames, made = Path(scratch, "frames.o"), Path(scratch, built.name)
-        _run([*compiler, *options, "-c", "-x", "c", str(_HERE / "frames.c"), "-o", str(frames)])
+        _run([*compiler, *options, "-c", "-x", "c", str(_HERE / "frames.c"), "-o", str(frames)], patience)
+        sources = (str(_HERE / "recorder.cpp"), str(frames))
         libraries = ("-shared", f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10")
-        _run([*compiler, *options, "-std=c++20", str(_HERE / "recorder.cpp"), str(frames), *libraries, "-o", str(made)])
+        _run([*compiler, *options, "-std=c++20", *sources, *libraries, "-o", str(made)], patience)
         made.chmod(0o755)  # whatever the umask: one that a group may write is refused
         try:
             os.link(made, built)  # never over one that another node runs
@@ -268,14 +278,17 @@ def _compile(compiler: list[str], built: Path) -> None:
             os.replace(made, built)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], patience: float | None) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=patience, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise _CutOffError(one_line(error)) from error
+    except OSError as error:
         raise CrossrankError(f"{command[0]} could not be run ({one_line(error)})") from error
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        raise CrossrankError(f"{command[0]} failed with exit code {done.returncode}: {first}")
+        kind = _CutOffError if done.returncode < 0 or _CUT_OFF in done.stderr else CrossrankError
+        raise kind(f"{command[0]} failed with exit code {done.returncode}: {first}")
 
 
 def _nvtx_options() -> list[str]:

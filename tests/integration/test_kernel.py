@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
@@ -173,6 +174,28 @@ def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_com
         assert said.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}"), said
         assert said.count("`crossrank build-kernel` tries again") == 2  # the line and the header
     assert len(broken_compiler.niceness()) == 1
+
+
+def test_a_build_that_was_cut_off_is_tried_again(broken_compiler: Cache) -> None:
+    compiler = Path(broken_compiler.variables["CXX"])
+    compiler.write_text(COMPILER.replace("error: of the compiler", "fatal error: Killed signal terminated program"))
+    broken_compiler.job("first")
+    wait_until(lambda: bool(broken_compiler.niceness()) and _is_free(broken_compiler), "the build does not end")
+    broken_compiler.job("second")
+    wait_until(lambda: len(broken_compiler.niceness()) == 2, "nothing is built again")
+    wait_until(lambda: _is_free(broken_compiler), "the build does not end")
+    assert broken_compiler.files("*.failed") == []
+
+
+def _is_free(cache: Cache) -> bool:
+    """Whether no process holds the lock of a build."""
+    (path,) = cache.files("*.lock")
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def test_build_kernel_builds_what_failed_before(broken_compiler: Cache) -> None:
