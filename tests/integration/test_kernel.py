@@ -98,6 +98,10 @@ cp "$BUILT" "$out" || { echo "error: of the compiler" >&2; exit 1; }
 """
 
 
+_PATIENCE = 180.0
+"""Seconds for a build that gets what other tests leave of the processor."""
+
+
 class Cache:
     """An empty folder of kernels, and a compiler that notes when it is called."""
 
@@ -142,7 +146,7 @@ def test_a_job_without_a_kernel_records_in_python_at_once_and_the_next_one_has_i
     assert said.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}")
     assert "\n" not in said
     assert kernel.startswith(f"python ({why}")
-    wait_until(lambda: bool(cache.files("*.so")), "no kernel is built")
+    wait_until(lambda: bool(cache.files("*.so")), "no kernel is built", _PATIENCE)
     assert cache.job("second") == "compiled"
     assert cache.niceness() == [19]
 
@@ -156,7 +160,7 @@ def test_ranks_that_start_together_build_once_and_none_waits(cache: Cache) -> No
         process.communicate(timeout=120)
     assert [process.returncode for process in processes] == [0, 0, 0, 0]
     assert all((kernel_of(cache.folder / str(rank)) or "").startswith("python (") for rank in range(4))
-    wait_until(lambda: bool(cache.files("*.so")), "no kernel is built")
+    wait_until(lambda: bool(cache.files("*.so")), "no kernel is built", _PATIENCE)
     assert len(cache.niceness()) == len(cache.files("*.so")) == 1
 
 
@@ -167,7 +171,7 @@ def test_whoever_asks_for_the_compiled_kernel_waits_for_it(cache: Cache) -> None
 
 def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_compiler: Cache) -> None:
     broken_compiler.job("first")
-    wait_until(lambda: bool(broken_compiler.files("*.failed")), "nothing says that the build failed")
+    wait_until(lambda: bool(broken_compiler.files("*.failed")), "nothing says that the build failed", _PATIENCE)
     why = f"{broken_compiler.folder}/c++ failed with exit code 1: "
     for name, kernel in (("second", "auto"), ("third", "compiled")):
         said = broken_compiler.job(name, TRACING_KERNEL=kernel)
@@ -180,10 +184,12 @@ def test_a_build_that_was_cut_off_is_tried_again(broken_compiler: Cache) -> None
     compiler = Path(broken_compiler.variables["CXX"])
     compiler.write_text(COMPILER.replace("error: of the compiler", "fatal error: Killed signal terminated program"))
     broken_compiler.job("first")
-    wait_until(lambda: bool(broken_compiler.niceness()) and _is_free(broken_compiler), "the build does not end")
+    wait_until(
+        lambda: bool(broken_compiler.niceness()) and _is_free(broken_compiler), "the build does not end", _PATIENCE
+    )
     broken_compiler.job("second")
-    wait_until(lambda: len(broken_compiler.niceness()) == 2, "nothing is built again")
-    wait_until(lambda: _is_free(broken_compiler), "the build does not end")
+    wait_until(lambda: len(broken_compiler.niceness()) == 2, "nothing is built again", _PATIENCE)
+    wait_until(lambda: _is_free(broken_compiler), "the build does not end", _PATIENCE)
     assert broken_compiler.files("*.failed") == []
 
 
