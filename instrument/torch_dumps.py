@@ -16,12 +16,15 @@ import torch
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 
 _NCCL2 = "nccl2"
-_C10D: Any = torch._C._distributed_c10d
+
+
+def _c10d() -> Any:
+    return torch._C._distributed_c10d
 
 
 def uses_nccl2() -> bool:
     """Whether this torch makes the newer process group of NCCL; the compiled kernel asks the same (`flight.h`)."""
-    is_there = hasattr(_C10D, "ProcessGroupNCCL2")
+    is_there = hasattr(_c10d(), "ProcessGroupNCCL2")
     return is_there and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
 
 
@@ -30,18 +33,18 @@ def nccl_dump() -> Callable[[bool, bool], bytes] | None:
     none."""
     dump: Callable[[bool, bool], bytes] | None
     if uses_nccl2():
-        return functools.partial(_C10D._dump_fr_trace_json, backend=_NCCL2)
-    dump = getattr(_C10D, "_dump_nccl_trace_json", None)
+        return functools.partial(_c10d()._dump_fr_trace_json, backend=_NCCL2)
+    dump = getattr(_c10d(), "_dump_nccl_trace_json", None)
     return dump
 
 
 def every_dump() -> list[Callable[[bool, bool, bool], bytes]]:
     """What gives each recorder that this process may have filled as a pickle: with or without calls, with or without
     stacks, all calls or the open ones. NCCL's come first."""
-    generic = getattr(_C10D, "_dump_fr_trace", None)
+    generic = getattr(_c10d(), "_dump_fr_trace", None)
     found = []
     if cuda_is_in_use():
-        found = [getattr(_C10D, "_dump_nccl_trace", None)]
+        found = [getattr(_c10d(), "_dump_nccl_trace", None)]
         if uses_nccl2():
-            found.insert(0, functools.partial(_C10D._dump_fr_trace, backend=_NCCL2))
+            found.insert(0, functools.partial(_c10d()._dump_fr_trace, backend=_NCCL2))
     return [dump for dump in (*found, generic) if dump is not None]

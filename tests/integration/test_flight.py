@@ -168,7 +168,7 @@ def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
         tmp_path,
         """
         import pickle
-        from crossrank.instrument.write import flight_dump
+        from crossrank.instrument import torch_dumps
         train = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": [{
             "record_id": 0, "pg_id": 0, "process_group": ("9", "undefined"), "collective_seq_id": 1, "p2p_seq_id": 0,
             "op_id": 1, "profiling_name": "nccl:all_reduce", "time_created_ns": time.time_ns(), "state": "completed",
@@ -177,7 +177,7 @@ def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
             "timeout_ms": 600000, "is_p2p": False, "frames": [],
         }]}
         torch._C._distributed_c10d._dump_nccl_trace = lambda *_: pickle.dumps(train)
-        flight_dump.cuda_is_in_use = lambda: True
+        torch_dumps.cuda_is_in_use = lambda: True
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
         """,
