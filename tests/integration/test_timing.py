@@ -139,10 +139,18 @@ def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them
 
 @needs_gloo_recorder
 def test_durations_that_were_lost_are_said_once_and_the_others_are_there(tmp_path: Path) -> None:
-    loop = "crossrank.enable(timing=True)\n"
-    loop += (
-        "for number in range(2000):\n    dist.all_reduce(torch.ones(8))\n    time.sleep(1 if number == 500 else 0)\n"
-    )
+    loop = """
+may_read = threading.Event()
+may_read.set()
+PythonRecorder.nccl_recorder = lambda self: may_read.wait() and recorder(self)
+crossrank.enable(timing=True)
+for number in range(2000):
+    dist.all_reduce(torch.ones(8))
+    if number == 500:
+        time.sleep(1)
+        may_read.clear()  # however slowly the other calls come, most of them are not read in time
+may_read.set()
+"""
     result = jobs.python(tmp_path, NUMBERED + loop, TRACING_KERNEL="python", TORCH_FR_BUFFER_SIZE="300")
     lost = [line for line in result.stderr.splitlines() if "fell out" in line]
     assert len(lost) == 1
