@@ -31,10 +31,9 @@ def uses_nccl2() -> bool:
 def nccl_dump() -> Callable[[bool, bool], bytes] | None:
     """What gives the recorder of NCCL's calls as JSON: with or without them, all or the open ones. None where torch has
     none."""
-    dump: Callable[[bool, bool], bytes] | None
     if uses_nccl2():
         return functools.partial(_c10d()._dump_fr_trace_json, backend=_NCCL2)
-    dump = getattr(_c10d(), "_dump_nccl_trace_json", None)
+    dump: Callable[[bool, bool], bytes] | None = getattr(_c10d(), "_dump_nccl_trace_json", None)
     return dump
 
 

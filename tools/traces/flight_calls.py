@@ -27,6 +27,7 @@ from crossrank.dtypes import dtype_of
 from crossrank.tools.traces.comms import WallClock, add_records, stack_of
 from crossrank.tools.traces.flight_recorder import (
     MOST_FRAMES,
+    NCCL2,
     Entry,
     FlightDump,
     Moment,
@@ -117,7 +118,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         _add_unnoted(reading.builder, moment)
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
-        trace.dump.ends_frozen = trace.backend == "nccl2" and any(
+        trace.dump.ends_frozen = trace.backend == NCCL2 and any(
             frame.name == "destroy_process_group" for stack in moment.stacks for frame in stack.frames
         )
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.

@@ -53,6 +53,10 @@ Dtypes = Annotated[tuple[Text, ...], _MANY]
 Ranks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]], msgspec.Meta(max_length=MOST_RANKS)]
 
 
+NCCL2 = "nccl2"
+"""The backend of `ProcessGroupNCCL2`, which is NCCL's from torch 2.15 on."""
+
+
 class Frame(msgspec.Struct, frozen=True):
     """One frame of a stack."""
 
@@ -197,9 +201,6 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str]
 
 
-_NCCL2 = "nccl2:"
-
-
 class NoDumpError(CrossrankError):
     """The file cannot be used: it is no dump (`unrecognized`), or one that asks for more than data (`refused`)."""
 
@@ -288,7 +289,7 @@ def decode_flight_dump(
 def _status_of(status: dict[int, Progress], entries: Entries) -> dict[int, Progress]:
     """How far each group came, in sequence numbers: of groups of `ProcessGroupNCCL2` the status has numbers of calls of
     both kinds, counted from 0 (torch 2.15, FlightRecorderHook)."""
-    if not any(entry.profiling_name.startswith(_NCCL2) for entry in entries.kinds.values()):
+    if not any(entry.profiling_name.startswith(f"{NCCL2}:") for entry in entries.kinds.values()):
         return status
     columns = entries.columns
     seq_of = {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.job.groups import ProcessGroup
 
 WINDOW = 512
@@ -39,26 +42,50 @@ def has_skipped(job: JobState, rank: int, group: ProcessGroup, row: int, peers: 
     )
 
 
+def first_in_program(job: JobState, ops: Sequence[StuckOp]) -> StuckOp:
+    """Of operations that some ranks have not made the one that their program makes first.
+
+    One comes later whose members wait in another one before they come to it; and those ranks show in which order they
+    made such calls when they last were here. Where neither tells it is the one with most waiters.
+    """
+    if len(ops) > 1:
+        ops = [op for op in ops if not _is_later(op, ops)] or ops
+    if len(ops) > 1:
+        absent = set().union(*(op.absent for op in ops)) & job.ranks.keys()
+        until = {rank: _calls_until(job, rank, ops) for rank in absent}
+        due = [min((until[rank][at] for rank in op.absent & absent), default=WINDOW) for at, op in enumerate(ops)]
+        ops = [op for op, calls in zip(ops, due, strict=True) if calls == min(due)]
+    return min(ops, key=most_waiters_first)
+
+
+def most_waiters_first(op: StuckOp) -> tuple[int, ...]:
+    """What orders operations of which nothing else tells which comes first."""
+    return -len(op.waiting), op.is_p2p, op.since, op.group.index, op.seq
+
+
+def _is_later(op: StuckOp, others: Sequence[StuckOp]) -> bool:
+    missing = op.absent | op.behind
+    return any(not missing.isdisjoint(other.waiting) for other in others)
+
+
+def _calls_until(job: JobState, rank: int, ops: Sequence[StuckOp]) -> list[int]:
+    """After how many more calls a rank makes each of `ops`, as it did after calls like its last ones; `WINDOW` where it
+    never did."""
+    calls, own = job.ranks[rank].calls, job.group_of[rank]
+    before = _history(job, rank, len(calls) - 1) if len(calls) else []
+    soonest: dict[tuple[int, str], int] = {}
+    for at in _alike(before):
+        for index, (local, name, *_) in enumerate(before[at:]):
+            soonest[own[local], name] = min(soonest.get((own[local], name), WINDOW), index)
+    return [soonest.get((op.group.index, op.op), WINDOW) for op in ops]
+
+
 def _history(job: JobState, rank: int, row: int) -> list[Token]:
     """The calls of a rank up to the one at `row`."""
     calls, signatures = job.ranks[rank].calls, job.signatures
     some = slice(max(0, row - WINDOW), row + 1)
     what = [(signatures[number].op, signatures[number].peer) for number in calls.signature[some]]
     return [(group, *one, stack) for group, one, stack in zip(calls.group[some], what, calls.stack[some], strict=True)]
-
-
-def calls_until(job: JobState, rank: int, group: ProcessGroup, op: str) -> int:
-    """After how many more calls a rank makes `op` on `group`, as it did after calls like its last ones; `WINDOW` where
-    it never did."""
-    calls, own = job.ranks[rank].calls, job.group_of[rank]
-    before = _history(job, rank, len(calls) - 1) if len(calls) else []
-    found = (
-        index
-        for at in _alike(before)
-        for index, (local, name, *_) in enumerate(before[at:])
-        if (own[local], name) == (group.index, op)
-    )
-    return min(found, default=WINDOW)
 
 
 def _expected(before: list[Token]) -> list[Token]:

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from crossrank.tools.analysis.diagnosis.call_history import WINDOW, calls_until, has_skipped, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import (
+    first_in_program,
+    has_skipped,
+    is_new,
+    is_usual,
+    most_waiters_first,
+)
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, error_text, group_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, ends_unknown, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
@@ -107,24 +113,17 @@ class Search:
 
     def by_most_waited_for(self, ranks: set[int]) -> Iterator[tuple[StuckOp, set[int]]]:
         """Operations with those of `ranks` that they lack: first that which lacks most of them that were not met yet,
-        and of several the one that comes first in the program.
+        and of several that lack the same the one that comes first in the program.
 
         Who takes one has to explain it.
         """
         met: set[int] = set()
         while lacking := {op: op.absent & ranks for op in self.left() if op.absent & ranks - met}:
-            news = max(len(absent - met) for absent in lacking.values())
-            several = [op for op, absent in lacking.items() if len(absent - met) == news]
-            op = min(several, key=lambda op: self._place_in_program(op, several))
+            news = {op: absent - met for op, absent in lacking.items()}
+            first = min(news, key=lambda op: (-len(news[op]), *most_waiters_first(op)))
+            op = first_in_program(self.job, [op for op in news if news[op] == news[first]])
             met |= lacking[op]
             yield op, lacking[op]
-
-    def _place_in_program(self, op: StuckOp, others: list[StuckOp]) -> tuple[int, ...]:
-        """What orders operations that one rank has not made as its program does: it is to make those first that keep
-        their waiters from others, and those that came first when it last was here; else that of most waiters."""
-        is_later = any(not (op.absent | op.behind).isdisjoint(other.waiting) for other in others)
-        due = [calls_until(self.job, rank, op.group, op.op) for rank in op.absent if rank in self.job.ranks]
-        return is_later, min(due, default=WINDOW), -len(op.waiting), op.is_p2p, op.since, op.group.index, op.seq
 
 
 def finding_on(group: ProcessGroup, kind: str, **facts: Any) -> Finding:
