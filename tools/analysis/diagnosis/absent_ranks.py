@@ -76,7 +76,10 @@ def _went_astray(search: Search, op: StuckOp) -> bool:
 
 
 def _was_ended_next(search: Search, rank: int) -> bool:
-    """Whether another rank left while this one was between two calls, and the launcher then terminated this one."""
+    """Whether another rank left while this one was between two calls, and the launcher then terminated this one.
+
+    Of a rank without evidence nobody knows when it left: at the earliest when this one's last call had been made.
+    """
     ending, called = search.job.ranks[rank].ending, search.job.ranks[rank].calls.called
     if ending.taken_at is None or not ending.was_terminated:
         return False
@@ -85,6 +88,10 @@ def _was_ended_next(search: Search, rank: int) -> bool:
         for one in search.job.ranks.values()
         if one.ending.taken_at and (one.ending.has_left or (one.ending.unseen and ends_unknown(one)))
     ]
+    if search.lacking:
+        awaited_since = min((op.since for op in search.left() if rank in op.absent), default=ending.taken_at)
+        if ending.taken_at - max(called, default=awaited_since) <= _MOMENT + _LAUNCHER_DELAY:
+            return True
     # A rank that is still on the way to its first call has been in none for too long.
     return any(
         left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
