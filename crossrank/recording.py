@@ -44,6 +44,9 @@ VERDICT = "verdict.json"
 OVER = "over"
 """The verdict in it of a job that went on: what was found is beside it."""
 
+DIAGNOSING = ".diagnosing-"
+"""How the name of a lock begins that one process of a node holds while it diagnoses a hang."""
+
 RANGE = "crossrank#"
 """Name of the range around a recorded launch in both traces of a window; the record's id follows."""
 
@@ -192,7 +195,7 @@ def list_recording(path: str) -> Listing:
                     size=size if isinstance(size, int) else 0,
                 )
             )
-        elif name != VERDICT:
+        elif name != VERDICT and not name.startswith(DIAGNOSING):
             names["partial" if _TEMPORARY.fullmatch(name) else "unrecognized"].append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
     return Listing(files=tuple(files), **{kind: tuple(sorted(found)) for kind, found in names.items()})

@@ -11,7 +11,6 @@ written down, and it is not tried again with the same compiler unless somebody a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -34,6 +33,7 @@ from types import ModuleType
 import torch
 
 from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument.locks import lock_file
 
 _HERE = Path(__file__).parent
 _PATIENCE = 180.0
@@ -209,22 +209,12 @@ def _lock(built: Path) -> Iterator[int | None]:
     """The descriptor of a lock that one process of those that share the folder holds while it builds; None while
     another has it."""
     path = built.with_suffix(".lock")
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise CrossrankError(f"{path} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        yield None
-        return
-    except OSError:  # a file system without locks: each builds, and the first one's stays
-        pass
-    try:
+    with contextlib.ExitStack() as opened:
+        try:
+            descriptor = opened.enter_context(lock_file(path))
+        except OSError as error:
+            raise CrossrankError(f"{path} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
         yield descriptor
-    finally:  # closed, not unlocked: a process that builds has it as well
-        os.close(descriptor)
 
 
 def _build(built: Path, patience: float | None) -> None:

@@ -10,9 +10,11 @@ With `TRACING_ON_HANG=abort` every rank ends when the verdict says that a rank w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +24,11 @@ from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.verdict import Verdict
 from crossrank.instrument.hang.watch import HangWatch
 from crossrank.instrument.hooks import exits
+from crossrank.instrument.identity.topology import node_of_this_machine
+from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
 from crossrank.instrument.write.flight_dump import completed
-from crossrank.instrument.write.rank_files import take_lock
-from crossrank.recording import COMMS, FLIGHT, VERDICT, file_name, rank_folder
+from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, VERDICT, file_name, rank_folder
 from crossrank.text import rank_ranges
 
 if TYPE_CHECKING:
@@ -138,13 +141,33 @@ class _Silence:
         begun, turn = time.monotonic(), self._turn()
         while not self._is_over() and not self._has_verdict():
             # One process of a node at a time; the next one may find that its verdict is there.
-            if time.monotonic() - begun >= turn and (lock := take_lock(f"diagnoses {self._folder}")) is not None:
-                with contextlib.closing(lock):
-                    if not self._has_verdict() and not self._report():
+            if time.monotonic() - begun >= turn:
+                with self._alone_on_node() as is_alone:
+                    if is_alone and not self._has_verdict() and not self._report():
                         return
             time.sleep(self._look)
         if self._session.config.on_hang == "abort":
             self._abort()
+
+    @contextlib.contextmanager
+    def _alone_on_node(self) -> Iterator[bool]:
+        """Whether no other process of this node diagnoses the job, until the block ends.
+
+        Containers have a network namespace each, so the lock of a socket is one within a container. They share the
+        folder: a file in it, of this node, holds between them.
+        """
+        socket = take_lock(f"diagnoses {self._folder}")
+        if socket is None:
+            yield False
+            return
+        path = self._folder / f"{DIAGNOSING}{hashlib.sha256(node_of_this_machine().encode()).hexdigest()[:12]}"
+        with contextlib.closing(socket), contextlib.ExitStack() as opened:
+            descriptor: int | None = -1
+            with contextlib.suppress(OSError):  # where no file can be made the socket has to do
+                descriptor = opened.enter_context(lock_file(path))
+                if descriptor is not None:
+                    opened.callback(path.unlink, missing_ok=True)
+            yield descriptor is not None
 
     def _turn(self) -> float:
         """Seconds after which this rank diagnoses the job, where no other one has."""

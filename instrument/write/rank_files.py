@@ -12,8 +12,6 @@ to a job of its own (the one in which `torch.distributed.checkpoint.async_save` 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import itertools
 import os
 import re
@@ -25,6 +23,7 @@ import msgspec
 import zstandard
 
 from crossrank.errors import CrossrankError
+from crossrank.instrument.locks import take_lock
 from crossrank.instrument.log import log
 from crossrank.machine import boot_id
 from crossrank.recording import (
@@ -117,23 +116,6 @@ def create(path: Path) -> int:
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-
-
-def take_lock(name: str) -> socket.socket | None:
-    """A lock that one process of this machine holds until it is closed or the process ends; None while another has it.
-
-    It is a socket bound to a name in Linux's abstract namespace: no file, so it works whatever file system a recording
-    lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
-    every caller gets the lock. A forked child closes its copy.
-    """
-    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            holder.close()
-            return None
-    return holder
 
 
 class _Owner(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from crossrank.instrument.hang import response
 from crossrank.instrument.hang.response import _Silence
+from crossrank.tools.traces.discover import discover
 
 
-def turn(rank: int, places: dict[int, str] | None, folder: Path) -> float:
-    """Seconds that a rank leaves to the others before it diagnoses; `places`: the nodes of the ranks that are known."""
+def silence(rank: int, places: dict[int, str] | None, folder: Path) -> _Silence:
+    """Of a job of which the nodes of some ranks are known."""
     known = {other: (node, None) for other, node in (places or {}).items()}
     session: Any = SimpleNamespace(
         rank=rank,
@@ -20,7 +23,7 @@ def turn(rank: int, places: dict[int, str] | None, folder: Path) -> float:
         recorder=SimpleNamespace(calls=lambda: 0),
         topology=None if places is None else SimpleNamespace(places=known),
     )
-    return _Silence(session, folder, 1.0)._turn()
+    return _Silence(session, folder, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -38,4 +41,26 @@ def turn(rank: int, places: dict[int, str] | None, folder: Path) -> float:
 def test_rank_0_comes_first_then_its_node_then_the_others_in_order(
     rank: int, places: dict[int, str] | None, seconds: float, tmp_path: Path
 ) -> None:
-    assert turn(rank, places, tmp_path) == seconds
+    assert silence(rank, places, tmp_path)._turn() == seconds
+
+
+@pytest.mark.parametrize("in_containers", [False, True])
+def test_one_process_of_a_node_diagnoses_also_where_each_has_a_container(
+    in_containers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_containers:  # in another network namespace the name is free
+        monkeypatch.setattr(response, "take_lock", lambda name: socket.socket(socket.AF_UNIX))
+    one, other = silence(0, None, tmp_path), silence(1, None, tmp_path)
+    with one._alone_on_node() as is_alone, other._alone_on_node() as is_alone_too:
+        assert (is_alone, is_alone_too) == (True, False)
+        assert discover([str(tmp_path)]) == []  # the lock is no file of the job
+    with other._alone_on_node() as is_alone:
+        assert is_alone
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_the_folder_takes_no_file_the_socket_alone_decides(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    one, other = silence(0, None, gone), silence(1, None, gone)
+    with one._alone_on_node() as is_alone, other._alone_on_node() as is_alone_too:
+        assert (is_alone, is_alone_too) == (True, False)

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossrank.instrument.write.rank_files import RankFiles, take_lock
+from crossrank.instrument.locks import take_lock
+from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA, Header, rank_folder
 

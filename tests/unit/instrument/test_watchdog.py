@@ -1,88 +1,87 @@
-"""A hang is reported once, when nothing has been communicated for the whole timeout, and again after it went on."""
+"""A hang is reported once, when nothing has been communicated for the whole patience, and again after it went on."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-from crossrank.instrument.hang.watch import HangWatch
+import pytest
 
-SECONDS = 0.4
+from crossrank.instrument import threads
+from crossrank.instrument.hang import watch
+
+PATIENCE = 8.0
 
 
 class Job:
-    """What a rank has communicated, as the watch sees it."""
+    """A rank, the clock that its watch reads, and what the watch does."""
 
-    def __init__(self, calls: int = 1) -> None:
-        self.calls = calls
-        self.completed = 0
-        self.hangs = 0
+    def __init__(self, *, calls: int = 1, does: Callable[[Job], None] = lambda job: None) -> None:
+        self.calls, self.completed = calls, 0
+        self.now, self.end = 0.0, 0.0
         self.asked = 0
+        self.hangs: list[float] = []
+        self._does = does
+        self._watch = watch.HangWatch(
+            lambda: PATIENCE,
+            calls=lambda: self.calls,
+            completed=self._count_completed,
+            on_hang=lambda _: self.hangs.append(self.now),
+        )
 
-    def count_completed(self) -> int:
+    def run(self, seconds: float) -> None:
+        self.end = seconds
+        self._watch.start()
+
+    def _count_completed(self) -> int:
         self.asked += 1
         return self.completed
 
-    def note_hang(self, seconds: float) -> None:
-        self.hangs += 1
+    def monotonic(self) -> float:
+        return self.now
 
-    def watch(self) -> HangWatch:
-        watch = HangWatch(
-            lambda: SECONDS, calls=lambda: self.calls, completed=self.count_completed, on_hang=self.note_hang
-        )
-        watch.start()
-        return watch
-
-
-def keep_doing(action: Callable[[], None], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        action()
-        time.sleep(0.02)
+    def sleep(self, seconds: float) -> None:
+        """What the rank does while its watch sleeps."""
+        self.now += seconds
+        self._does(self)
+        if self.now >= self.end:
+            self._watch.stop()
 
 
-def test_silence_is_reported_once_until_a_call_is_made() -> None:
-    job = Job()
-    watch = job.watch()
-    time.sleep(4 * SECONDS)
-    assert job.hangs == 1
-    job.calls += 1
-    time.sleep(4 * SECONDS)
-    watch.stop()
-
-    assert job.hangs == 2
+@pytest.fixture(autouse=True)
+def _watch_in_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "start", lambda name, target, lost: target())
 
 
-def test_a_rank_that_makes_calls_does_not_hang_and_torch_is_not_asked() -> None:
-    job = Job()
-    watch = job.watch()
+def watched(seconds: float, monkeypatch: pytest.MonkeyPatch, job: Job) -> Job:
+    monkeypatch.setattr(watch, "time", job)
+    job.run(seconds)
+    return job
 
-    def call() -> None:
+
+def test_silence_is_reported_once_until_a_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_at_20_s(job: Job) -> None:
+        job.calls = 1 + (job.now >= 20)
+
+    job = watched(60, monkeypatch, Job(does=call_at_20_s))
+
+    assert job.hangs == [PATIENCE, 20 + PATIENCE]
+
+
+def test_a_rank_that_makes_calls_does_not_hang_and_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(job: Job) -> None:
         job.calls += 1
 
-    keep_doing(call, 3 * SECONDS)
-    watch.stop()
+    job = watched(60, monkeypatch, Job(does=call))
 
-    assert (job.hangs, job.asked) == (0, 0)
+    assert (job.hangs, job.asked) == ([], 0)
 
 
-def test_a_rank_whose_calls_end_does_not_hang() -> None:
-    job = Job()
-    watch = job.watch()
-
-    def end() -> None:
+def test_a_rank_whose_calls_end_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(job: Job) -> None:
         job.completed += 1
 
-    keep_doing(end, 3 * SECONDS)
-    watch.stop()
-
-    assert job.hangs == 0
+    assert watched(60, monkeypatch, Job(does=end)).hangs == []
 
 
-def test_a_rank_that_never_comes_to_its_first_call_hangs() -> None:
-    job = Job(calls=0)
-    watch = job.watch()
-    time.sleep(3 * SECONDS)
-    watch.stop()
-
-    assert job.hangs == 1
+def test_a_rank_that_never_comes_to_its_first_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watched(60, monkeypatch, Job(calls=0)).hangs == [PATIENCE]

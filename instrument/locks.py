@@ -1,0 +1,50 @@
+"""Locks between processes, which never wait: whoever finds one taken goes on without."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def take_lock(name: str) -> socket.socket | None:
+    """A lock that one process of this machine holds until it is closed or the process ends; None while another has it.
+
+    It is a socket bound to a name in Linux's abstract namespace: no file, so it works whatever file system a recording
+    lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
+    every caller gets the lock. A forked child closes its copy.
+    """
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            holder.close()
+            return None
+    return holder
+
+
+@contextmanager
+def lock_file(path: Path) -> Iterator[int | None]:
+    """The descriptor of a lock on a file, which is made where it is not there; None while another process has it.
+
+    A process that inherits the descriptor has the lock as well. Where a file system has no locks every caller gets it.
+    Raises `OSError` where the file cannot be made.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with contextlib.ExitStack() as opened:
+        opened.callback(os.close, descriptor)  # closed, not unlocked: another process may have it as well
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+            return
+        except OSError:
+            pass
+        yield descriptor
