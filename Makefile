@@ -9,7 +9,7 @@ DEMO := demo-recording
 # More than cores: ranks of tests wait for each other, and for hangs.
 WORKERS ?= 5
 
-.PHONY: mutate demo examples quick test gpu gpu-cpu gpu-wheels stand-in stand-in-environment lint docs bench proto clean
+.PHONY: mutate demo examples quick test gpu gpu-cpu gpu-wheels stand-in stand-in-environment sanitize lint docs bench proto clean
 
 # Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
 $(STAMP): pyproject.toml constraints.txt
@@ -98,6 +98,10 @@ gpu-wheels: $(STAMP)
 	$(BIN)/python -m pip download --quiet --only-binary=:all: --no-deps --dest .gpu-wheels --python-version $(GPU_PYTHON) \
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	  --requirement tests/gpu/wheels.txt
+
+# The compiled kernel under AddressSanitizer, UBSan and ThreadSanitizer: two ranks for about 13 minutes on two cores.
+sanitize: $(STAMP)
+	$(BIN)/python -m tests.sanitize
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

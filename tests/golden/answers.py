@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.cli import main
+from tests.golden.contents import contents
 from tests.unit.traces.nsight.exports import write_exports
 
 GOLDEN = Path(__file__).parent
@@ -61,11 +60,10 @@ def golden_file(trace: str) -> Path:
 
 
 def answers(traces: Path, out: Path) -> dict[str, Any]:
-    """Command -> its exit code, what it said on stderr, and its `--json`; and a digest of each file that was written.
-    `out` is an empty folder."""
+    """Command -> its exit code, what it said on stderr, and its `--json`; and what is in the files that were
+    written. `out` is an empty folder."""
     found = {name: answer(words, {"TRACES": str(traces), "OUT": str(out)}) for name, words in COMMANDS.items()}
-    files = {str(path.relative_to(out)): _digest(path, out, traces) for path in sorted(out.rglob("*.*"))}
-    return found | {"files": files}
+    return found | {"files": contents(out, traces)}
 
 
 def answers_on_a_copy(name: str, folder: Path) -> dict[str, Any]:
@@ -77,14 +75,6 @@ def answers_on_a_copy(name: str, folder: Path) -> dict[str, Any]:
         shutil.copytree(SEEDS / name, folder / "traces")
     (folder / "out").mkdir()
     return answers(folder / "traces", folder / "out")
-
-
-def _digest(path: Path, *folders: Path) -> str:
-    """Of what a file holds, however it is compressed, wherever the `folders` are."""
-    content = b"".join(read_chunks(str(path), ReadIssues(str(path))))
-    for folder in folders:
-        content = content.replace(str(folder).encode(), b"")
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def as_text(found: dict[str, Any]) -> str:

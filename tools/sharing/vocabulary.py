@@ -152,10 +152,12 @@ PATTERNS = {
         r"memory_snapshot|\w{1,2}|cpu_to_gpu"
     ),
     "api": re.compile(
-        r"_?(?:all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|reduce|broadcast|scatter|gather|"
-        r"send|recv|isend|irecv|"
-        r"i?all2all|monitored_barrier|barrier|batch_isend_irecv|wait_tensor|pointToPoint|coalesced|init|wait|unknown)"
-        r"(?:_?(?:base|single|tensor|into|coalesced|object|list|any|source|v|out|inplace|multigpu|sparse|oop))*_{0,2}"
+        r"(?:(?:nn\.)?functional\.|ProcessGroup\.)?_?(?:remapped_)?"
+        r"(?:all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|reduce|broadcast|scatter|gather|permute|"
+        r"send|recv|isend|irecv|i?all2all|monitored_barrier|barrier|batch_isend_irecv|wait_tensor|pointToPoint|"
+        r"coalesced|init|wait|unknown)"
+        r"(?:_?(?:base|single|tensor|into|coalesced|object|list|any|source|v|out|inplace|multigpu|sparse|oop|autograd|"
+        r"backward))*_{0,2}"
     ),
     "state": re.compile(r"scheduled|started|completed|timed_out|failed"),
     "reason": re.compile(

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed._functional_collectives
+import torch.distributed.nn.functional
 import zstandard
 
 from crossrank.recording import ReadIssues, file_name, read_chunks
@@ -18,6 +20,7 @@ from crossrank.tools.graph.chakra.mesh import name_in
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
+from crossrank.tools.sharing.vocabulary import passes
 from crossrank.tools.traces.kernels import FAMILIES, KernelFamily, communication_kernel
 from tests.golden.answers import COMMANDS, SEEDS, answer
 from tests.unit.graph.linking.public_traces import needs_traces, public
@@ -296,6 +299,28 @@ def test_what_libraries_say_stays(job: Path) -> None:
     assert re.fullmatch(r"file-\w{12}\.py\(7\): function-\w{12}", names[5])
     end = lines_in(job.parent / "anonymous" / file_name("comms", 0))[-1]["end"]
     assert end["exceptions"][0]["error"].startswith("ValueError: could not x /x/x/x.x for x x (text-")
+
+
+@pytest.mark.parametrize(
+    ("module", "prefix", "least"),
+    [
+        (torch.distributed.distributed_c10d, "", 25),
+        (torch.distributed._functional_collectives, "functional.", 20),
+        (torch.distributed.nn.functional, "nn.functional.", 10),
+        (torch.distributed.ProcessGroup, "ProcessGroup.", 15),
+    ],
+)
+def test_torchs_own_names_of_calls_stay(module: object, prefix: str, least: int) -> None:
+    calls = r"all_?(reduce|gather|to)|reduce(?!_op)|i?send|i?recv|broadcast|scatter|gather|barrier|batch_i|permute"
+    communicates = re.compile(rf"_?({calls}).*")
+    inner = re.compile(r".*_(meta|setup_context|timeouts|time_estimate)")
+    names = [
+        name
+        for name in vars(module)
+        if communicates.fullmatch(name) and not inner.fullmatch(name) and callable(getattr(module, name))
+    ]
+    assert len(names) >= least
+    assert [name for name in names if not passes("api", prefix + name)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Jobs with faults drawn at random, and what is found in them: `python -m tests.unit.analysis.diagnosis.random_faults`.
 
 Run as a program it writes `random_faults.json` anew; a change of an answer is then seen in the difference of the file.
+What is true of each job stands there beside what is found: what it runs, its faults, where its ranks are stuck, and
+what they left behind.
 """
 
 from __future__ import annotations
@@ -62,22 +64,43 @@ def _mixed(rng: random.Random) -> tuple[Programs, Groups]:
     return programs, groups
 
 
-def _put_fault(rng: random.Random, programs: Programs) -> None:
+def _put_fault(rng: random.Random, programs: Programs) -> str:
+    """Change one call of one rank. Returns what was done."""
     program = rng.choice(programs)
     at = rng.randrange(len(program))
     call, fault = program[at], rng.choice(("stall", "del", "swap", "twice", "change", "change"))
+    where = f"rank {programs.index(program)}, call {at} ({_name(call)})"
     if fault == "stall":
-        program.insert(at, rng.choice((CpuStall(), CpuStall(), GpuStall(), StaleWatchdog())))
-    elif fault == "del":
+        stall = rng.choice((CpuStall(), CpuStall(), GpuStall(), StaleWatchdog()))
+        program.insert(at, stall)
+        return f"{where}: {_name(stall)} before it"
+    if fault == "del":
         del program[at]
-    elif fault == "swap":
+        return f"{where}: left out"
+    if fault == "swap":
         program[at - 1], program[at] = call, program[at - 1]
-    elif fault == "twice":
+        return f"{where}: swapped with the one before, {_name(program[at])}"
+    if fault == "twice":
         program.insert(at, call)
-    elif isinstance(call, Collective):
-        program[at] = replace(call, **rng.choice(({"dtype": "Half"}, {"inputs": ((7,),)}, {"op": "broadcast"})))
+        return f"{where}: made twice"
+    change: dict[str, Any] = {}
+    if isinstance(call, Collective):
+        change = rng.choice(({"dtype": "Half"}, {"inputs": ((7,),)}, {"op": "broadcast"}))
+        program[at] = replace(call, **change)
     elif isinstance(call, Send | Recv):
-        program[at] = replace(call, size=(3,))
+        change = {"size": (3,)}
+        program[at] = replace(call, **change)
+    return f"{where}: {change or 'as it is'}"
+
+
+def _name(call: Call) -> str:
+    if isinstance(call, Batch):
+        return "+".join(map(_name, call.ops))
+    if isinstance(call, Collective):
+        return f"{call.op} on {call.group}"
+    if isinstance(call, Send | Recv):
+        return f"{type(call).__name__.lower()} {'to' if isinstance(call, Send) else 'from'} {call.peer}"
+    return type(call).__name__
 
 
 def _records(program: Sequence[Call]) -> list[dict[str, Any]]:
@@ -98,45 +121,70 @@ def _records(program: Sequence[Call]) -> list[dict[str, Any]]:
     return records
 
 
-def write_files(seed: int, folder: Path) -> None:
-    """Run a job with up to three faults, and write what its ranks leave behind: dumps, comms files, or both."""
+def write_files(seed: int, folder: Path) -> dict[str, Any]:
+    """Run a job with up to three faults, and write what its ranks leave behind: dumps, comms files, or both. Returns
+    what is true of it."""
     rng = random.Random(seed)
     backend = rng.choice(("nccl", "nccl", "gloo"))
-    made = rng.choice((lambda: training(4, 3, backend=backend), lambda: pipeline(4, 2), lambda: _mixed(rng)))()
+    name = rng.choice(("training", "pipeline", "mixed"))
+    made = {"training": training(4, 3, backend=backend), "pipeline": pipeline(4, 2)}.get(name) or _mixed(rng)
     programs, groups = [list(program) for program in made[0]], made[1]
-    for _ in range(rng.randrange(4)):
-        _put_fault(rng, programs)
+    faults = [_put_fault(rng, programs) for _ in range(rng.randrange(4))]
     timing, blocking = rng.random() < 0.6, rng.random() < 0.4
     job = SimulatedJob(programs, groups, backend=backend, timing=timing, blocking=blocking, seed=seed)
     ranks = range(4) if rng.random() < 0.8 else rng.sample(range(4), 3)
     kind = rng.choice(("dumps", "dumps", "moments", "moments", "comms"))
+    files = [f"dumps of {sorted(ranks)}"] if kind != "comms" else []
+    whole = kind == "dumps" and len(ranks) == 4
     if kind == "moments":
         usual = rng.choice(_ENDS)
-        write_moments(job, folder, {rank: rng.choice(_ENDS) if rng.random() < 0.3 else usual for rank in ranks})
+        moments = {rank: rng.choice(_ENDS) if rng.random() < 0.3 else usual for rank in ranks}
+        files += [f"rank {rank}: {one.reason} after {one.after} s" for rank, one in moments.items()]
+        write_moments(job, folder, moments)
     elif kind == "dumps":
         job.run()
-        job.write(folder, ranks=ranks, ring=rng.choice((2000, 2000, 5, 8)), active_only=rng.random() < 0.3)
+        ring, active_only = rng.choice((2000, 2000, 5, 8)), rng.random() < 0.3
+        files += [f"the last {ring} calls"] * (ring < 2000) + ["open calls alone"] * active_only
+        whole = whole and ring == 2000 and not active_only
+        job.write(folder, ranks=ranks, ring=ring, active_only=active_only)
     if kind == "comms" or (backend == "gloo" and rng.random() < 0.7):
         until, ended = rng.choice((None, 1.5, 60.0)), rng.random() < 0.3
         for rank in range(4) if rng.random() < 0.5 else rng.sample(range(4), 2):
             records = _records(programs[rank][: rng.choice((None, None, 3, -1))])
+            files.append(f"records of {rank}: {len(records)} calls{', ended' if ended else ''}")
             write_comms(folder, rank, records, ended=ended, groups=groups, until=until)
+            whole = False
+    # Where there are records alone the job was not run: they say what each rank would have done.
+    places = {rank: job.stuck_in(rank) for rank in range(4)} if kind != "comms" else {}
+    stuck = [f"rank {rank}: {place}" for rank, place in places.items() if place]
+    return {
+        "job": f"{name} with {backend}{', blocking' if blocking else ''}{', timed' if timing else ''}",
+        "faults": faults,
+        "stuck": stuck,
+        "files": files,
+        "whole": whole,
+    }
 
 
-def answer(seed: int) -> list[str]:
-    """What is found: the verdict, a line for each finding, and the notes."""
+def answer(seed: int) -> dict[str, Any]:
+    """What is true of a job, and what is found: the verdict, a line for each finding, and the notes."""
     with tempfile.TemporaryDirectory() as folder:
-        write_files(seed, Path(folder))
+        truth = write_files(seed, Path(folder))
         found = diagnosis_of(Path(folder))
-        lines = [found.verdict]
+        lines = []
         for role in ("findings", "consequences", "advisory"):
             for one in getattr(found, role):
                 number = one.collective_seq_id if one.collective_seq_id is not None else one.p2p_seq_id
                 who = f"{one.culprit_ranks} <- {one.waiting_ranks} because of {one.because_of}"
-                places = [(place.rank, place.role, place.what, place.frames[0]) for place in one.places]
-                lines.append(f"{role}: {one.kind} {one.pg[1]} {one.op} {number} {who}: {one.text} {places}")
-        return [line.replace(folder, "") for line in lines + found.notes]
+                lines.append(f"{role}: {one.kind} {one.pg[1]} {one.op} {number} {who}: {one.text}")
+                lines += [f"    {place.rank} {place.role}: {place.what}: {place.frames[0]}" for place in one.places]
+        lines = [line.replace(folder, "") for line in lines + found.notes]
+        return truth | {"verdict": found.verdict, "found": lines}
 
 
 if __name__ == "__main__":
-    ANSWERS.write_text(json.dumps({str(seed): answer(seed) for seed in SEEDS}, indent=1) + "\n")
+    # A line for each fact and each finding.
+    facts = {str(seed): {key: json.dumps(fact) for key, fact in answer(seed).items()} for seed in SEEDS}
+    lines = [",\n  ".join(f'"{key}": {fact}' for key, fact in one.items()) for one in facts.values()]
+    jobs = [f' "{seed}": {{\n  {line}}}' for seed, line in zip(facts, lines, strict=True)]
+    ANSWERS.write_text("{\n" + ",\n".join(jobs).replace('", "', '",\n   "') + "\n}\n")

@@ -188,6 +188,15 @@ class SimulatedJob:
             for state, program in zip(self._ranks, self._programs, strict=True)
         )
 
+    def stuck_in(self, rank: int) -> str:
+        """The first calls of a rank that are not over, and what its CPU came to; empty where it is through."""
+        state, program = self._ranks[rank], self._programs[rank]
+        launches = [queue[0] for queue in state.queues.values() if queue]
+        stuck = [f"{getattr(one.call, 'op', 'transfer')} #{one.sequence} of {one.group}" for one in launches]
+        if state.position < len(program) and isinstance(program[state.position], CpuStall):
+            stuck.append("stopped")
+        return ", ".join(stuck) or ("on its way" if state.position < len(program) else "")
+
     def dump(
         self, rank: int, *, ring: int = 2000, active_only: bool = False, frames: bool = True, version: str = "2.10"
     ) -> dict[str, Any]:

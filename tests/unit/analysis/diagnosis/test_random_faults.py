@@ -16,3 +16,12 @@ def test_answers_stay(first: int) -> None:
     seeds = SEEDS[first : first + 50]
 
     assert {seed: answer(seed) for seed in seeds} == {seed: wanted[str(seed)] for seed in seeds}
+
+
+def test_of_whole_dumps_the_verdict_says_whether_the_job_hangs() -> None:
+    whole = {seed: one for seed, one in json.loads(ANSWERS.read_text()).items() if one["whole"]}
+
+    assert len(whole) >= 30
+    assert {seed: one["verdict"] != "ok" for seed, one in whole.items()} == {
+        seed: bool(one["stuck"]) for seed, one in whole.items()
+    }
