@@ -24,6 +24,10 @@ Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 """A number as a file may have it: sums and differences of it fit into 64 bits."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 """One that is not negative."""
+MOST = 1 << 50
+"""More bytes, and more of anything, than a job has: a larger number is damage. Sums of them fit into 64 bits."""
+Amount = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+"""Bytes, or how many."""
 Extents = Annotated[list[Int], msgspec.Meta(max_length=64)]
 """Extents of a tensor; torch's have 64 at most."""
 
@@ -125,7 +129,7 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     """The c10d op as the dispatcher names it, for example `_allgather_base_`."""
     pg: str
     """Name of the process group; its `group` line comes earlier in the file."""
-    bytes: Int
+    bytes: Annotated[int, msgspec.Meta(ge=-1, le=MOST)]
     """S of nccl-tests, in bytes: see `Operation.bytes`."""
     t: Int
     api: str | None = None

@@ -27,7 +27,7 @@ import msgspec
 import zstandard
 
 from crossrank.budget import BYTES, LINES, MEMBERS, Budget, BudgetError
-from crossrank.comm import CommRecord, Count, Group, Int
+from crossrank.comm import MOST, CommRecord, Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 
 SCHEMA = "crossrank-comms 1"
@@ -420,6 +420,10 @@ _SEVERAL = {"group": "groups", "window": "windows", "clock": "clocks", "step": "
 """Kind of line -> the list of a `CommsFile` that gathers its lines."""
 
 
+def _is_impossible(value: object) -> bool:
+    return isinstance(value, int) and abs(value) > MOST
+
+
 class CommsFile:
     """One rank's comms file. Iterate `records()` first; the rest is known when that is through.
 
@@ -498,4 +502,6 @@ class CommsFile:
             if (content := getattr(line, one)) is not None:
                 getattr(self, several).append(content)
         if line.end is not None:
-            self.end = line.end
+            self.end = {name: value for name, value in line.end.items() if not _is_impossible(value)}
+            if left_out := line.end.keys() - self.end.keys():
+                self.issues.problems.append(f"the last line has impossible numbers ({', '.join(sorted(left_out))})")

@@ -13,7 +13,7 @@ import pickletools
 import sqlite3
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -120,6 +120,28 @@ def json_lines(content: bytes, rng: Random) -> bytes:
                 except (ValueError, RecursionError):
                     lines[at] = any_bytes(lines[at], rng)
     return b"\n".join(lines) + b"\n"
+
+
+def with_number(content: bytes, number: int) -> Iterator[tuple[str, bytes]]:
+    """For each field of a JSON file, or of JSON lines, that has whole numbers: its name, and the file with `number` in
+    all of them."""
+    lines = [json.loads(line) for line in content.splitlines()] if b"\n{" in content else [json.loads(content)]
+    names: dict[str, None] = {}
+    _replaced(lines, "", None, number, names)
+    for name in names:
+        yield name, b"\n".join(json.dumps(_replaced(line, "", name, number, {})).encode() for line in lines)
+
+
+def _replaced(tree: Any, name: str, wanted: str | None, number: int, names: dict[str, None]) -> Any:
+    """The tree with `number` in all whole numbers of the field `wanted`; notes the fields that have some."""
+    if isinstance(tree, dict):
+        return {key: _replaced(inner, f"{name}.{key}", wanted, number, names) for key, inner in tree.items()}
+    if isinstance(tree, list):
+        return [_replaced(inner, name, wanted, number, names) for inner in tree]
+    if not isinstance(tree, int) or isinstance(tree, bool):
+        return tree
+    names[name] = None
+    return number if name == wanted else tree
 
 
 def _change_tree(tree: Any, rng: Random) -> Any:

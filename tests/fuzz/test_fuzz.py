@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuzz import mutate
 from tests.fuzz.run import Fuzzer
-from tests.fuzz.targets import workspace
+from tests.fuzz.targets import TARGETS, workspace
 
 pytestmark = pytest.mark.touches("crossrank", "tools", "replay", traced=False)
 
@@ -45,3 +46,19 @@ def test_every_reader_and_command_takes_the_file_that_is_not_mutated(tmp_path: P
     }
 
     assert {name: how for name, how in ended.items() if how not in (("read", ""), ("0", ""), ("1", ""))} == {}
+
+
+@pytest.mark.parametrize("number", [(1 << 62) - 1, 1 << 64, -(1 << 63) - 1])
+def test_every_reader_takes_a_number_of_any_size_in_any_field(number: int, tmp_path: Path) -> None:
+    workspace(tmp_path)
+    fuzzer = Fuzzer(tmp_path)
+    readers = [target for target in TARGETS if target.read and target.mutation in (mutate.json_tree, mutate.json_lines)]
+
+    ended = {
+        f"{target.name}: {name}": fuzzer.given(target, content)[1]
+        for target in readers
+        for name, content in mutate.with_number((tmp_path / target.file).read_bytes(), number)
+    }
+
+    assert len(ended) > 300
+    assert {field: problem for field, problem in ended.items() if problem} == {}

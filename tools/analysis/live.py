@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, Group, Int
+from crossrank.comm import MOST_RANKS, OPERATIONS, Amount, Group, Int
 from crossrank.errors import BROKEN
 from crossrank.recording import Header, Ran, Wait
 from crossrank.text import plural
@@ -39,7 +39,7 @@ class LiveLine(msgspec.Struct):
     id: Int | None = None
     op: str = ""
     pg: str = ""
-    bytes: Int = 0
+    bytes: Amount = 0
     t: Int = 0
     seq: Int | None = None
     header: Header | None = None

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from crossrank.atomic_file import join
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
+from crossrank.comm import MOST_RANKS, Amount, CommRecord, Group, Int, is_p2p
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, list_recording, read_chunks
 from crossrank.text import from_csv_text
@@ -25,22 +25,21 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 from crossrank.tools.traces.replayed import CSV, JSON, ReplayReport, read_report
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
 _Time = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 
 
 class _Call(msgspec.Struct):
     rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
-    call: _Count
+    call: Amount
     op: str
     pg: str
-    bytes: _Count
+    bytes: Amount
     completion_us_p50: _Time
     waiting_us_p50: _Time
     time_us_p50: _Time
     has_rate: bool = True
     """Whether its bytes and its time belong together: not in a batch, nor where only a wait tells the end."""
-    seq: _Count = 0
+    seq: Amount = 0
     peer: Int | None = None
     source: str | None = None
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.comm import OPERATIONS, CommRecord, Locality, ends_of, has_size, is_p2p, total_bytes
+from crossrank.comm import MOST, OPERATIONS, CommRecord, Locality, ends_of, has_size, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
@@ -44,8 +44,6 @@ TIMED_BY = {
 LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
 UNTIMED = "calls outside the windows that were traced, or without a duration"
 BEGIN_ALONE = "calls of which only the begin is recorded"
-_MOST_BYTES = 1 << 50
-"""More than any call moves: what is above it is a mistake in the file, and would drown all sums."""
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
 
 
@@ -333,7 +331,7 @@ class _Found:
         numbers = [record.bytes, *splits]
         for shapes in (record.inputs, record.outputs) if splits else ():
             numbers += [total_bytes(shapes, 16), *(extent for shape in shapes for extent in shape)]
-        if all(0 <= number <= _MOST_BYTES for number in numbers):
+        if all(0 <= number <= MOST for number in numbers):
             return record
         self._unattributed[IMPOSSIBLE] += times
         return msgspec.structs.replace(record, bytes=0, in_split=None, out_split=None, inputs=[], outputs=[])

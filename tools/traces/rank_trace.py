@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.comm import CommRecord, Group, crosses_nodes, is_p2p
+from crossrank.comm import MOST, CommRecord, Group, crosses_nodes, is_p2p
 from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight_recorder import Frame, Progress
@@ -155,7 +155,11 @@ class Signatures(Interned[CommRecord]):
         super().__init__(*first, key=msgspec.msgpack.Encoder().encode)
 
     def of(self, record: CommRecord) -> int:
-        """Number of a recorded call's signature."""
+        """Number of a recorded call's signature. A size that none has, reckoned from the extents in a damaged file, is
+        `MOST + 1`, of no extents: that still fits into 64 bits, and is left out of every sum as impossible."""
+        if not -1 <= record.bytes <= MOST:
+            nothing: dict[str, Any] = {"in_split": None, "out_split": None, "inputs": [], "outputs": []}
+            record = msgspec.structs.replace(record, bytes=MOST + 1, **nothing)
         own = {"id": 0, "t": 0, "seq": None, "p2p_seq": None, "batch": None, "step": 0, "thread": None}
         return self.number(msgspec.structs.replace(record, **own))
 
@@ -375,7 +379,7 @@ def waits_of(trace: RankTrace) -> Waits:
 
 
 IMPOSSIBLE = "calls with impossible numbers: they have no times or sizes"
-_MOST = 1 << 62
+_LATEST = 1 << 62
 _MOST_STEPS = 1 << 31
 
 
@@ -424,15 +428,15 @@ class TraceBuilder:
         """
         number = (record.p2p_seq if is_p2p(record) else record.seq) or 0
         if not (
-            all(0 <= moment < _MOST for moment in (called, began, ended, took, number))
+            all(0 <= moment < _LATEST for moment in (called, began, ended, took, number))
             and abs(record.step) < _MOST_STEPS
-            and abs(record.id) < _MOST
-            and abs(record.thread or 0) < _MOST
+            and abs(record.id) < _LATEST
+            and abs(record.thread or 0) < _LATEST
         ):
             self.trace.unattributed[IMPOSSIBLE] += 1
             called = began = ended = took = number = 0
             record = msgspec.structs.replace(
-                record, step=0, id=record.id if abs(record.id) < _MOST else -1, thread=None
+                record, step=0, id=record.id if abs(record.id) < _LATEST else -1, thread=None
             )
         calls = self.trace.calls
         calls.append(

@@ -9,7 +9,7 @@ import msgspec
 
 import crossrank
 from crossrank.atomic_file import join
-from crossrank.comm import Int
+from crossrank.comm import Amount
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_chunks
 
@@ -60,7 +60,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     """Folder for what every call gives."""
     compare_data: str | None = None
     """Folder of what it is compared with."""
-    batch: int | None = None
+    batch: Amount | None = None
     """Calls in a row that are told as one."""
     rtol: float | None = None
     """None = as the type asks for."""
@@ -70,13 +70,13 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     """How much of the recorded communication is replayed, over all recorded ranks."""
 
-    calls: Int
-    recorded_calls: Int
-    bytes: Int
-    recorded_bytes: Int
-    unsized: Int = 0
+    calls: Amount
+    recorded_calls: Amount
+    bytes: Amount
+    recorded_bytes: Amount
+    unsized: Amount = 0
     """Recorded calls of which the bytes are not known; none of them is replayed."""
-    reasons: dict[str, Int]
+    reasons: dict[str, Amount]
     """Why calls were left out -> how many."""
     damaged: bool
     """Parts of the files could not be read, so that there were more calls than are counted."""
@@ -99,18 +99,18 @@ class LeftOutOperations(msgspec.Struct, kw_only=True, frozen=True):
 
     name: str
     reason: str
-    operations: Int
-    ns: Int
+    operations: Amount
+    ns: Amount
     """Recorded, in all."""
 
 
 class ComputeCoverage(msgspec.Struct, kw_only=True, frozen=True):
     """How much of the recorded computation is replayed, over all recorded ranks."""
 
-    operations: Int = 0
-    recorded_operations: Int = 0
-    ns: Int = 0
-    recorded_ns: Int = 0
+    operations: Amount = 0
+    recorded_operations: Amount = 0
+    ns: Amount = 0
+    recorded_ns: Amount = 0
     """Of operations, under the profiler, without what lies between them."""
     left_out: list[LeftOutOperations] = []
     """The longest first."""
@@ -150,7 +150,7 @@ class StepComparison(msgspec.Struct, kw_only=True):
     """A whole step, replayed and recorded."""
 
     coverage: ComputeCoverage
-    steps: int
+    steps: Amount
     """Of the window that is replayed."""
     replayed_ms: float
     """Median over ranks, passes and steps."""
@@ -158,9 +158,9 @@ class StepComparison(msgspec.Struct, kw_only=True):
     recorded_ms: float | None
     """Median over ranks and steps of those steps that were recorded without a profiler and made the same calls as one
     of the window; None without any."""
-    recorded_steps: int
+    recorded_steps: Amount
     """How many they are, over all ranks."""
-    other_steps: int
+    other_steps: Amount
     """Steps without a profiler that made other calls, over all ranks: they are not compared with."""
     profiled_ms: float | None
     """Median of the steps of the window, recorded under the profiler."""
@@ -176,9 +176,9 @@ class StepComparison(msgspec.Struct, kw_only=True):
     """Time of a step in which the host did neither, as it is replayed."""
     host_once_ms: float = 0.0
     """What single steps of the window had more of it than the others, mean over the steps: it is not replayed."""
-    bytes_per_rank: Int
+    bytes_per_rank: Amount
     """Of tensors, at most, as planned."""
-    peak_bytes: Int
+    peak_bytes: Amount
     """Most memory of a process, or what torch took on a GPU."""
     operations: list[ComputedOperation]
     """Those that take longest first."""
@@ -201,13 +201,13 @@ class ReplayRow(msgspec.Struct, kw_only=True):
 
     op: str
     pg: str
-    ranks: int
+    ranks: Amount
     """Members of the group."""
-    size_from: int
+    size_from: Amount
     """Sizes of the bucket in bytes; both ends belong to it."""
-    size_to: int
-    calls: int
-    bytes: int
+    size_to: Amount
+    calls: Amount
+    bytes: Amount
     """Of all calls of one pass."""
     time_us: Percentiles
     issue_us: Percentiles
@@ -223,16 +223,16 @@ class ReplayRow(msgspec.Struct, kw_only=True):
 class CheckFailure(msgspec.Struct, kw_only=True):
     """A result that is not what it must be."""
 
-    rank: int
-    call: int
+    rank: Amount
+    call: Amount
     """Id of the record."""
     op: str
     pg: str
-    tensor: int
+    tensor: Amount
     """Which of the call's output tensors."""
-    element: int
+    element: Amount
     """The first that is wrong."""
-    elements: int
+    elements: Amount
     """How many are."""
     expected: float
     got: float
@@ -241,7 +241,7 @@ class CheckFailure(msgspec.Struct, kw_only=True):
 class CheckResult(msgspec.Struct, kw_only=True):
     """What `--check` found."""
 
-    tensors: int
+    tensors: Amount
     """Output tensors that were compared, over all ranks and passes."""
     failures: list[CheckFailure]
 
@@ -269,8 +269,8 @@ class CallTimes(msgspec.Struct, kw_only=True):
     """Calls of one source line, or of one iteration."""
 
     name: str
-    calls: int
-    bytes: int
+    calls: Amount
+    bytes: Amount
     """Of all calls of one pass."""
     time_us: Percentiles
     """Of all of them together, over the passes: calls that ran beside each other count each."""
@@ -283,9 +283,9 @@ class CallTimes(msgspec.Struct, kw_only=True):
 class Batches(msgspec.Struct, kw_only=True):
     """Calls of a rank, so many in a row."""
 
-    calls: int
+    calls: Amount
     """In one batch; the last of a pass may have fewer and is left out."""
-    batches: int
+    batches: Amount
     """In a pass, over all ranks."""
     time_us: Percentiles
     """From the first begin to the last end, on a rank."""
@@ -295,9 +295,9 @@ class Compared(msgspec.Struct, kw_only=True):
     """Calls of one operation and size bucket, replayed and recorded."""
 
     op: str
-    size_from: int
-    size_to: int
-    calls: int
+    size_from: Amount
+    size_to: Amount
+    calls: Amount
     """Calls of single ranks with a recorded time."""
     recorded_us: float
     """Median completion."""
@@ -317,9 +317,9 @@ class Compared(msgspec.Struct, kw_only=True):
 class Comparison(msgspec.Struct, kw_only=True):
     """A replay beside its recording."""
 
-    calls: int
+    calls: Amount
     """Calls of single ranks that could be compared."""
-    without_time: int
+    without_time: Amount
     """Replayed calls whose duration is not recorded."""
     error_p50: float | None
     """Relative error of the completions over all compared calls."""
@@ -338,7 +338,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
 
     source: str
     kind: str
-    world_size: int
+    world_size: Amount
     settings: Settings
     variables: dict[str, str]
     """Environment variables that a sweep set."""
@@ -347,7 +347,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     coverage: Coverage
     share_of_calls: float
     share_of_bytes: float
-    bytes_per_pass: int
+    bytes_per_pass: Amount
     """Summed over calls and ranks, as replayed; `coverage` counts as recorded."""
     calls_per_pass: int = 0
     """Calls over all ranks, as replayed; `coverage` counts as recorded. 0 in reports of older versions."""

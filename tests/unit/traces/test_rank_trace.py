@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import MOST, CommRecord, Group
 from crossrank.tools.traces.rank_trace import (
     IMPOSSIBLE,
     RankTrace,
@@ -76,6 +76,13 @@ def test_a_call_with_impossible_numbers_has_none(fields: dict[str, int], given: 
     assert (trace.calls.id[0], trace.calls.step[0]) == (-1 if abs(record.id) > 1 << 61 else 5, 0)
     assert trace.unattributed == ({} if kept else {IMPOSSIBLE: 1})
     assert [one.group for one in trace.groups] == [Group(pg="0", size=0)]
+
+
+def test_a_size_reckoned_from_damaged_extents_is_marked_as_one_that_no_call_has() -> None:
+    trace = RankTrace(rank=0, path="f", source="basic")
+    extents = [[(1 << 62) - 1]]
+    TraceBuilder(trace).add(msgspec.structs.replace(call(5), inputs=extents, bytes=extents[0][0] * 8), called=0)
+    assert [(one.bytes, one.inputs) for one in trace.signatures] == [(MOST + 1, [])]
 
 
 def test_the_first_definition_of_a_group_counts_or_the_last_where_that_is_asked_for() -> None:

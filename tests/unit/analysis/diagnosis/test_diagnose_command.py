@@ -15,7 +15,14 @@ import pytest
 import crossrank.tools.analysis.diagnosis
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.cli import main
-from tests.unit.analysis.diagnosis.simulated_jobs import CpuStall, SimulatedJob, StaleWatchdog
+from tests.unit.analysis.diagnosis.simulated_jobs import (
+    CpuStall,
+    Programs,
+    Recv,
+    Send,
+    SimulatedJob,
+    StaleWatchdog,
+)
 from tests.unit.analysis.diagnosis.simulated_programs import training
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
@@ -362,6 +369,20 @@ def test_a_dump_without_entries_or_progress_among_others_is_named(
         "missing_rank": [2],
         "no_entries": [0],
     }
+
+
+def test_the_page_names_both_ends_of_a_transfer_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs: Programs = [[Send("0", 1, (3,))], [Recv("0", 0, (4,))]]
+    job = SimulatedJob(programs, {"0": ("default_pg", [0, 1])})
+    job.run()
+    job.write(tmp_path / "job")
+
+    assert diagnose(capsys, tmp_path / "job", "--html", tmp_path / "page.html")[0] == 1
+    page = (tmp_path / "page.html").read_text()
+    assert '<b class="warn">rank 0, sender</b>' in page
+    assert '<b class="warn">rank 1, receiver</b>' in page
 
 
 def test_an_output_that_cannot_be_written_exits_2(
