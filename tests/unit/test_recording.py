@@ -150,7 +150,7 @@ records = st.builds(
     op=st.sampled_from(["all_reduce", "send"]),
     c10d=st.just("allreduce_"),
     pg=st.text(max_size=5),
-    bytes=st.integers(0, 1 << 53),
+    bytes=st.integers(-1, 1 << 50),
     t=st.integers(0, 1 << 53),
     inputs=st.lists(st.lists(st.integers(0, 1 << 31), max_size=3), max_size=3),
     in_split=st.none() | st.lists(st.integers(0, 1 << 31), max_size=3),

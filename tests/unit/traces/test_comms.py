@@ -22,7 +22,7 @@ HEADER = {"schema": "crossrank-comms 1", "rank": 3, "world_size": 4, "host": "h"
 HEADER |= {"clock": {"t": 0, "wall": WALL}, "versions": {"torch": "2.13", "driver": None}, "config": {"emit": "ALL"}}
 GROUP = {"pg": "0", "size": 4, "ranks": [0, 1, 2, 3], "backend": "gloo"}
 REDUCE = {"id": 7, "op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 8, "t": 1000, "seq": 1}
-SEND = {"id": 8, "op": "send", "c10d": "send", "pg": "0", "bytes": 4, "t": 2000, "p2p_seq": 5, "peer": 1, "batch": 8}
+SEND = {"id": 8, "op": "send", "c10d": "send", "pg": "0", "bytes": -1, "t": 2000, "p2p_seq": 5, "peer": 1, "batch": 8}
 LAST = REDUCE | {"id": 9, "t": 3000, "seq": 2, "step": 1, "api": "all_reduce", "source": "a.py:12"}
 ENDED = {"reason": "exit", "dropped": 2, "filtered": "many"}
 
@@ -35,7 +35,7 @@ def write(path: Path, *lines: dict[str, Any], **header: Any) -> str:
 def trace(path: str, *ids: int, **differs: Any) -> RankTrace:
     """What is read of a file with those of the calls 7, 8 and 9, as far as it is the same with any ending."""
     first = CommRecord(id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0)
-    send = CommRecord(id=0, op="send", c10d="send", pg="0", bytes=4, t=0, peer=1)
+    send = CommRecord(id=0, op="send", c10d="send", pg="0", bytes=-1, t=0, peer=1)
     last = CommRecord(
         id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, api="all_reduce", source="a.py:12"
     )
