@@ -50,15 +50,30 @@ def microseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
-def percent(share: float | None) -> str:
+def percent(share: float | None, *, signed: bool = False) -> str:
     """Never rounded up to what it is not.
 
-    >>> percent(0.57), percent(0.99999), percent(None)
-    ('57.0 %', '99.9 %', '-')
+    >>> percent(0.57), percent(0.99999), percent(None), percent(-0.1234, signed=True)
+    ('57.0 %', '99.9 %', '-', '-12.3 %')
     """
     if share is None or not math.isfinite(1000 * share):
         return "-"
-    return f"{math.floor(1000 * share + 1e-9) / 10:,.1f} %"
+    tenths = math.copysign(math.floor(abs(1000 * share) + 1e-9), share)
+    return f"{tenths / 10:{'+' if signed else ''},.1f} %"
+
+
+def percents(shares: Sequence[float]) -> list[str]:
+    """Parts of one whole, which add up as they are printed: what rounding down leaves over goes to those that it took
+    most from.
+
+    >>> percents([1 / 3, 1 / 3, 1 / 3]), percents([0.8676, 0.1324, 0])
+    (['33.4 %', '33.3 %', '33.3 %'], ['86.8 %', '13.2 %', '0.0 %'])
+    """
+    down = [math.floor(1000 * share + 1e-9) for share in shares]
+    left = round(1000 * sum(shares)) - sum(down)
+    order = sorted(range(len(shares)), key=lambda index: down[index] - 1000 * shares[index])
+    up = set(order[: max(0, left)])
+    return [f"{(tenths + (index in up)) / 10:,.1f} %" for index, tenths in enumerate(down)]
 
 
 def size_text(size_to: int | None) -> str:

@@ -62,6 +62,25 @@ crossrank.disable()
 dist.destroy_process_group()
 """
 
+EXPERTS = """
+import torch, torch.distributed as dist
+import crossrank
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+with crossrank.enable(window="1:2"):
+    for step in range(3):
+        counts = torch.tensor([100_000 + 10_000 * rank + 1_000 * step, 50_000 * rank])
+        coming = torch.empty_like(counts)
+        dist.all_to_all_single(coming, counts)
+        sent, came = counts.tolist(), coming.tolist()
+        there = torch.empty(sum(came))
+        dist.all_to_all_single(there, torch.ones(sum(sent)), came, sent)
+        dist.all_to_all_single(torch.empty(sum(sent)), there, sent, came)
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
 
 @dataclass(frozen=True)
 class Simulated:
@@ -147,6 +166,20 @@ def test_both_windows_of_the_demo_finish_when_they_did(tmp_path: Path, capsys: p
         # gloo between processes of one machine is no network, so its communications last as long as measured.
         assert as_measured(simulate(tmp_path / "out" / prefix, "replay.json"), ours)
         assert simulate(tmp_path / "out" / prefix).finished == 4
+
+
+def test_experts_that_send_each_other_different_amounts_finish(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = jobs.write_script(tmp_path, EXPERTS)
+    done = jobs.torchrun(tmp_path, script, ranks=2, TRACING_DIR=str(tmp_path / "recording"))
+    assert done.returncode == 0, done.stderr
+    assert main(["convert", str(tmp_path / "recording"), "-o", str(tmp_path / "plain"), "--jobs", "1"]) == 0
+    assert simulate(tmp_path / "plain" / "chakra").finished < 2
+    assert main(["check", *map(str, (tmp_path / "plain").glob("*.et"))]) == 1
+    convert(tmp_path / "recording", tmp_path / "out", capsys)
+    for system in ("system.json", "replay.json"):
+        assert simulate(tmp_path / "out" / "chakra", system).finished == 2
 
 
 @pytest.mark.parametrize("nodes", ["all", "gpu"])

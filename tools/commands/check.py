@@ -12,14 +12,15 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
 from crossrank.tools.commands.options import SHARED, complain
 from crossrank.tools.graph.chakra.convert_ranks import GROUPS
-from crossrank.tools.graph.chakra.feeder_contract import Checked, check
+from crossrank.tools.graph.chakra.feeder_contract import Checked, check, compare
 from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
 
 
 class CheckCommand:
     """Say whether Chakra traces, ours or others', keep the contract of ASTRA-sim's feeders: every dependency names a
     node of the file and none runs in a cycle, communication nodes have the attributes that are read, groups are
-    integers that the group file defines; and whether ASTRA-sim runs all of it. Exit code 1: a trace breaks it. 2: a
+    integers that the group file defines; and whether ASTRA-sim runs all of it: of several files also, whether the ranks
+    of a group put the same amounts into its collectives. Exit code 1: a trace breaks it. 2: a
     file cannot be read to its end."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,7 @@ class CheckCommand:
                 results.append(check(path, groups))
             except CrossrankError as error:
                 complain(str(error))
+        compare(results)
         if arguments.json:
             print_json(results)
         elif results:

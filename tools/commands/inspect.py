@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from crossrank.recording import COMMS
-from crossrank.text import amount, plural, printable, rank_ranges
+from crossrank.text import amount, percent, plural, printable, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
 from crossrank.tools.output.console import print_json, table_of
@@ -126,7 +126,7 @@ def _count(text: str) -> int:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    return percent(part / whole if whole else None)
 
 
 _BYTES: tuple[str, Callable[[dict[str, Any]], object]] = ("#bytes", lambda row: amount(row["bytes"]))

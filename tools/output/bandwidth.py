@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from crossrank.text import amount, microseconds, percent, printable, significant, size_text
+from crossrank.text import amount, microseconds, percent, percents, printable, significant, size_text
 from crossrank.tools.analysis.bandwidth import Bandwidth, BandwidthRow
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.launches import TIMED_BY
@@ -64,11 +64,13 @@ def print_bandwidth(result: Bandwidth) -> None:
     )
     print(f"clocks     {printable(alignment_text(result.clocks))}")
     if (overlap := result.overlap) is not None:
+        computation, exposed, memory, idle = percents(
+            (overlap.computation, overlap.exposed, overlap.memory, overlap.idle)
+        )
         print(
-            f"time       {percent(overlap.computation)} computation, {percent(overlap.exposed)} exposed communication, "
-            f"{percent(overlap.memory)} copies alone, {percent(overlap.idle)} idle: of "
-            f"{overlap.windows:,} traced iteration(s) or window(s) of {overlap.of_ranks:,} rank(s), by what the "
-            f"{' or the '.join(overlap.measured_on)} ran"
+            f"time       {computation} computation, {exposed} exposed communication, {memory} copies alone, "
+            f"{idle} idle: of {overlap.windows:,} traced iteration(s) or window(s) of {overlap.of_ranks:,} rank(s), "
+            f"by what the {' or the '.join(overlap.measured_on)} ran"
         )
     print_counts("Kernels and other activities, by how they found their call", result.attributed.items())
     print_counts("Not attributed", result.unattributed.items())

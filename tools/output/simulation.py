@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from crossrank.text import amount, plural
+from crossrank.text import amount, percent, plural
 from crossrank.tools.graph.chakra.simulate import Simulation
 from crossrank.tools.output.console import Columns, table_of
 from crossrank.tools.predict.astra_sim import AstraRun
@@ -20,9 +20,8 @@ def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> N
     """Makespan, what the critical path consists of, and how busy every thread and stream is. `changed`: something is
     not as it was measured."""
     print(f"\nSimulation{'' if window == 1 else f' of window {window}'}")
-    compared = (
-        f"{simulation.makespan_ns / max(1, simulation.measured_ns):.3f} x" if changed else f"{simulation.error:+.1%} of"
-    )
+    times = f"{simulation.makespan_ns / max(1, simulation.measured_ns):.3f} x"
+    compared = times if changed else f"{percent(simulation.error, signed=True)} of"
     print(
         f"  makespan   {_ms(simulation.makespan_ns)} ms, {compared} the measured {_ms(simulation.measured_ns)} ms "
         "(first start to last end of all ranks)"
@@ -40,7 +39,7 @@ def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> N
         ("rank", lambda one: one[0][0]),
         ("thread or stream", lambda one: one[0][1]),
         ("#busy ms", lambda one: _ms(one[1])),
-        ("#of makespan", lambda one: f"{one[1] / whole:.1%}"),
+        ("#of makespan", lambda one: percent(one[1] / whole)),
         ("#rank waits ms", lambda one: _ms(simulation.waiting_ns[one[0][0]])),
     )
     busiest = sorted(simulation.busy_ns.items(), key=lambda one: -one[1])
@@ -73,7 +72,7 @@ def print_leave_one_out(predicted: Sequence[Predicted]) -> None:
     errors = [abs(one.error) for one in predicted if one.error is not None]
     if errors:
         print(
-            f"\nerror      {median(errors):.0%} in the middle, {max(errors):.0%} at most, of "
+            f"\nerror      {percent(median(errors))} in the middle, {percent(max(errors))} at most, of "
             f"{plural(len(errors), 'kind')}; of {len(predicted) - len(errors)} the others say nothing"
         )
 
@@ -86,7 +85,7 @@ _PREDICTED: Columns[Predicted] = (
     ("#collectives", lambda one: f"{one.kind.count:,}"),
     ("#measured us", lambda one: f"{one.kind.time_ns / 1000:,.1f}"),
     ("#predicted us", lambda one: "-" if one.time_ns is None else f"{one.time_ns / 1000:,.1f}"),
-    ("#error", lambda one: "-" if one.error is None else f"{one.error:+.0%}"),
+    ("#error", lambda one: percent(one.error, signed=True)),
 )
 
 

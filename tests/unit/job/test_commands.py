@@ -40,7 +40,7 @@ ranks      2 of 2
 measured   Nsight Systems: kernels that were launched within our markers or NCCL's (2 rank(s))
 calls      4 of 4 have times; they are 2 collectives, transfers or batches, 0.200 ms
 clocks     2 clocks, brought together by the ends of collectives; then the ends of a collective still differ by 0.0 us (p50), 0.0 us at most
-time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies alone, 77.7 % idle: of 2 traced iteration(s) or window(s) of 2 rank(s), by what the device ran
+time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies alone, 77.8 % idle: of 2 traced iteration(s) or window(s) of 2 rank(s), by what the device ran
 
 Kernels and other activities, by how they found their call
           4  launched within our marker

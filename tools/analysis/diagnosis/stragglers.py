@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from crossrank.text import percent
 from crossrank.tools.analysis.diagnosis.findings import ClockAlignment, Finding, GroupStragglers
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
@@ -51,7 +52,7 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
             pg=row.pg,
             pg_ranks=row.pg_ranks,
             waiting_ranks=[rank for rank in one.ranks if rank != row.last_rank],
-            text=f"rank {row.last_rank} came last in {row.last_share:.0%} of {row.collectives} collectives; "
+            text=f"rank {row.last_rank} came last in {percent(row.last_share)} of {row.collectives} collectives; "
             f"the first waited {row.wait_ms['p50']:.3g} ms for the last (median)",
         )
         for one, row in zip(times, found, strict=True)

@@ -75,6 +75,8 @@ class Options:
     """Write what a thread did between its operations as nodes."""
     lower: bool = False
     """Turn communications that ASTRA-sim cannot run into ones that it runs."""
+    messages: bool = False
+    """With `lower`: an all_to_all with splits is its sends and receives."""
     roofline: bool = False
     """With `lower`: what has no number of operations keeps its time in a simulator whose roofline needs one of every
     computation on a GPU."""

@@ -134,7 +134,7 @@ def convert(
         result.graph = rank_graph(ordered, first, result.begin_ns, result.length_ns)
     communicates = [node for node in ordered if node.comm is not None]
     if options.lower:
-        result.lowered = lower(ordered, first, roofline=options.roofline)
+        result.lowered = lower(ordered, first, roofline=options.roofline, messages=options.messages)
     if copies is not None and copies.folder is not None:
         # Lowering has made computations of some.
         kept = [(comm, node.comm) for comm, node in zip(recorded, communicates, strict=True) if node.comm is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -66,21 +66,45 @@ def convert_ranks(
     copies: Mapping[tuple[int | None, int], CopiesOf] | None = None,
 ) -> list[ConvertedRank]:
     """Convert every rank into `folder`, or into nothing; one that fails has its error in its result, and the others are
-    converted all the same. With `copies`, by rank and window, write those of each in its place."""
-    return map_ranks(
-        partial(
-            _convert_one,
-            folder=folder,
-            options=options,
-            keep_linked=keep_linked,
-            keep_graph=keep_graph,
-            copies=copies or {},
-        ),
-        inputs,
-        fleet,
-        failed=lambda given, error: ConvertedRank(rank=given.rank, window=given.window, error=str(error)),
-        done=done,
-    )
+    converted all the same. With `copies`, by rank and window, write those of each in its place.
+
+    What the other ranks put into a collective shows when all are converted. Where it is not the same, lowered files are
+    written anew, with messages that say how much goes from each to each."""
+
+    def made(options: Options, keep_linked: bool, done: Callable[[], None]) -> list[ConvertedRank]:
+        return map_ranks(
+            partial(
+                _convert_one,
+                folder=folder,
+                options=options,
+                keep_linked=keep_linked,
+                keep_graph=keep_graph,
+                copies=copies or {},
+            ),
+            given,
+            fleet,
+            failed=lambda given, error: ConvertedRank(rank=given.rank, window=given.window, error=str(error)),
+            done=done,
+        )
+
+    given = list(inputs)
+    results = made(options, keep_linked, done)
+    if options.lower and folder is not None and not copies and _puts_in_different_amounts(results):
+        results = made(replace(options, messages=True), False, lambda: None)
+    return results
+
+
+def _puts_in_different_amounts(results: Iterable[ConvertedRank]) -> bool:
+    """Whether the ranks of a group put different amounts into one of its all_to_alls."""
+    amounts: dict[tuple[int, str], set[tuple[int, ...]]] = defaultdict(set)
+    for result in results:
+        of_groups: dict[str, list[int]] = defaultdict(list)
+        for comm in result.converted.communications:
+            if comm.record.op == "all_to_all":
+                of_groups[comm.group.number].append(comm.record.bytes)
+        for number, sizes in of_groups.items():
+            amounts[result.window, number].add(tuple(sizes))
+    return any(len(different) > 1 for different in amounts.values())
 
 
 def _convert_one(

@@ -63,10 +63,28 @@ class Checked:
     """Where each was found first."""
     notes: Counter[str] = field(default_factory=Counter)
     """What only some readers or settings mind -> how often."""
+    collectives: dict[str, Counter[str]] = field(default_factory=dict)
+    """Name of a group -> its collectives, each with the bytes that this rank puts in -> how often."""
 
     def fault(self, what: str, where: str) -> None:
         self.faults[what] += 1
         self.first.setdefault(what, where)
+
+
+def compare(results: Sequence[Checked]) -> None:
+    """Note as a fault where ranks of a group put different amounts into its collectives. In ASTRA-sim a rank
+    sends messages of its own amount, which one that expects another amount never takes."""
+    first: dict[str, Checked] = {}
+    for result in results:
+        for group, collectives in result.collectives.items():
+            other = first.setdefault(group, result)
+            here, there = collectives - other.collectives[group], other.collectives[group] - collectives
+            if here and there:
+                result.fault(
+                    f"the ranks of group {group} put different amounts into a collective, which never ends in "
+                    f"ASTRA-sim; {_LOWER}",
+                    f"{min(here)} here and {min(there)} in {other.path}",
+                )
 
 
 class _Ids(dict[int, int]):
@@ -142,6 +160,10 @@ def _check_attributes(node: pb.Node, rank: int | None, groups: Groups | None, re
             result.fault(f"{name} is {kinds[name] or None}, not {wanted}", where)
     if node.type in _COMMUNICATES and (fault := _group_fault(values.get("pg_name", ""), groups)):
         result.fault(fault, f"{where}: {values['pg_name']!r}")
+    kind, size = values.get("comm_type"), values.get("comm_size")
+    if node.type == pb.COMM_COLL_NODE and isinstance(kind, int) and isinstance(size, int):
+        of_group = result.collectives.setdefault(str(values.get("pg_name") or "0"), Counter())
+        of_group[f"{_COLLECTIVES.get(kind, kind)} of {size} B"] += 1
     for fault in _faults(node, values, rank, groups):
         result.fault(fault, where)
 

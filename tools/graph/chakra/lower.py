@@ -4,7 +4,8 @@ ASTRA-sim's `Workload.cc` runs all_reduce, all_gather, all_to_all, reduce_scatte
 plays a broadcast for as long as its node says. At anything else it stops, or ends without a word with ranks that did
 not finish; so it does at a collective of a group of one rank, at a message of 0 bytes or of a rank to itself, and
 where a rank that has host nodes ends with a message, at which its statistics throw with nobody to catch it. An
-all_gather of fewer bytes than the chunks that the system file asks for (`preferred-dataset-splits`) never ends.
+all_gather of fewer bytes than the chunks that the system file asks for (`preferred-dataset-splits`) never ends, nor
+does a collective into which the members put different amounts: its messages are those of the amount of each.
 
 Of one rank it runs one host node, one GPU computation and one communication at a time (`HardwareResource.cc`, which
 exempts receives). What ran at the same time on two threads or streams would so take its time twice.
@@ -17,23 +18,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgspec
 
-from crossrank.comm import CommRecord, is_p2p
-from crossrank.tools.graph.chakra.chakra_graph import MESSAGES_END, ChakraNode, Dependency
+from crossrank.comm import CommRecord, is_p2p, total_bytes
+from crossrank.dtypes import dtype_of
+from crossrank.tools.graph.chakra.chakra_graph import MESSAGES_END, ChakraNode, Comm, Dependency
 
 RUNS_AS = {"barrier": "all_reduce", "reduce": "reduce_scatter", "gather": "all_gather", "scatter": "reduce_scatter"}
 """Operation -> the one with the nearest traffic: each rank passes on (n-1)/n of S, as on the busiest link of the first.
 All members then wait for each other, also where only the root would."""
 LEAST_BYTES = {"all_gather": 64, "send": 1, "recv": 1}
 """Operation -> bytes that one rank puts in at least; the first suffices for up to 64 chunks."""
+_AFTER_MESSAGES = 1 << 19
+"""A number that messages of the job have not: those of an all_to_all are counted from it."""
 
 
-def lower(nodes: list[ChakraNode], rank: int | None, *, roofline: bool = False) -> dict[str, int]:
+def lower(
+    nodes: list[ChakraNode], rank: int | None, *, roofline: bool = False, messages: bool = False
+) -> dict[str, int]:
     """Change the `nodes` of `rank`, which are in order, to what ASTRA-sim runs, with its `roofline` or without. Returns
-    what was changed, and how often."""
+    what was changed, and how often. With `messages` an all_to_all with splits is its sends and receives."""
     changed = Counter({"shorter by what another thread or stream ran at the same time": _take_turns(nodes)})
+    if messages and rank is not None:
+        changed["all_to_all with splits as its sends and receives"] += _exchange(nodes, rank)
     for node in nodes if roofline else ():
         if node.comm is None and not node.is_cpu and not (node.flop and node.tensor_bytes):
             node.is_cpu = True
@@ -56,6 +65,63 @@ def lower(nodes: list[ChakraNode], rank: int | None, *, roofline: bool = False) 
     changed["a node of no time after messages that nothing waits for"] += len(after_messages)
     nodes += after_messages
     return dict((+changed).most_common())
+
+
+def _exchange(nodes: list[ChakraNode], rank: int) -> int:
+    """Put sends and receives of what each member gets in the place of every all_to_all with splits, and a computation
+    of no time that waits for them in its own. Returns how many there were.
+
+    What one member sends another is what that one receives from it, so ranks agree without knowing of each other.
+    """
+    fresh = 1 + max((node.id for node in nodes), default=0)
+    calls: Counter[str] = Counter()
+    made: list[ChakraNode] = []
+    for node in nodes:
+        if node.comm is not None and (parts := _messages(node.comm, rank, calls)) is not None:
+            # Where ASTRA-sim plays what was measured: receives run side by side, sends one after the other.
+            lasting = [record for record in parts if record.op == "recv"] or parts[:1]
+            sources = list(node.dependencies)
+            for record in parts:
+                time = node.duration_ns if record in lasting else 0
+                comm = msgspec.structs.replace(node.comm, record=record)
+                made.append(ChakraNode(fresh, record.op, node.runs_on, node.start_ns, time, comm=comm))
+                made[-1].dependencies = list(sources)
+                node.dependencies.append(Dependency(fresh, "sync", inferred=True))
+                fresh += 1
+            node.comm, node.duration_ns = None, 0
+        made.append(node)
+    nodes[:] = made
+    return calls.total()
+
+
+def _messages(comm: Comm, rank: int, calls: Counter[str]) -> list[CommRecord] | None:
+    """The messages of an all_to_all with splits, or of lists, to and from every other member that gets anything; None
+    for any other call, and where the sizes are not known. `calls` counts those of each group."""
+    record, ranks = comm.record, comm.group.ranks
+    dtype = dtype_of(record.dtype) if record.dtype is not None else None
+    if record.op != "all_to_all" or dtype is None or rank not in ranks:
+        return None
+    sent = _parts(record.in_split, record.inputs, dtype.size, len(ranks))
+    received = _parts(record.out_split, record.outputs, dtype.size, len(ranks))
+    if sent is None or received is None:
+        return None
+    calls[comm.group.number] += 1
+    number = _AFTER_MESSAGES + calls[comm.group.number]
+    given: dict[str, Any] = {"in_split": None, "out_split": None, "seq": None, "p2p_seq": number}
+    return [
+        msgspec.structs.replace(record, op=op, peer=peer, bytes=size, **given)
+        for op, sizes in (("send", sent), ("recv", received))
+        for peer, size in zip(ranks, sizes, strict=True)
+        if peer != rank and size > 0
+    ]
+
+
+def _parts(split: list[int] | None, shapes: Sequence[Sequence[int]], item: int, members: int) -> list[int] | None:
+    """Bytes for each member; None where nothing tells them apart."""
+    if split is not None and len(split) == members:
+        row = total_bytes(shapes, item) // max(1, sum(split))
+        return [count * row for count in split]
+    return [total_bytes([shape], item) for shape in shapes] if len(shapes) == members > 1 else None
 
 
 def _take_turns(nodes: Sequence[ChakraNode]) -> int:

@@ -74,7 +74,7 @@ def test_the_rank_that_comes_last_is_named_with_what_the_others_wait(tmp_path: P
         )
     ]
     assert found.verdict == "ok"
-    text = "rank 2 came last in 90% of 10 collectives; the first waited 5 ms for the last (median)"
+    text = "rank 2 came last in 90.0 % of 10 collectives; the first waited 5 ms for the last (median)"
     assert found.advisory == [Finding(kind="straggler", **about, waiting_ranks=[0, 1, 3], text=text)]
 
 

@@ -288,6 +288,24 @@ def test_the_command_says_what_is_broken_and_exits_1(tmp_path: Path, capsys: pyt
     )
 
 
+def test_ranks_that_put_different_amounts_into_a_collective_break_the_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(name: str, size: int) -> str:
+        call = node(1, kind=pb.COMM_COLL_NODE, comm_type=pb.ALL_TO_ALL, comm_size=size, pg_name="0")
+        return file_of(tmp_path / name, call)
+
+    first, same, other = written("a.0.et", 96), written("a.1.et", 96), written("a.2.et", 64)
+    assert main(["check", first, same]) == 0
+    capsys.readouterr()
+    assert main(["check", first, same, other]) == 1
+    assert capsys.readouterr().err == (
+        f"crossrank: {other}: the ranks of group 0 put different amounts into a collective, which never ends in "
+        "ASTRA-sim; convert with --lower astra-sim: 1, first ALL_TO_ALL of 64 B here and ALL_TO_ALL of 96 B in "
+        f"{first}\n"
+    )
+
+
 def test_inspect_prints_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = file_of(tmp_path / "a.0.et", node(1), node(2, 1, comm_size=8, pg_name="0"))
     assert main(["inspect", path, "--json"]) == 0

@@ -13,7 +13,7 @@ from crossrank.tools.graph.chakra.chakra_graph import MESSAGES_END, ChakraNode, 
 from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.lower import lower
-from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, P2P_TYPES, comm_size
+from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, P2P_TYPES, comm_size, message_ends
 from tests.unit.graph.chakra.test_convert import converted, params
 from tests.unit.graph.linking.small_traces import SmallTrace
 
@@ -122,3 +122,45 @@ def test_what_runs_anyway_stays_as_it_is() -> None:
     node = one(1, 0, 10, comm=comm("all_reduce", 96))
     assert lower([node], 0) == {}
     assert node.comm == comm("all_reduce", 96)
+
+
+def exchange(rank: int, sent: list[list[int]], *, lists: bool = False) -> list[ChakraNode]:
+    """The nodes of a rank that makes an all_to_all: `sent` has the rows of 8 bytes from each member to each."""
+    out, came = sent[rank], [row[rank] for row in sent]
+    sides: dict[str, Any] = {"in_split": out, "out_split": came, "inputs": [[sum(out), 2]], "outputs": [[sum(came), 2]]}
+    if lists:
+        sides = {"inputs": [[rows, 2] for rows in out], "outputs": [[rows, 2] for rows in came]}
+    record = CommRecord(id=0, op="all_to_all", c10d="", pg="0", bytes=8 * sum(out), t=0, dtype="float32", **sides)
+    call = Comm(record, NumberedGroup(number="0", ranks=(0, 1, 2), pg="0"))
+    nodes = [one(1, 0, 10), one(2, 10, 30, comm=call), one(3, 40, 10)]
+    nodes[1].dependencies = [Dependency(1, "launch")]
+    nodes[2].dependencies = [Dependency(2, "sync")]
+    return nodes
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_an_all_to_all_with_splits_is_what_each_member_sends_each(lists: bool) -> None:
+    sent = [[5, 1, 0], [2, 0, 4], [3, 3, 3]]
+    messages = set()
+    for rank in range(3):
+        nodes = exchange(rank, sent, lists=lists)
+        assert lower(nodes, rank, messages=True) == {"all_to_all with splits as its sends and receives": 1}
+        between = [node for node in nodes if node.comm is not None]
+        assert [node.id for node in nodes] == [1, *(node.id for node in between), 2, 3]
+        assert all(node.dependencies == [Dependency(1, "launch")] for node in between)
+        assert nodes[-2].comm is None
+        assert {one.source for one in nodes[-2].dependencies} == {1, *(node.id for node in between)}
+        for node in between:
+            assert node.comm is not None
+            record = node.comm.record
+            messages.add((record.op, *message_ends(record, rank), record.bytes, record.p2p_seq))
+    of = [(a, b, 8 * rows) for a, row in enumerate(sent) for b, rows in enumerate(row) if a != b and rows]
+    assert messages == {(op, *message, (1 << 19) + 1) for op in ("send", "recv") for message in of}
+
+
+def test_an_all_to_all_stays_where_messages_are_not_wanted_or_sizes_are_not_known() -> None:
+    nodes = exchange(0, [[1, 2, 3]] * 3)
+    assert lower(nodes, 0) == {}
+    even = one(1, 0, 10, comm=comm("all_to_all", 96))
+    assert lower([even], 0, messages=True) == {}
+    assert even.comm == comm("all_to_all", 96)
