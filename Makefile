@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 # Compiled modules of tests and of crossrank are kept, whatever the shell says: every rank of every test imports them.
 unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/installed
+TOOLS := $(VENV)/installed-tools
 DEMO := demo-recording
 # More than cores: ranks of tests wait for each other, and for hangs.
 WORKERS ?= 5
@@ -12,17 +13,23 @@ WORKERS ?= 5
 .PHONY: mutate demo examples quick test gpu gpu-cpu gpu-wheels stand-in stand-in-environment sanitize lint docs bench proto clean
 
 # Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
-$(STAMP): pyproject.toml constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat
+$(TOOLS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "crossrank needs Python 3.10 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[dev]"
-	@touch $(STAMP)
+	$(INSTALL) -e ".[tools]"
+	@touch $@
+
+# What tests, documentation and lint need besides.
+$(STAMP): $(TOOLS)
+	$(INSTALL) -e ".[dev]"
+	@touch $@
 
 # The whole story, on four gloo ranks that pose as two nodes: what was recorded, its traces linked, converted for
 # simulators and simulated, a look whether all is well, how fast it was, the communication replayed without the model,
 # a whole step replayed with its computation, and all of it on one timeline and one page. Then a job that hangs says
 # why while it hangs.
-demo: $(STAMP)
+demo: $(TOOLS)
 	rm -rf $(DEMO) $(DEMO)-chakra $(DEMO)-replay $(DEMO)-hang
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 	$(BIN)/crossrank inspect $(DEMO)
@@ -47,7 +54,7 @@ demo: $(STAMP)
 
 # Every example with a framework, with and without recording.
 examples: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[examples]"
+	$(INSTALL) -e ".[examples]"
 	$(BIN)/python -m pytest tests/integration/test_framework_examples.py
 
 # Style, types, and the tests that run what has changed since they ran last, those of most time left out.
