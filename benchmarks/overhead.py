@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py [--quick] [SECTION ...]
 
-Sections: calls, threads, nvtx, disk, off; all but `off` with both kernels; what a step of training pays is in
+Sections: calls, splits, threads, nvtx, disk, off; all but `off` with both kernels; what a step of training pays is in
 `training.py`. Every comparison is paired: both variants run in turn in the same process, and the median of the paired
 differences or ratios is printed, with the quartiles, because machines are shared and noisy. CPU times are of the
 calling thread, and of the whole process where the writer's thread is to be counted too; a process's own background
@@ -19,6 +19,7 @@ import inspect
 import itertools
 import json
 import os
+import random
 import resource
 import shutil
 import statistics
@@ -336,9 +337,46 @@ def off(rounds: int, number: int) -> None:
     )
 
 
+def splits(number: int) -> None:
+    """A mixture of experts: splits of an all_to_all over 8 ranks that are new with each call, beside fixed ones.
+
+    torch's fake process group sends nothing, so that what is left is the recorder's.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    tokens, received, rng = torch.empty(512), torch.empty(512), random.Random(0)
+    cuts = ([0, *sorted(rng.choices(range(513), k=7)), 512] for _ in range(number))
+    new = [[end - begin for begin, end in itertools.pairwise(at)] for at in cuts]
+    distinct = len(set(map(tuple, new)))
+    kinds = {"fixed": [[64] * 8] * number, f"{distinct:,} different ones": new}
+    rows, folder = [], tempfile.mkdtemp()
+    for kernel, (name, of_calls) in itertools.product(("none", *KERNELS), kinds.items()):
+        if kernel != "none":
+            crossrank.enable(tracing="ALL", directory=f"{folder}/{kernel}-{len(rows)}", flight=False, kernel=kernel)
+        splits_of_calls = iter(of_calls)
+
+        def call(of: Any = splits_of_calls) -> None:
+            split = next(of)
+            dist.all_to_all_single(received, tokens, split, split)
+
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        thread, process = cpu_per_call(call, number, wait_for_writer)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        dropped = api._current.recorder.counts().dropped if api._current is not None else 0
+        crossrank.disable()
+        rows.append((kernel, name, f"{thread:.2f}", f"{process:.2f}", f"{grown:.0f}", f"{dropped:,}"))
+    shutil.rmtree(folder)
+    columns = ("kernel", "splits", "#CPU us, this thread", "#all threads", "#MiB more", "#dropped")
+    print_table(
+        f"all_to_all_single over 8 ranks that send nothing, {number:,} calls back to back on one core", columns, rows
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = ("calls", "threads", "nvtx", "disk", "off")
+    sections = ("calls", "splits", "threads", "nvtx", "disk", "off")
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(sections))
     parser.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     parser.add_argument("--rounds", type=int)
@@ -359,6 +397,7 @@ def main() -> None:
         return
     run: dict[str, Callable[[], None]] = {
         "calls": lambda: calls(rounds, number),
+        "splits": lambda: splits(1_000_000 // scale),
         "threads": lambda: threads(rounds, number),
         "nvtx": lambda: nvtx_attached(rounds, number),
         "disk": lambda: disk(1_000_000 // scale),
