@@ -39,7 +39,8 @@ def labels(texts: Sequence[str]) -> list[str]:
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    return {"title": {"text": label(title)}, **more}
+    # Beside the labels of the ticks, however long they are.
+    return {"title": {"text": label(title), "standoff": 12}, **more}
 
 
 def heatmap(x: Sequence[object], y: Sequence[str], hover: str, **more: Any) -> Trace:

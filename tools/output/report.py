@@ -70,9 +70,10 @@ def _matrix(matrix: Matrix, is_timed: bool) -> Chart:
     groups, hover = draw.labels(matrix.groups), "%{y}, %{x}<br>%{text}"
     cells = "%{text}" if len(groups) <= 12 else ""
     trace = draw.heatmap(groups, matrix.ops, hover, texttemplate=cells, showscale=False)
-    # Names that are too long to stand side by side are turned.
-    height = 110 + 34 * len(matrix.ops) + (110 if sum(map(len, groups)) > 150 else 0)
-    return Chart(id="matrix", height=height, traces=[trace], layout=CATEGORIES, views=views)
+    # Names that are too long to stand side by side are turned; on a narrow page most are.
+    height = 110 + 34 * len(matrix.ops) + (110 if sum(map(len, groups)) > 40 else 0)
+    layout = CATEGORIES | {"yaxis": CATEGORIES["yaxis"] | {"dtick": 1}}
+    return Chart(id="matrix", height=height, traces=[trace], layout=layout, views=views)
 
 
 def _traffic(traffic: Traffic) -> Chart:
