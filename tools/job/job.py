@@ -95,7 +95,8 @@ def _without_strangers(
     claims: Counter[int] = Counter()
     for trace in traces:
         of_group = (max(members.of(one.group), default=-1) + 1 for one in trace.groups if is_world(one.group))
-        claims[trace.world_size or max(of_group, default=0)] += 1
+        claim = trace.world_size or max(of_group, default=0)
+        claims[claim] += (trace.rank or 0) < claim  # one that shuts out who says it is none
     # What one rank says does not shut out the others.
     size = world_size or next((size for size, by in claims.items() if by * 2 > len(traces)), 0)
     if not size:

@@ -130,6 +130,8 @@ def test_groups_are_joined_by_name_and_members(ranks: list[RankTrace], expected:
         ([rank(0, Group(pg="0", size=0), calls=tuple(gathers("0", "all_gather", [[1]], [[5]])))], None, 5, []),
         # One of two does not shut the other out, two of three do.
         ([rank(0, world_size=2), rank(2)], None, 3, []),
+        # A world that its own rank is not in is none.
+        ([rank(5, world_size=2)], None, 6, []),
         (
             [rank(0, pair("0", 0, 1)), rank(1, world_size=2), rank(2, world_size=3)],
             None,
