@@ -26,7 +26,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 """One that is not negative."""
 MOST = 1 << 50
 """More bytes, and more of anything, than a job has: a larger number is damage. Sums of them fit into 64 bits."""
-Amount = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Amount = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 """Bytes, or how many."""
 Extents = Annotated[list[Int], msgspec.Meta(max_length=64)]
 """Extents of a tensor; torch's have 64 at most."""

@@ -58,7 +58,7 @@ def percent(share: float | None, *, signed: bool = False) -> str:
     """
     if share is None or not math.isfinite(1000 * share):
         return "-"
-    tenths = math.copysign(math.floor(abs(1000 * share) + 1e-9), share)
+    tenths = math.copysign(_tenths(abs(share)), share)
     return f"{tenths / 10:{'+' if signed else ''},.1f} %"
 
 
@@ -69,11 +69,16 @@ def percents(shares: Sequence[float]) -> list[str]:
     >>> percents([1 / 3, 1 / 3, 1 / 3]), percents([0.8676, 0.1324, 0])
     (['33.4 %', '33.3 %', '33.3 %'], ['86.8 %', '13.2 %', '0.0 %'])
     """
-    down = [math.floor(1000 * share + 1e-9) for share in shares]
+    down = list(map(_tenths, shares))
     left = round(1000 * sum(shares)) - sum(down)
     order = sorted(range(len(shares)), key=lambda index: down[index] - 1000 * shares[index])
     up = set(order[: max(0, left)])
     return [f"{(tenths + (index in up)) / 10:,.1f} %" for index, tenths in enumerate(down)]
+
+
+def _tenths(share: float) -> int:
+    """Whole tenths of a percent; what floating point leaves just below one counts as it."""
+    return math.floor(1000 * share + 1e-9)
 
 
 def size_text(size_to: int | None) -> str:

@@ -162,12 +162,12 @@ class _Silence:
             return
         path = self._folder / f"{DIAGNOSING}{hashlib.sha256(node_of_this_machine().encode()).hexdigest()[:12]}"
         with contextlib.closing(socket), contextlib.ExitStack() as opened:
-            descriptor: int | None = -1
+            is_alone = True
             with contextlib.suppress(OSError):  # where no file can be made the socket has to do
-                descriptor = opened.enter_context(lock_file(path))
-                if descriptor is not None:
+                is_alone = opened.enter_context(lock_file(path)) is not None
+                if is_alone:
                     opened.callback(path.unlink, missing_ok=True)
-            yield descriptor is not None
+            yield is_alone
 
     def _turn(self) -> float:
         """Seconds after which this rank diagnoses the job, where no other one has."""

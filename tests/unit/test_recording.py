@@ -46,6 +46,14 @@ def test_content_and_not_the_name_decides_the_compression(pack: object, tmp_path
     assert comms.end == {"reason": "exit", "step": 0, "records": 1}
 
 
+def test_numbers_of_the_end_that_no_job_has_are_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.comms.jsonl"
+    path.write_bytes(HEADER + GROUP + END.replace(b'"records":1', b'"records":1,"calls":18446744073709551616'))
+    _, comms = read(path)
+    assert comms.end == {"reason": "exit", "step": 0, "records": 1}
+    assert comms.issues.problems == ["the last line has impossible numbers (calls)"]
+
+
 def test_a_gzip_of_two_members_is_read_whole(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.comms.jsonl.gz"
     members = [gzip.compress(part) for part in (HEADER + GROUP, RECORD % 0 + RECORD % 1, END)]

@@ -105,6 +105,10 @@ def test_files_that_were_linked_and_converted_when_it_ran_are_read_today(
         assert [one.record.id for one in before.communications] == [one.record.id for one in linked.communications]
     for path in (run / "chakra").iterdir():
         (tmp_path / path.stem).write_bytes(unpacked(path))
+    for path in tmp_path.iterdir():
+        code, checked = answer(capsys, "check", path)
+        assert code == 0
+        assert checked
     _, checked = answer(capsys, "check", *sorted(tmp_path.iterdir()))
     # One rank puts more than the other into its all_to_all.
     others = [[fault for fault in file["faults"] if "put different amounts" not in fault] for file in checked]

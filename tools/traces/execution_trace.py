@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from crossrank.budget import Budget
-from crossrank.comm import Count, Group, Int
+from crossrank.comm import Amount, Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Shape, parse, read_document
@@ -99,7 +99,7 @@ class _Attribute(msgspec.Struct, gc=False):
 class _Node(msgspec.Struct, gc=False):
     """A node of either layout as it stands in the file."""
 
-    id: Int
+    id: Amount
     name: str
     ctrl_deps: Int | None = None
     attrs: msgspec.Raw = _NO_ATTRIBUTES

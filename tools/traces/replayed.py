@@ -30,9 +30,9 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     backend: str
     device: str
     """`cpu` or `cuda`."""
-    warmup: int = 2
+    warmup: Amount = 2
     """Passes that are not measured."""
-    repeats: int = 5
+    repeats: Amount = 5
     """Passes that are measured."""
     pace: str = "fast"
     check: bool = False
@@ -46,7 +46,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     """Modules that make operations, imported by every rank."""
     indices: str = "uniform"
     """How indices into a table are spread over its rows."""
-    threads: int = 1
+    threads: Amount = 1
     """Of torch on the CPU, in each rank."""
     blocking: bool = False
     """The members of a group meet before and after each of their collectives."""
@@ -216,7 +216,7 @@ class ReplayRow(msgspec.Struct, kw_only=True):
     algbw_gb_per_s: Percentiles | None
     """None where there is none: of a barrier, of calls of a batch, of calls with a late end."""
     busbw_gb_per_s: Percentiles | None
-    late_ends: int = 0
+    late_ends: Amount = 0
     """Calls whose end is known only from a wait: their times are upper bounds."""
 
 
@@ -253,11 +253,11 @@ class DataComparison(msgspec.Struct, kw_only=True):
     rtol: float | None
     """None = 8 roundings of the type, at least 1e-4; so for `atol`."""
     atol: float | None
-    not_comparable: int = 0
+    not_comparable: Amount = 0
     """Output tensors that were not saved so: another backend moved another type, or in other parts."""
-    tensors: int = 0
+    tensors: Amount = 0
     """Output tensors that were compared, over all ranks."""
-    different: int = 0
+    different: Amount = 0
     """Those with an element that does not agree."""
     largest_difference: float = 0.0
     """Of two elements, among all."""
@@ -349,7 +349,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     share_of_bytes: float
     bytes_per_pass: Amount
     """Summed over calls and ranks, as replayed; `coverage` counts as recorded."""
-    calls_per_pass: int = 0
+    calls_per_pass: Amount = 0
     """Calls over all ranks, as replayed; `coverage` counts as recorded. 0 in reports of older versions."""
     notes: list[str]
     damage: list[str]

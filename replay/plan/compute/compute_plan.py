@@ -54,7 +54,7 @@ class Block(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
     """One operation that runs again, a call, or what stands in for something that cannot run."""
 
-    node: int = 0
+    node: Int = 0
     """Id in the execution trace; 0 for what the replay adds."""
     name: str = ""
     """`aten::addmm`; of a call the c10d op."""

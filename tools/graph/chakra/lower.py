@@ -79,10 +79,10 @@ def _exchange(nodes: list[ChakraNode], rank: int) -> int:
     for node in nodes:
         if node.comm is not None and (parts := _messages(node.comm, rank, calls)) is not None:
             # Where ASTRA-sim plays what was measured: receives run side by side, sends one after the other.
-            lasting = [record for record in parts if record.op == "recv"] or parts[:1]
+            receives = any(record.op == "recv" for record in parts)
             sources = list(node.dependencies)
-            for record in parts:
-                time = node.duration_ns if record in lasting else 0
+            for index, record in enumerate(parts):
+                time = node.duration_ns if (record.op == "recv" if receives else index == 0) else 0
                 comm = msgspec.structs.replace(node.comm, record=record)
                 made.append(ChakraNode(fresh, record.op, node.runs_on, node.start_ns, time, comm=comm))
                 made[-1].dependencies = list(sources)
