@@ -233,6 +233,14 @@ inline const std::shared_ptr<Kind> &kind_of(
   auto &known = tables.kinds[hash % tables.kinds.size()];
   if (known != nullptr && known->words == words) return known;
   std::lock_guard<std::mutex> guard(to.lock);
+  // What this thread called until now is to be found again, however long ago it was looked up here.
+  if (known != nullptr && known->session == to.session) {
+    uint64_t before = hash_of(known->words.data(), known->words.size());
+    if (to.kinds.at(before, known->words) == nullptr) {
+      to.older_kinds.take(before, known->words);
+      to.add_kind(before, known);
+    }
+  }
   if (auto *found = to.kinds.at(hash, words)) return known = *found;
   // Calls that repeat themselves outlive those that are made once, as those of experts with splits of their own.
   std::shared_ptr<Kind> kind = to.older_kinds.take(hash, words);
@@ -241,8 +249,7 @@ inline const std::shared_ptr<Kind> &kind_of(
     if (op.is_p2p) counter = &group->pairs[{op.peer < 0 ? kNone : number_of(args[op.peer]), op.is_send}];
     kind = std::make_shared<Kind>(to.session, op, group, site, words, counter);
   }
-  if (to.kinds.is_full()) to.older_kinds = std::exchange(to.kinds, {});
-  to.kinds.add(hash, kind);
+  to.add_kind(hash, kind);
   return known = kind;
 }
 

@@ -212,6 +212,10 @@ struct Recording {
   Kinds kinds, older_kinds;
 
   void forget_kinds() { kinds = older_kinds = {}; }
+  void add_kind(uint64_t hash, const std::shared_ptr<Kind> &kind) {
+    if (kinds.is_full()) older_kinds = std::exchange(kinds, {});
+    kinds.add(hash, kind);
+  }
 };
 
 inline Recording &to = *new Recording;
