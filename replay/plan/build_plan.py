@@ -12,11 +12,12 @@ from itertools import chain, pairwise
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, Group
+from crossrank.comm import Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
 from crossrank.replay.plan.counterparts import CONTRADICTS_ITSELF, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
+from crossrank.replay.plan.one_trace import world_size_of
 from crossrank.replay.plan.plan import (
     NOT_IN_STEPS,
     UNPLACED,
@@ -120,12 +121,7 @@ def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
     if size is None:
         members = [rank for source in sources for one in source.groups for rank in one.group.ranks or ()]
         size = max([0, *(source.rank or 0 for source in sources), *members]) + 1
-    if not 1 <= size <= MOST_RANKS:
-        raise CrossrankError(
-            f"{path}: {size} is not a number of ranks from 1 to {MOST_RANKS}; record it again, or give it with "
-            "--world-size"
-        )
-    return size
+    return world_size_of(size, path)
 
 
 def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str], partial: bool) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import CommRecord, is_p2p
+from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, with_records
@@ -31,10 +31,10 @@ class StridedGroup:
         """Ranks that the groups of this form which lie in each other take up."""
         return self.stride * self.size
 
-    def members(self, rank: int) -> list[int]:
+    def members(self, rank: int) -> range:
         """The group of this form that `rank` is in."""
         start = rank // self.block * self.block + rank % self.stride
-        return list(range(start, start + self.block, self.stride))
+        return range(start, start + self.block, self.stride)
 
 
 def strided_group(ranks: list[int], world_size: int) -> StridedGroup | None:
@@ -47,7 +47,17 @@ def strided_group(ranks: list[int], world_size: int) -> StridedGroup | None:
     if stride < 1:
         return None
     form = StridedGroup(stride, len(ranks))
-    return form if world_size % form.block == 0 and form.members(ranks[0]) == ranks else None
+    return form if world_size % form.block == 0 and list(form.members(ranks[0])) == ranks else None
+
+
+def world_size_of(size: int, path: str) -> int:
+    """`size`. Raises `CrossrankError` where it is no number of ranks that a job has."""
+    if not 1 <= size <= MOST_RANKS:
+        raise CrossrankError(
+            f"{path}: {size} is not a number of ranks from 1 to {MOST_RANKS}; record it again, or give it with "
+            "--world-size"
+        )
+    return size
 
 
 def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
@@ -55,11 +65,11 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     to that d ranks on; where the file lacks its other end (a first pipeline stage only sends), that is added beside it.
     What a rank receives in an uneven all_to_all follows from what the others send.
 
-    Raises `CrossrankError` where a group is not regular.
+    Raises `CrossrankError` where a group is not regular, or the number of ranks is none that a job has.
     """
     home = source.rank if source.rank is not None else 0
     highest = max([home, *(rank for one in source.groups for rank in one.group.ranks or ())])
-    size = source.world_size or world_size or highest + 1
+    size = world_size_of(source.world_size or world_size or highest + 1, source.path)
     if home >= size:
         raise CrossrankError(f"{source.path}: is of rank {home}, which is not among {size} ranks")
     forms: dict[str, StridedGroup] = {}
@@ -75,7 +85,8 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
             )
         forms[group.pg] = form
     whole, added = _with_both_ends(source, forms, home)
-    made = [_copy(whole, home, rank, size, forms) for rank in range(size)]
+    lists: dict[range, list[int]] = {}
+    made = [_copy(whole, home, rank, size, forms, lists) for rank in range(size)]
     made[home].notes = [
         *source.notes,
         f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
@@ -85,19 +96,23 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     return made
 
 
-def _copy(whole: RankTrace, home: int, rank: int, size: int, forms: dict[str, StridedGroup]) -> RankTrace:
-    """What `rank` does where `home` does what is in `whole`."""
+def _copy(
+    whole: RankTrace, home: int, rank: int, size: int, forms: dict[str, StridedGroup], lists: dict[range, list[int]]
+) -> RankTrace:
+    """What `rank` does where `home` does what is in `whole`. Ranks of one group share a list in `lists`."""
     moved = Signatures()
     numbers = [
         moved.number(_moved(call, home, rank, forms[call.pg]) if call.pg in forms else call)
         for call in whole.signatures
     ]
-    groups = [
-        RankGroup(msgspec.structs.replace(one.group, ranks=form.members(rank), size=form.size))
-        if (form := forms.get(one.group.pg)) is not None
-        else one
-        for one in whole.groups
-    ]
+    groups = []
+    for one in whole.groups:
+        if one.group.pg in forms:
+            ranks = forms[one.group.pg].members(rank)
+            if ranks not in lists:
+                lists[ranks] = list(ranks)
+            one = RankGroup(msgspec.structs.replace(one.group, ranks=lists[ranks], size=len(ranks)))
+        groups.append(one)
     return replace(
         whole,
         rank=rank,
@@ -182,7 +197,7 @@ def _sign(record: CommRecord) -> int:
 
 def _way(record: CommRecord, forms: dict[str, StridedGroup], home: int) -> Way | None:
     form = forms.get(record.pg)
-    if form is None or not is_p2p(record) or record.peer not in (members := form.members(home)):
+    if form is None or record.peer is None or not is_p2p(record) or record.peer not in (members := form.members(home)):
         return None
     distance = (members.index(record.peer) - members.index(home)) * _sign(record)
     return record.pg, distance % form.size, record.tag or 0

@@ -288,7 +288,7 @@ def _forms(group: Group, old: int, new: int) -> Forms:
 def _group_at(group: Group, was: StridedGroup, now: StridedGroup, rank: int, shift: int) -> Group:
     """What stands for `group` around `rank`, which is `shift` beyond the recorded rank that it follows."""
     name = group.pg if shift == 0 or was != now else f"{group.pg} +{shift}"
-    return msgspec.structs.replace(group, pg=name, ranks=now.members(rank), size=now.size)
+    return msgspec.structs.replace(group, pg=name, ranks=list(now.members(rank)), size=now.size)
 
 
 def _of_rank(call: PlannedCall, was: Group, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:

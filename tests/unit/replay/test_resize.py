@@ -208,6 +208,21 @@ def test_the_ranks_of_one_file_are_those_that_it_or_the_user_gives() -> None:
         spread(trace, 1)
 
 
+@pytest.mark.parametrize("size", [-1, (1 << 20) + 1, 1 << 53])
+def test_a_number_of_ranks_that_no_job_has_is_refused_before_ranks_are_made(size: int) -> None:
+    trace = rank_trace(0, [record("barrier")])
+    trace.world_size = size
+    with pytest.raises(CrossrankError, match=f"^rank-0: {size} is not a number of ranks from 1 to 1048576; "):
+        spread(trace)
+
+
+def test_ranks_of_one_file_share_their_lists_of_members() -> None:
+    made = spread(rank_trace(0, [record("barrier", pg="pair")], {"pair": [0, 1]}, 1024))
+    members = [one.group.ranks for trace in made for one in trace.groups]
+    assert (members[1022], members[1023]) == ([1022, 1023], [1022, 1023])
+    assert len({id(ranks) for ranks in members}) == 512
+
+
 def test_uneven_exchanges_go_round_with_the_ranks() -> None:
     call = record("all_to_all", inputs=[[6]], outputs=[[9]], in_split=[1, 2, 3], out_split=[1, 4, 4])
     made = build(spread(rank_trace(0, [call], world=3)), "job", "et")

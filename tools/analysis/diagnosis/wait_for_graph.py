@@ -175,8 +175,9 @@ def _timed_out(job: JobState, rank: int) -> int | None:
     group, seq, called = job.group_at(rank, row), trace.calls.number[row], trace.calls.called[row]
     has_failed = trace.ending.has_failed
     needs_all = operation.releases_all or has_failed
-    for other in group.ranks:
-        enqueued = job.enqueued(group, other)
+    if job.all_enqueued(group, seq):
+        return None
+    for other, enqueued in job.enqueued_by(group).items():
         if enqueued is None:
             if other not in job.ranks and has_failed:
                 return row
@@ -204,8 +205,10 @@ def _held_elsewhere(job: JobState, rank: int) -> int | None:
     last = {group: row for row, (group, signature) in signatures if job.releases_all[signature]}
     for row in sorted(last.values()):
         group = job.group_at(rank, row)
-        enqueued = {other: job.enqueued(group, other) for other in group.ranks}
-        late = [other for other, last in enqueued.items() if last is not None and last < calls.number[row]]
+        if job.all_enqueued(group, calls.number[row]):
+            continue
+        enqueued = job.enqueued_by(group).items()
+        late = [other for other, last in enqueued if last is not None and last < calls.number[row]]
         if any((job.ranks[other].ending.taken_at or 0) - calls.called[row] > _LONG for other in late):
             return row
     return None
