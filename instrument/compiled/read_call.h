@@ -236,19 +236,12 @@ inline const std::shared_ptr<Kind> &kind_of(
   // What this thread called until now is to be found again, however long ago it was looked up here.
   if (known != nullptr && known->session == to.session) {
     uint64_t before = hash_of(known->words.data(), known->words.size());
-    if (to.kinds.at(before, known->words) == nullptr) {
-      to.older_kinds.take(before, known->words);
-      to.add_kind(before, known);
-    }
+    if (to.keep_kind(before, known->words) == nullptr) to.add_kind(before, known);
   }
-  if (auto *found = to.kinds.at(hash, words)) return known = *found;
-  // Calls that repeat themselves outlive those that are made once, as those of experts with splits of their own.
-  std::shared_ptr<Kind> kind = to.older_kinds.take(hash, words);
-  if (kind == nullptr) {
-    Counter *counter = &group->calls;
-    if (op.is_p2p) counter = &group->pairs[{op.peer < 0 ? kNone : number_of(args[op.peer]), op.is_send}];
-    kind = std::make_shared<Kind>(to.session, op, group, site, words, counter);
-  }
+  if (std::shared_ptr<Kind> kept = to.keep_kind(hash, words)) return known = kept;
+  Counter *counter = &group->calls;
+  if (op.is_p2p) counter = &group->pairs[{op.peer < 0 ? kNone : number_of(args[op.peer]), op.is_send}];
+  auto kind = std::make_shared<Kind>(to.session, op, group, site, words, counter);
   to.add_kind(hash, kind);
   return known = kind;
 }

@@ -212,6 +212,14 @@ struct Recording {
   Kinds kinds, older_kinds;
 
   void forget_kinds() { kinds = older_kinds = {}; }
+  // The kind of these words, from now on one of the newer ones; NULL where it is not there. Calls that repeat
+  // themselves so outlive those that are made once, as those of experts with splits of their own.
+  std::shared_ptr<Kind> keep_kind(uint64_t hash, const Words &words) {
+    if (auto *found = kinds.at(hash, words)) return *found;
+    std::shared_ptr<Kind> kind = older_kinds.take(hash, words);
+    if (kind != nullptr) add_kind(hash, kind);
+    return kind;
+  }
   void add_kind(uint64_t hash, const std::shared_ptr<Kind> &kind) {
     if (kinds.is_full()) older_kinds = std::exchange(kinds, {});
     kinds.add(hash, kind);

@@ -17,13 +17,13 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
 from crossrank.replay.plan.counterparts import CONTRADICTS_ITSELF, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
-from crossrank.replay.plan.one_trace import world_size_of
 from crossrank.replay.plan.plan import (
     NOT_IN_STEPS,
     UNPLACED,
     Plan,
     PlannedCall,
     RankPlan,
+    check_world_size,
     launches,
     leave_out,
     number_of,
@@ -121,7 +121,8 @@ def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
     if size is None:
         members = [rank for source in sources for one in source.groups for rank in one.group.ranks or ()]
         size = max([0, *(source.rank or 0 for source in sources), *members]) + 1
-    return world_size_of(size, path)
+    check_world_size(size, path)
+    return size
 
 
 def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str], partial: bool) -> Iterator[str]:

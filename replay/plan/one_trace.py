@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
+from crossrank.comm import CommRecord, is_p2p
 from crossrank.errors import CrossrankError
+from crossrank.replay.plan.plan import check_world_size
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, with_records
 
@@ -50,16 +53,6 @@ def strided_group(ranks: list[int], world_size: int) -> StridedGroup | None:
     return form if world_size % form.block == 0 and list(form.members(ranks[0])) == ranks else None
 
 
-def world_size_of(size: int, path: str) -> int:
-    """`size`. Raises `CrossrankError` where it is no number of ranks that a job has."""
-    if not 1 <= size <= MOST_RANKS:
-        raise CrossrankError(
-            f"{path}: {size} is not a number of ranks from 1 to {MOST_RANKS}; record it again, or give it with "
-            "--world-size"
-        )
-    return size
-
-
 def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     """The calls of one rank for all ranks of its world. A message to the peer d ranks on becomes one from every rank
     to that d ranks on; where the file lacks its other end (a first pipeline stage only sends), that is added beside it.
@@ -69,7 +62,8 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     """
     home = source.rank if source.rank is not None else 0
     highest = max([home, *(rank for one in source.groups for rank in one.group.ranks or ())])
-    size = world_size_of(source.world_size or world_size or highest + 1, source.path)
+    size = source.world_size or world_size or highest + 1
+    check_world_size(size, source.path)
     if home >= size:
         raise CrossrankError(f"{source.path}: is of rank {home}, which is not among {size} ranks")
     forms: dict[str, StridedGroup] = {}
@@ -85,8 +79,8 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
             )
         forms[group.pg] = form
     whole, added = _with_both_ends(source, forms, home)
-    lists: dict[range, list[int]] = {}
-    made = [_copy(whole, home, rank, size, forms, lists) for rank in range(size)]
+    as_list = cache(list[int])
+    made = [_copy(whole, home, rank, size, forms, as_list) for rank in range(size)]
     made[home].notes = [
         *source.notes,
         f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
@@ -97,22 +91,25 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
 
 
 def _copy(
-    whole: RankTrace, home: int, rank: int, size: int, forms: dict[str, StridedGroup], lists: dict[range, list[int]]
+    whole: RankTrace,
+    home: int,
+    rank: int,
+    size: int,
+    forms: dict[str, StridedGroup],
+    as_list: Callable[[range], list[int]],
 ) -> RankTrace:
-    """What `rank` does where `home` does what is in `whole`. Ranks of one group share a list in `lists`."""
+    """What `rank` does where `home` does what is in `whole`. `as_list` gives all ranks of a group the same list."""
     moved = Signatures()
     numbers = [
         moved.number(_moved(call, home, rank, forms[call.pg]) if call.pg in forms else call)
         for call in whole.signatures
     ]
-    groups = []
-    for one in whole.groups:
-        if one.group.pg in forms:
-            ranks = forms[one.group.pg].members(rank)
-            if ranks not in lists:
-                lists[ranks] = list(ranks)
-            one = RankGroup(msgspec.structs.replace(one.group, ranks=lists[ranks], size=len(ranks)))
-        groups.append(one)
+    groups = [
+        RankGroup(msgspec.structs.replace(one.group, ranks=as_list(form.members(rank)), size=form.size))
+        if (form := forms.get(one.group.pg)) is not None
+        else one
+        for one in whole.groups
+    ]
     return replace(
         whole,
         rank=rank,

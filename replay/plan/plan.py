@@ -193,6 +193,15 @@ def launches(calls: Sequence[PlannedCall]) -> list[tuple[int, int]]:
     return found
 
 
+def check_world_size(size: int, path: str) -> None:
+    """Raise `CrossrankError` where `size`, of the files at `path`, is no number of ranks that a job has."""
+    if not 1 <= size <= MOST_RANKS:
+        raise CrossrankError(
+            f"{path}: {size} is not a number of ranks from 1 to {MOST_RANKS}; record it again, or give it with "
+            "--world-size"
+        )
+
+
 def number_of(record: CommRecord) -> int | None:
     """The recorded number of a call: among those with its peer, or among those of its group."""
     return record.p2p_seq if is_p2p(record) else record.seq

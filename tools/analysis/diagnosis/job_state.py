@@ -80,24 +80,16 @@ class JobState(Job):
         }
 
     @cached_property
-    def _enqueued(self) -> dict[int, dict[int, int | None]]:
-        return {}
-
-    def enqueued_by(self, group: ProcessGroup) -> dict[int, int | None]:
-        """What `enqueued` gives for each member of `group`, in rising order."""
-        if group.index not in self._enqueued:
-            self._enqueued[group.index] = {rank: self.enqueued(group, rank) for rank in group.ranks}
-        return self._enqueued[group.index]
-
-    def all_enqueued(self, group: ProcessGroup, number: int) -> bool:
-        """Whether every member of `group` is known to have made its collective `number`."""
-        if group.index not in self._least_enqueued:
-            self._least_enqueued[group.index] = min((last or 0 for last in self.enqueued_by(group).values()), default=0)
-        return self._least_enqueued[group.index] >= number
+    def all_enqueued(self) -> dict[int, dict[int, int | None]]:
+        """Index of a group -> what `enqueued` gives for each of its members, in rising order."""
+        return {group.index: {rank: self.enqueued(group, rank) for rank in group.ranks} for group in self.groups}
 
     @cached_property
-    def _least_enqueued(self) -> dict[int, int]:
-        return {}
+    def made_by_all(self) -> dict[int, int]:
+        """Index of a group -> the last of its collectives that every member is known to have made; 0 = none."""
+        return {
+            index: min((last or 0 for last in every.values()), default=0) for index, every in self.all_enqueued.items()
+        }
 
     def enqueued(self, group: ProcessGroup, rank: int) -> int | None:
         """The last collective that `rank` is known to have called on `group`; None where nothing shows it."""

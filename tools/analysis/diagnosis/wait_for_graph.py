@@ -156,7 +156,7 @@ def _others_went_on(job: JobState, rank: int, row: int) -> bool:
         return False
     if signature.op in _ENDS_LAST_ON_ROOT and signature.root == rank:
         return False
-    return any((job.enqueued(group, other) or 0) > trace.calls.number[row] for other in group.ranks)
+    return any((last or 0) > trace.calls.number[row] for last in job.all_enqueued[group.index].values())
 
 
 def _timed_out(job: JobState, rank: int) -> int | None:
@@ -175,9 +175,9 @@ def _timed_out(job: JobState, rank: int) -> int | None:
     group, seq, called = job.group_at(rank, row), trace.calls.number[row], trace.calls.called[row]
     has_failed = trace.ending.has_failed
     needs_all = operation.releases_all or has_failed
-    if job.all_enqueued(group, seq):
+    if job.made_by_all[group.index] >= seq:
         return None
-    for other, enqueued in job.enqueued_by(group).items():
+    for other, enqueued in job.all_enqueued[group.index].items():
         if enqueued is None:
             if other not in job.ranks and has_failed:
                 return row
@@ -205,9 +205,9 @@ def _held_elsewhere(job: JobState, rank: int) -> int | None:
     last = {group: row for row, (group, signature) in signatures if job.releases_all[signature]}
     for row in sorted(last.values()):
         group = job.group_at(rank, row)
-        if job.all_enqueued(group, calls.number[row]):
+        if job.made_by_all[group.index] >= calls.number[row]:
             continue
-        enqueued = job.enqueued_by(group).items()
+        enqueued = job.all_enqueued[group.index].items()
         late = [other for other, last in enqueued if last is not None and last < calls.number[row]]
         if any((job.ranks[other].ending.taken_at or 0) - calls.called[row] > _LONG for other in late):
             return row
