@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from crossrank.recording import FLIGHT, file_name
+from crossrank.recording import DIAGNOSING, FLIGHT, file_name
 from crossrank.tools.cli import main
 from tests.integration import forked_jobs, jobs
 from tests.integration.fork_server import ROOT
@@ -169,7 +169,7 @@ def parts_of(job: Job, fault: Fault, folder: Path) -> Iterator[tuple[str, Path]]
         for name, dump in dumps.items():
             write_json(folder / "torch" / name, {key: value for key, value in dump.items() if key != "crossrank"})
         yield "torch's dumps", folder / "torch"
-    shutil.copytree(job.recording, folder / "ours", ignore=shutil.ignore_patterns("*.part"))
+    shutil.copytree(job.recording, folder / "ours", ignore=shutil.ignore_patterns("*.part", f"{DIAGNOSING}*"))
     for name, dump in dumps.items():
         write_json(folder / "ours" / name, {"version": dump["version"], "entries": [], "crossrank": dump["crossrank"]})
     yield "our records", folder / "ours"
