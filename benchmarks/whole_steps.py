@@ -2,9 +2,9 @@
 
     python benchmarks/whole_steps.py [--pairs N] [KIND …]
 
-A transformer (4 layers of 256, batches of 8 x 64 tokens, AdamW) trains on two gloo ranks with one thread each, as
-`ddp` or `fsdp2`. It is recorded once, with a window of two steps. Then the job, which neither records nor is profiled,
-and the replay run in turns; each pair gives one ratio of their median steps, and of the memory of their processes.
+Ten jobs (`whole_step_jobs.py`) train on two gloo ranks with one thread each. Each is recorded once, with a window of
+two steps. Then the job, which neither records nor is profiled, and the replay run in turns; each pair gives one ratio
+of their median steps, and of the memory of their processes.
 Below: what an operation costs in a replay and in a Python loop, and how long it takes to read a window of many steps.
 """
 
@@ -26,57 +26,25 @@ from typing import Any
 
 import torch
 
-STEPS = 16
+KINDS = {
+    "ddp": 24,
+    "fsdp2": 24,
+    "checkpointed": 24,
+    "convolutions": 80,
+    "experts": 80,
+    "lstm": 400,
+    "autocast": 24,
+    "accumulated": 24,
+    "compiled": 80,
+    "llama": 16,
+}
+"""Job -> how many steps it takes: about five seconds."""
+REPLAY = ["--repeat", "15"]
 WINDOW = "8:10"
 LONG = "3:15"
 MANY = 2000
+_JOBS = str(Path(__file__).with_name("whole_step_jobs.py"))
 _RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-_JOB = """
-import json, os, resource, sys, time, torch, torch.distributed as dist
-from torch import nn
-kind, steps, record = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "record"
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.set_num_threads(1)
-torch.manual_seed(0)
-if record:
-    import crossrank
-    crossrank.enable()
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(256, nhead=4, dim_feedforward=1024, batch_first=True)
-        self.embed, self.head = nn.Embedding(1000, 256), nn.Linear(256, 1000)
-        self.body = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
-    def forward(self, words):
-        return self.head(self.body(self.embed(words)))
-model = Model()
-if kind == "ddp":
-    model = nn.parallel.DistributedDataParallel(model)
-else:
-    from torch.distributed.fsdp import fully_shard
-    for layer in model.body.layers:
-        fully_shard(layer)
-    fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters())
-took = []
-for _ in range(steps):
-    start = time.perf_counter()
-    words = torch.randint(0, 1000, (8, 64))
-    nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    took.append(time.perf_counter() - start)
-if record:
-    crossrank.disable()
-peak = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
-dist.all_reduce(peak, dist.ReduceOp.MAX)
-if rank == 0:
-    print(json.dumps([sorted(took[3:])[len(took[3:]) // 2] * 1000, peak.item() / 1024]), flush=True)
-dist.barrier()
-os._exit(0)  # gloo's threads may end a process that leaves in another way
-"""
 
 _READ = """
 import json, resource, sys, time
@@ -94,20 +62,20 @@ print(json.dumps([took, peak, len(read_execution_trace(given.et).nodes), len(com
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", default=["ddp", "fsdp2"], metavar="KIND", help="ddp, fsdp2 (both)")
-    parser.add_argument("--pairs", type=int, default=10, help="pairs of job and replay (10)")
+    parser.add_argument("kinds", nargs="*", default=[*KINDS], metavar="KIND", help=f"{', '.join(KINDS)} (all)")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of job and replay (5)")
     arguments = parser.parse_args()
     print(f"torch {version('torch')}, Python {sys.version.split()[0]}, {os.cpu_count()} cores, 2 gloo ranks\n")
     with tempfile.TemporaryDirectory() as folder:
         print(f"A step of training, job and replay in turns: medians of {arguments.pairs} pairs (least..most)")
-        print(f"  {'':8} {'job ms':>8} {'replay ms':>10} {'replay / job':>22} {'memory, replay / job':>22}")
+        print(f"  {'':12} {'job ms':>8} {'replay ms':>10} {'replay / job':>22} {'memory, replay / job':>22}")
         for kind in arguments.kinds:
             recording = Path(folder, kind)
             job(kind, recording, WINDOW)
             pairs = [(job(kind), replay(recording)) for _ in range(arguments.pairs)]
             steps, memory = ([after[place] / before[place] for before, after in pairs] for place in (0, 1))
             print(
-                f"  {kind:8} {statistics.median(one[0] for one, _ in pairs):>8.1f} "
+                f"  {kind:12} {statistics.median(one[0] for one, _ in pairs):>8.1f} "
                 f"{statistics.median(one[0] for _, one in pairs):>10.1f} {spread(steps):>22} {spread(memory):>22}",
                 flush=True,
             )
@@ -128,16 +96,12 @@ def spread(ratios: list[float]) -> str:
 def job(kind: str, recording: Path | None = None, window: str = "") -> list[float]:
     """[median ms of a step, MB of the largest process]"""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRACING_DIR": str(recording), "TRACING_WINDOW": window}
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-        script.write(_JOB)
-        script.flush()
-        words = [*_RUN, script.name, kind, str(STEPS), "record" if recording else "plain"]
-        return output(words, environment)
+    return output([*_RUN, _JOBS, kind, str(KINDS[kind]), "record" if recording else "plain"], environment)
 
 
 def replay(recording: Path) -> list[float]:
     """[median ms of a step, MB of the largest process]"""
-    words = [sys.executable, "-m", "crossrank", "replay", str(recording), "--compute", "--json"]
+    words = [sys.executable, "-m", "crossrank", "replay", str(recording), "--compute", "--json", *REPLAY]
     made = subprocess.run(words, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     step: dict[str, Any] = json.loads(made.stdout)["step"]
     if step["coverage"]["left_out"]:

@@ -55,6 +55,11 @@ class Pass(msgspec.Struct, kw_only=True):
     steps: list[int] = []
     """When each step of computation began."""
 
+    @property
+    def own_ns(self) -> int:
+        """What was no wait for communication."""
+        return self.end - self.start - self.waited
+
 
 class Computed(msgspec.Struct, kw_only=True):
     """What one rank computed, beside its communication."""
@@ -65,6 +70,8 @@ class Computed(msgspec.Struct, kw_only=True):
     """Idled in a pass for what the host did between operations."""
     host_once_ns: int
     """What single steps had more of it: left out."""
+    slowness: float | None
+    """How much longer operations take here than when they were recorded; None where it is not known."""
     failed: list[tuple[str, str, int, int]]
     """(operation, why it cannot run, how many, recorded ns in all)"""
     peak_bytes: int

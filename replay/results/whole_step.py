@@ -14,6 +14,8 @@ from crossrank.replay.results.measure import RankResult
 from crossrank.tools.traces.replayed import ComputedOperation, StepComparison
 
 _SHOWN = 200
+_FEWEST = 5
+"""Steps of a rank from which a median has an interval."""
 
 
 def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | None:
@@ -56,6 +58,8 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         replayed_p95_ms=float(np.quantile(took, 0.95)) / 1e6,
         recorded_ms=median(unprofiled) / 1e6 if unprofiled else None,
         recorded_steps=len(unprofiled),
+        own_ratio=_own_ratio(computes, results),
+        noise=_noise(took, unprofiled, len(results)),
         other_steps=sum(one.other_steps for one in recorded),
         profiled_ms=median(profiled) / 1e6 if profiled else None,
         profiled_operations_ms=fmean(within) / 1e6 if within else None,
@@ -72,6 +76,32 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
 
 def _steps(begins: Sequence[int], end: int) -> list[int]:
     return [later - earlier for earlier, later in zip(begins, [*begins[1:], end], strict=True)]
+
+
+def _own_ratio(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> float | None:
+    """What steps took without waits, replayed / recorded as it would be on this machine; mean over ranks."""
+    ratios = []
+    for one in results:
+        plan, slowness = computes[one.rank], one.computed.slowness if one.computed is not None else None
+        if plan.own_ns and slowness is not None and one.passes:
+            own = median(each.own_ns for each in one.passes) / len(plan.steps)
+            ratios.append(own / (slowness * plan.own_ns))
+    return fmean(ratios) if ratios else None
+
+
+def _noise(replayed: Sequence[float], recorded: Sequence[float], ranks: int) -> float | None:
+    """Half the 95 % interval of the ratio of two medians, as a share of it. Ranks of one step wait for each other: the
+    steps of one rank are what is independent."""
+    shares = []
+    for steps in (sorted(replayed), sorted(recorded)):
+        count = len(steps) // max(ranks, 1)
+        if count < _FEWEST:
+            return None
+        # Order statistics of a median: the ranks count/2 -+ 1.96 sqrt(count)/2.
+        reach = 0.98 * count**0.5 / count
+        low, high = np.quantile(steps, [max(0.0, 0.5 - reach), min(1.0, 0.5 + reach)])
+        shares.append((high - low) / 2 / (median(steps) or 1))
+    return float(np.hypot(*shares))
 
 
 def _operations(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> list[ComputedOperation]:

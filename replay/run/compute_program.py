@@ -25,7 +25,7 @@ from crossrank.replay.plan.shapes import tensors
 from crossrank.replay.results.measure import Computed
 from crossrank.replay.run.device_streams import DeviceStreams
 from crossrank.replay.run.fill import fill_blocks
-from crossrank.replay.run.host_time import gaps_of, host_times
+from crossrank.replay.run.host_time import gaps_of, host_times, shortened, slowness
 from crossrank.replay.run.operations import MISSING, find_operations
 from crossrank.replay.run.pacing import idle, make_busy
 from crossrank.replay.run.program import Bound, OwnTensors, Program
@@ -76,7 +76,10 @@ class ComputeProgram:
         self.plan = plan
         self.device = device
         self.host_ns = [0] * len(plan.operations)
-        """Of the host, before each operation."""
+        """Of the host, before each operation; `scale` is not in it."""
+        self._most_host_ns: list[int] = []
+        """The same, as the profiler has it."""
+        self._slowness: float | None = None
         self._once_ns = 0
         """Of it, what single steps had more: left out."""
         self._scale = scale
@@ -163,7 +166,7 @@ class ComputeProgram:
         self.marks = []
         names = self._names
         names["s"] = self.slots
-        with torch.no_grad():
+        with torch.enable_grad():  # as `_run`
             for number, operation in enumerate(self.plan.operations):
                 exec("\n".join(self._before(number, operation)), names)
                 if operation.runs and number not in self.failed:
@@ -196,8 +199,19 @@ class ComputeProgram:
         waiting = self._after_waits()
         gaps = [[None if at in waiting else gap for at, gap in enumerate(before[one])] for one in each]
         host = host_times(self.plan, gaps)
-        self.host_ns = [round(ns * self._scale) for ns in host.before]
-        self._once_ns = round(host.once * self._scale)
+        self.host_ns = self._most_host_ns = host.before
+        self._once_ns = host.once
+        self._slowness = slowness(self.plan, self._profiled)
+        self._compile()
+
+    def fit_host(self, own_ns: float) -> None:
+        """Shorten the host's time to what steps without a profiler had of it; a pass of this program now takes
+        `own_ns` without waits."""
+        if self._slowness is None or self.plan.own_ns is None:
+            return
+        as_recorded = own_ns + (1 - self._scale) * sum(self.host_ns)
+        too_long = as_recorded - self._slowness * self.plan.own_ns * len(self.plan.steps)
+        self.host_ns = shortened(self._most_host_ns, round(sum(self.host_ns) - too_long))
         self._compile()
 
     def _event_names(self) -> list[str]:
@@ -215,7 +229,9 @@ class ComputeProgram:
         self.marks = []
         parts = self._parts if clock is None else self._clocked
         given = (self.slots,) if clock is None else (self.slots, clock.append)
-        with torch.no_grad():
+        # No tensor wants gradients, so none are noted; but some operations give more where they may be (an LSTM's
+        # workspace, which its backward takes).
+        with torch.enable_grad():
             for part in parts:
                 try:
                     part.run(*given)
@@ -248,8 +264,9 @@ class ComputeProgram:
         return Computed(
             operations=totals,
             failed=[(*key, *row) for key, row in failed.items()],
-            host_ns=sum(self.host_ns),
-            host_once_ns=self._once_ns,
+            host_ns=round(sum(self.host_ns) * self._scale),
+            host_once_ns=round(self._once_ns * self._scale),
+            slowness=self._slowness if self._scale == 1 else None,
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_memory(),
         )
 
@@ -336,7 +353,7 @@ class ComputeProgram:
             if stream != before:
                 lines.append(f"on({stream})")
             lines += [f"after({at})" for at in operation.after]
-        host = self.host_ns[number]
+        host = round(self.host_ns[number] * self._scale)
         if waits := self._waits.get(number):
             lines.append(f"wait({waits!r})")
         if host > 0:

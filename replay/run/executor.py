@@ -22,6 +22,7 @@ from concurrent import futures
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -88,6 +89,11 @@ class CpuExecutor:
             et, kineto = Path(folder, "et.json"), Path(folder, "kineto.json")
             profiled(lambda: [self.run() for _ in range(passes)], et, kineto)
             self._compute.take_profile(str(kineto), passes)
+
+    def fit_host(self, passes: Sequence[Pass]) -> None:
+        """Fit the host's time between operations to these passes."""
+        assert self._compute is not None
+        self._compute.fit_host(median(one.own_ns for one in passes))
 
     def run(
         self, before: Hook | None = None, after: Hook | None = None, *, trial: bool = False, clock: Clock | None = None

@@ -8,6 +8,10 @@ replay itself needs to get from one operation to the next. So the difference is 
 Where ranks and the threads of their backend share cores, some gaps of a recording hold milliseconds in which another
 thread had the core. A replay shares its cores likewise, so these are not idled as well: a gap that is much longer than
 the same gap of a typical step of the window counts as long as that one.
+
+The profiler stretches what it sees by more than it takes itself, so these gaps are the most that the host can have
+taken. Steps outside the window, which the comms file has, say how much of it was real: a step is as long as one of
+those, waits for communication left out on both sides.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from crossrank.tools.traces.kineto import HostEvent
 
 _NOISE_NS = 50_000
 """What the same gap may be longer or shorter by for no reason that a replay has to care for."""
+_OTHER_MACHINE = 1.25
+"""What operations take longer by on a slower machine, and not for other reasons."""
 
 
 class HostTimes(NamedTuple):
@@ -53,6 +59,36 @@ def host_times(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> H
         before.append(max(0, round(due)))
         debt = min(max(0.0, -due), _NOISE_NS)
     return HostTimes(before, round(once))
+
+
+def slowness(plan: ComputePlan, took: Sequence[Sequence[int | None]]) -> float | None:
+    """How much longer operations take here than when they were recorded; `took` are their ns in passes, both under the
+    profiler. None where that is not known.
+
+    By the fastest step of the window, and at least 1: a step that was recorded while others had its cores looks as if
+    this machine was faster. 1 as well for what one machine differs by from minute to minute.
+    """
+    begins = set(plan.steps)
+    shares: list[list[float]] = [[]]
+    for number, one in enumerate(plan.operations):
+        if number in begins:
+            shares.append([])
+        known = [ns for passed in took if (ns := passed[number]) is not None]
+        if one.node and one.took_ns and known:
+            shares[-1].append(median(known) / one.took_ns)
+    fastest = max((median(one) for one in shares if one), default=None)
+    return 1.0 if fastest is not None and fastest < _OTHER_MACHINE else fastest
+
+
+def shortened(most: Sequence[int], total: int) -> list[int]:
+    """The host's times before operations, each the same share of `most`, so that they are `total` ns together; not
+    longer than `most`.
+
+    >>> shortened([100, 0, 300], 200), shortened([100, 300], 500), shortened([100, 300], -7)
+    ([50, 0, 150], [100, 300], [0, 0])
+    """
+    share = min(max(total / (sum(most) or 1), 0.0), 1.0)
+    return [round(ns * share) for ns in most]
 
 
 def _beyond_profiler(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> list[float | None]:

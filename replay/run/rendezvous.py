@@ -47,6 +47,8 @@ class WorkItem(msgspec.Struct, kw_only=True):
     """All of the plan."""
     calls: list[PlannedCall] = []
     compute: ComputePlan | None = None
+    fits_host: bool = False
+    """On some rank the host's time can be fitted to steps without a profiler: all make the passes for it."""
     world_size: int = 0
     ends: bool = False
     """There is nothing more to do: the process may go."""
@@ -126,12 +128,14 @@ class Rendezvous:
 
     def send_plan(self, plan: Plan, settings: Settings) -> None:
         """Give every rank its part."""
+        fits_host = any(one.compute is not None and one.compute.own_ns is not None for one in plan.ranks)
         for rank in plan.ranks:
             item = WorkItem(
                 settings=settings,
                 groups=plan.groups,
                 calls=rank.calls,
                 compute=rank.compute,
+                fits_host=fits_host,
                 world_size=plan.world_size,
             )
             self.put(f"work/{rank.rank}", item)

@@ -51,6 +51,7 @@ _LOOK_S = 0.1
 _LONGEST_LOOK_S = 0.5
 _BEAT_S = 0.5
 _PROFILED_PASSES = 3
+_FITS, _FITTED_PASSES = 2, 5
 _PROFILED_STEPS = "1:3"
 """Of a recording with a window, whose first pass shows what the profiler's start costs."""
 _FINAL_REPORT_S = 0.25
@@ -153,7 +154,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     with DataWriter(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
         checks = [(checker.fill, checker.verify)] if checker is not None else []
         checks += [(one.fill, one.take) for one in (writer, comparer) if one is not None]
-        passes, cpu_s, times = _passes(executor, program, settings, watch, checks)
+        passes, cpu_s, times = _passes(executor, program, work, watch, checks)
     computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
@@ -239,9 +240,10 @@ def _make_groups(
 
 
 def _passes(
-    executor: CpuExecutor, program: Program, settings: Settings, watch: Watch, checks: Sequence[tuple[Hook, Hook]]
+    executor: CpuExecutor, program: Program, work: WorkItem, watch: Watch, checks: Sequence[tuple[Hook, Hook]]
 ) -> tuple[list[Pass], float, list[int]]:
     """(passes, CPU seconds of all, the clock of one more pass where there is computation)."""
+    settings = work.settings
     # Asked of the backend itself, so that the ranks' rendezvous before a pass is not part of what is recorded.
     backend: Any = c10d._get_default_group()._get_backend(program.device)
 
@@ -259,6 +261,12 @@ def _passes(
         executor.run(trial=True)
         meet("in passes under the profiler")
         executor.learn_from_profiler(_PROFILED_PASSES)
+        for _ in range(_FITS if work.fits_host else 0):
+            fitted = []
+            for number in range(_FITTED_PASSES):
+                meet(f"in pass {number + 1} that the host's time is fitted to")
+                fitted.append(executor.run())
+            executor.fit_host(fitted)
         give_memory_back()
     for before, after in checks:  # in passes of their own: filling and comparing takes longer than the calls
         meet("in the pass that is checked")

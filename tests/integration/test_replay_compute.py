@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,25 @@ def train_fsdp2(rank: int) -> None:
     _train(model)
 
 
+def train_lstm(rank: int) -> None:
+    model = DistributedDataParallel(nn.LSTM(16, 16, num_layers=2, batch_first=True))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(8):
+        model(torch.randn(2, 8, 16))[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def exchange(rank: int) -> None:
+    """Every step exchanges another number of rows, after 20 ms of the host's own that no operation takes."""
+    weight = torch.ones(8, 8)
+    for step in range(8):
+        rows = torch.ones(2 * (step + 1), 8) @ weight
+        time.sleep(0.02)
+        dist.all_to_all_single(torch.empty_like(rows), rows)
+        crossrank.step()
+
+
 @pytest.fixture(scope="module")
 def ddp(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
@@ -98,6 +118,28 @@ def test_every_operation_and_every_call_of_a_window_runs_again(
     named = {row["name"]: row for row in step["operations"]}
     assert named["aten::addcdiv_"]["count"] == len(list(_model().parameters()))
     assert ("fsdp::split_with_sizes_copy" in named) == (train is train_fsdp2)
+
+
+def test_an_operation_that_gives_more_where_gradients_are_wanted_gives_it_again(
+    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The workspace of an LSTM's forward is what its backward takes."""
+    two_ranks.run(train_lstm, tmp_path, window="2:4")
+    report = replayed(capsys, tmp_path / "recording", "--strict")
+    assert report["step"]["coverage"]["left_out"] == []
+    assert "aten::mkldnn_rnn_layer_backward" in {row["name"] for row in report["step"]["operations"]}
+
+
+def test_a_step_is_as_long_as_those_without_a_profiler_also_where_sizes_change(
+    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(exchange, tmp_path, window="2:4")
+    report = replayed(capsys, tmp_path / "recording")
+    step = report["step"]
+    assert (step["recorded_steps"], step["other_steps"]) == (2 * 3, 0)
+    assert any("no step outside the window moved as many bytes" in note for note in report["notes"])
+    assert 0.8 < step["own_ratio"] < 1.25
+    assert 15 < step["host_ms"] < 25
 
 
 def test_a_call_works_on_the_tensors_of_the_operations_around_it(ddp: Path) -> None:

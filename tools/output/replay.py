@@ -120,6 +120,12 @@ def step_lines(step: StepComparison) -> list[str]:
             else "and no step outside the windows made the same calls, to compare it with"
         )
     ]
+    if step.error is not None and step.own_ratio is not None and step.noise is not None:
+        lines.append(
+            f"Its own error is estimated at {percent(step.error)} of a step: without waits a step took "
+            f"{step.own_ratio:.2f} x the recorded time, and medians of steps are known to {percent(step.noise)} "
+            "(95 % interval); what a changed message costs is not in it"
+        )
     if step.operations_ratio is not None:
         lines.append(
             f"The operations took {step.operations_ratio:.2f} x their recorded time, both under the profiler: "

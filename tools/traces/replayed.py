@@ -160,6 +160,10 @@ class StepComparison(msgspec.Struct, kw_only=True):
     of the window; None without any."""
     recorded_steps: Amount
     """How many they are, over all ranks."""
+    own_ratio: float | None = None
+    """Of a step, what is no wait for communication, replayed / recorded without a profiler."""
+    noise: float | None = None
+    """Half of the 95 % interval of replayed / recorded that follows from how steps differ, as a share of it."""
     other_steps: Amount
     """Steps without a profiler that made other calls, over all ranks: they are not compared with."""
     profiled_ms: float | None
@@ -187,6 +191,15 @@ class StepComparison(msgspec.Struct, kw_only=True):
     def ratio(self) -> float | None:
         """Replayed / recorded."""
         return self.replayed_ms / self.recorded_ms if self.recorded_ms else None
+
+    @property
+    def error(self) -> float | None:
+        """By what share of a step the replay may be wrong, as far as it knows itself: what its own time is off by, and
+        the noise of both. Communication that was changed is not a part of it."""
+        if self.own_ratio is None or self.noise is None:
+            return None
+        own = max(self.replayed_ms - self.exposed_ms, 0.0) / self.replayed_ms if self.replayed_ms else 0.0
+        return abs(self.own_ratio - 1) * own + self.noise
 
     @property
     def operations_ratio(self) -> float | None:

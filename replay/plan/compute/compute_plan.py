@@ -124,6 +124,9 @@ class ComputePlan(msgspec.Struct, kw_only=True):
     """Of torch on the CPU."""
     unprofiled_ns: list[int] = []
     """How long the steps of the same rank took that were not recorded under a profiler and made the same calls."""
+    own_ns: Count | None = None
+    """How long a typical one of them took without waits for communication; None where that is not known, and where
+    operations ran on a device, for it is the host's time."""
     other_steps: Count = 0
     """Those that made other calls."""
     profiled_ns: list[int] = []

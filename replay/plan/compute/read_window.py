@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from statistics import median
 
 import msgspec
 
@@ -76,6 +77,11 @@ def read_window(given: RankInput) -> RankWindow:
     if not found.found:
         raise CrossrankError(f"{source.path}: holds no operations; record a window in which the job takes a step")
     times = step_times(given.comms, window.base_ns, given.window)
+    if times.has_other_sizes:
+        trace.notes.append(
+            f"{source.path}: no step outside the window moved as many bytes as one of the window; it is compared with "
+            "those that made the same operations"
+        )
     compute = _Building(window, found, sides, times, _awaited(trace)).plan()
     _place_waits(trace, compute)
     return RankWindow(trace=trace, compute=compute)
@@ -135,7 +141,7 @@ class _Building:
             self.operations[-1].took_ns = one.device_ns or one.op.duration_ns
             self.operations[-1].on_device = one.device_ns > 0
             self.operations[-1].ranges, self.operations[-1].split = one.ranges, one.split
-        exposed = self._set_gaps(gaps)
+        exposed, unseen = self._set_gaps(gaps)
         self._set_streams()
         self._free()
         self.ranges.settle()
@@ -154,6 +160,7 @@ class _Building:
             bytes=self._most_bytes(),
             threads=self.times.threads,
             unprofiled_ns=self.times.unprofiled_ns,
+            own_ns=self._own_ns(unseen),
             other_steps=self.times.others,
             profiled_ns=self.times.profiled_ns,
             exposed_ns=exposed,
@@ -238,9 +245,19 @@ class _Building:
         self.last_use[whole], self.made_at[slot] = position, position
         return position + 1
 
-    def _set_gaps(self, gaps: Sequence[int | None]) -> int:
-        """Set the time before each operation; returns how long the host waited for communication in all."""
-        exposed = 0
+    def _own_ns(self, unseen: int) -> int | None:
+        """Of a typical step without a profiler, what is no wait. `unseen` are waits of the window that no record shows:
+        they are taken to be the same share of a step."""
+        times = self.times
+        if not (times.unprofiled_ns and times.profiled_ns) or any(one.on_device for one in self.operations):
+            return None
+        share = unseen / sum(times.profiled_ns)
+        return max(0, round(median(times.own_ns) - share * median(times.unprofiled_ns)))
+
+    def _set_gaps(self, gaps: Sequence[int | None]) -> tuple[int, int]:
+        """Set the time before each operation; returns how long the host waited for communication in all, and how long
+        of it for calls whose waits are not recorded."""
+        exposed = unseen = 0
         blocking = -1
         for number, (one, gap) in enumerate(zip(self.found, gaps, strict=True)):
             operation = self.operations[self.place[number]]
@@ -249,9 +266,11 @@ class _Building:
                 ends = [self.over[call] for call in (*operation.waits, blocking) if call in self.over]
                 waited = max(0, min(max(ends, default=began), one.op.start_ns) - began)
                 exposed += waited
+                if not any(call in self.times.waits for call in (*operation.waits, blocking)):
+                    unseen += waited
                 operation.gap_ns = gap - waited
             blocking = one.call if one.call >= 0 and not self._goes_on(one.call) else -1
-        return exposed
+        return exposed, unseen
 
     def _set_streams(self) -> None:
         calls = {number for number, one in enumerate(self.found) if one.call >= 0}

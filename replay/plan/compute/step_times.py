@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,9 +22,14 @@ class StepTimes:
     profiled_ns: list[int] = field(default_factory=list)
     """Of the steps of the window."""
     unprofiled_ns: list[int] = field(default_factory=list)
-    """Of steps outside all windows that made the calls that a step of this window made."""
+    """Of steps outside all windows that made the calls that a step of this window made, with the same sizes where there
+    are such."""
+    own_ns: list[int] = field(default_factory=list)
+    """Of each of them, what was in no wait that is recorded."""
     others: int = 0
     """Steps outside windows that made other calls: they are not compared with."""
+    has_other_sizes: bool = False
+    """No step outside windows moved as many bytes as one of the window: those with the same operations count."""
     threads: int = 1
     """Of torch on the CPU."""
     waits: dict[int, int] = field(default_factory=dict)
@@ -35,10 +42,11 @@ def step_times(path: str | None, base_ns: int, number: int) -> StepTimes:
     if path is None:
         return found
     file = CommsFile(path)
-    calls: dict[int, int] = {}
-    """Step -> what tells its calls from those of another."""
+    sizes: defaultdict[int, list[int]] = defaultdict(list)
+    operations: defaultdict[int, list[int]] = defaultdict(list)
     for record in file.records():
-        calls[record.step] = hash((calls.get(record.step, 0), record.op, record.pg, record.bytes, record.dtype))
+        operations[record.step].append(hash((record.op, record.pg, record.dtype)))
+        sizes[record.step].append(record.bytes)
     clock = WallClock([file.header.clock, *file.clocks] if file.header is not None else file.clocks)
     for wait in file.waits:
         if wait.id is not None and wait.stood != "launch":
@@ -48,16 +56,24 @@ def step_times(path: str | None, base_ns: int, number: int) -> StepTimes:
     own = windows.get(number, range(0))
     # The profiler is made ready in the step before, and writes its files in the one after.
     touched = {step for one in windows.values() for step in range(one.start - 1, one.stop + 1)}
-    alike: set[int] = set()
-    free: list[tuple[int, int]] = []
+    own_steps: list[int] = []
+    free: list[tuple[int, int, int]] = []
+    waits = sorted((wait.t, wait.took) for wait in file.waits if wait.stood != "launch")
     for (begin, step), (end, _) in pairwise(sorted((line["t"], line["step"]) for line in file.steps if _is_mark(line))):
         if step in own:
             found.profiled_ns.append(end - begin)
-            alike.add(calls.get(step, 0))
+            own_steps.append(step)
         elif step not in touched:
-            free.append((step, end - begin))
-    found.unprofiled_ns = [ns for step, ns in free if calls.get(step, 0) in alike]
-    found.others = len(free) - len(found.unprofiled_ns)
+            within = waits[bisect_left(waits, (begin, 0)) : bisect_left(waits, (end, 0))]
+            free.append((step, end - begin, max(0, end - begin - sum(took for _, took in within))))
+    same = {step: [one for one in own_steps if operations[one] == operations[step]] for step, _, _ in free}
+    alike = [one for one in free if any(sizes[one[0]] == sizes[step] for step in same[one[0]])]
+    if not alike:
+        alike = [one for one in free if same[one[0]]]
+        found.has_other_sizes = bool(alike)
+    found.unprofiled_ns = [ns for _, ns, _ in alike]
+    found.own_ns = [ns for _, _, ns in alike]
+    found.others = len(free) - len(alike)
     return found
 
 

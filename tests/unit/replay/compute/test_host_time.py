@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan
-from crossrank.replay.run.host_time import gaps_of, host_times
+from crossrank.replay.run.host_time import gaps_of, host_times, slowness
 from crossrank.tools.traces.kineto import HostEvent
 
 
@@ -54,6 +54,22 @@ def test_steps_of_different_operations_are_compared_where_they_are_alike() -> No
 def test_a_pause_that_every_step_has_is_the_hosts() -> None:
     given = plan((5_000_000, 0, 0), (5_100_000, 0, 0), names="aa", steps=(0, 1))
     assert host_times(given, [[0, 0]]) == ([5_000_000, 5_000_000], 100_000)
+
+
+def timed(*took: int, steps: tuple[int, ...] = (0,)) -> ComputePlan:
+    operations = [ComputeOperation(node=1, took_ns=ns) for ns in took]
+    return ComputePlan(operations=operations, schemas=[], slots=[], blocks=[], steps=list(steps))
+
+
+def test_a_machine_is_as_slow_as_its_operations() -> None:
+    assert slowness(timed(100, 100, 100), [[200, 150, 220], [200, None, 240]]) == 2.0
+    assert slowness(timed(100, 100), [[110, 120]]) == 1.0
+    assert slowness(timed(100, 100), [[None, None]]) is None
+
+
+def test_a_step_that_was_recorded_while_others_had_its_cores_makes_no_machine_faster() -> None:
+    assert slowness(timed(100, 100, 300, 300, steps=(0, 2)), [[150, 150, 150, 150]]) == 1.5
+    assert slowness(timed(300, 300), [[100, 100]]) == 1.0
 
 
 def event(name: str, start: int, end: int, tid: int = 1) -> HostEvent:
