@@ -65,11 +65,11 @@ def train_lstm(rank: int) -> None:
 
 
 def exchange(rank: int) -> None:
-    """Every step exchanges another number of rows, after 20 ms of the host's own that no operation takes."""
+    """Every step exchanges another number of rows, after 100 ms of the host's own that no operation takes."""
     weight = torch.ones(8, 8)
     for step in range(8):
         rows = torch.ones(2 * (step + 1), 8) @ weight
-        time.sleep(0.02)
+        time.sleep(0.1)
         dist.all_to_all_single(torch.empty_like(rows), rows)
         crossrank.step()
 
@@ -139,7 +139,7 @@ def test_a_step_is_as_long_as_those_without_a_profiler_also_where_sizes_change(
     assert (step["recorded_steps"], step["other_steps"]) == (2 * 3, 0)
     assert any("no step outside the window moved as many bytes" in note for note in report["notes"])
     assert 0.8 < step["own_ratio"] < 1.25
-    assert 15 < step["host_ms"] < 25
+    assert 75 < step["host_ms"] < 125
 
 
 def test_a_call_works_on_the_tensors_of_the_operations_around_it(ddp: Path) -> None:
