@@ -67,6 +67,8 @@ inline Launch record(const Op &op, const torch::jit::Stack &stack) {
   if (!to.active.load(std::memory_order_relaxed)) return {};
   const c10::IValue *args = stack.data() + stack.size() - op.arguments;
   ThreadTables &tables = tables_of_thread();
+  auto *ring = to.ring.load(std::memory_order_acquire);
+  if (ring != nullptr) ring->expect_row();
   try {
     const auto *group = group_of(tables, args[op.group]);
     if (group == nullptr) return {};
@@ -100,7 +102,6 @@ inline Launch record(const Op &op, const torch::jit::Stack &stack) {
     Launch launch{id, now_ns(), on_cpu(*kind), {}};
     row.time = launch.time;
     tables.last = id;
-    auto *ring = to.ring.load(std::memory_order_acquire);
     if (ring == nullptr || !ring->put(std::move(row))) to.dropped.fetch_add(1);
     launch.opened = open(kind, id);
     return launch;

@@ -102,16 +102,16 @@ enum class Marker { kUnknown, kNone, kRange };
 struct Kind {
   Kind(uint64_t session, const Op &op, std::shared_ptr<Group> group, std::shared_ptr<Object> site, Words words,
        Counter *counter)
-      : session(session), op(&op), group(std::move(group)), site(std::move(site)), words(std::move(words)),
-        counter(counter) {}
+      : words(std::move(words)), counter(counter), session(session), op(&op), group(std::move(group)),
+        site(std::move(site)) {}
+  Words words;  // first, with all that a call needs of its kind
+  Counter *counter;
   uint64_t session;
+  std::atomic<Marker> marker{Marker::kUnknown};
   const Op *op;
   std::shared_ptr<Group> group;
   std::shared_ptr<Object> site;
-  Words words;
-  Counter *counter;
   std::unique_ptr<Object> descriptor;  // made under the interpreter's lock by whoever needs it first
-  std::atomic<Marker> marker{Marker::kUnknown};
   std::atomic<const void *> message{nullptr};  // of NVTX
 };
 
@@ -192,17 +192,19 @@ class Kinds {
 };
 
 // What is recorded now. There is one, which every session begins anew.
-struct Recording {
+// What every call needs stands first, in one cache line.
+struct alignas(64) Recording {
   std::atomic<bool> active{false};
   std::atomic<bool> marks{false};  // a tool is attached
   std::atomic<bool> timing{false};  // when a call of a CPU backend is over is recorded
   std::atomic<bool> opens{false};  // Python is to open something around every launch
+  std::atomic<int> coalescing{0};  // threads that gather a batch
   std::atomic<int64_t> step{0};
   std::atomic<uint64_t> session{0};
-  Counter ids{0}, dropped{0}, spans_dropped{0}, errors{0};
-  std::atomic<int> coalescing{0};  // threads that gather a batch
+  Counter ids{0};
   std::atomic<Ring<Row> *> ring{nullptr};
   std::atomic<Ring<Span> *> spans{nullptr};
+  Counter dropped{0}, spans_dropped{0}, errors{0};
   std::mutex lock;  // of what follows; never held while Python runs
   std::string first_error;
   std::unordered_map<const void *, std::shared_ptr<Group>> groups;
@@ -235,7 +237,14 @@ inline int batch_requests = -1;
 
 // What a thread has looked up before. A key is kept where its hash says, over what was there.
 struct ThreadTables {
+  // What every call needs stands first, in two cache lines.
   uint64_t generation = UINT64_MAX, session = 0;
+  Words words;
+  uint64_t python_calls = 0;
+  int64_t batch = kNone;      // of coalesced calls: the id of the first; -1 before that
+  int64_t p2p_batch = kNone;  // of `batch_isend_irecv`
+  int64_t thread = 0;         // as the system numbers it
+  int64_t last = kNone;       // the call that this thread has launched last
   struct OfGroup {
     const void *pointer = nullptr;
     std::shared_ptr<Group> group;
@@ -252,13 +261,7 @@ struct ThreadTables {
   std::array<OfCode, 512> codes;
   std::array<OfPlace, 256> sites;
   std::array<std::shared_ptr<Kind>, 1024> kinds;
-  Words words;
-  uint64_t python_calls = 0;
   std::shared_ptr<Object> passing_site;  // one that is not kept, for its code has died meanwhile
-  int64_t batch = kNone;      // of coalesced calls: the id of the first; -1 before that
-  int64_t p2p_batch = kNone;  // of `batch_isend_irecv`
-  int64_t thread = 0;         // as the system numbers it
-  int64_t last = kNone;       // the call that this thread has launched last
 };
 
 inline ThreadTables &tables_of_thread() {

@@ -17,8 +17,14 @@ class Ring {
     for (size_t i = 0; i < size_; i++) places_[i].turn.store(i, std::memory_order_relaxed);
   }
 
+  // Has the place of the next row fetched, which no cache may have, while its row is still being made.
+  void expect_row() const {
+    __builtin_prefetch(&places_[put_.load(std::memory_order_relaxed) & (size_ - 1)], 1);
+  }
+
   bool put(Row &&row) {
-    if (length() >= capacity_) return false;
+    // As many places as rows may wait need no look at what was taken, which another core has changed.
+    if (capacity_ != size_ && length() >= capacity_) return false;
     size_t at = put_.load(std::memory_order_relaxed);
     for (;;) {
       Place &place = places_[at & (size_ - 1)];
@@ -60,9 +66,10 @@ class Ring {
     std::atomic<size_t> turn;
     Row row;
   };
+  // What a row that is put needs, in one cache line.
+  alignas(64) std::atomic<size_t> put_{0};
   size_t capacity_, size_ = 2;
   std::unique_ptr<Place[]> places_;
-  alignas(64) std::atomic<size_t> put_{0};
   alignas(64) std::atomic<size_t> taken_{0};
 };
 
