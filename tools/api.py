@@ -40,16 +40,20 @@ def load(
     ranks: Iterable[int] | None = None,
     source: str | None = None,
     jobs: int = 1,
+    communication_kernels: str = "",
 ) -> LoadedJob:
     """A job, from a recording, a folder of Kineto traces, flight-recorder dumps or Nsight exports, or files.
 
     `ranks` are those to read (default: all), `source` is what to take times from (`nsight`, `kineto`, `flight`,
-    `inspector`, `comms`; default: what says most), `jobs` the processes that read. Files are read when the first table
-    is asked for. Raises `CrossrankError` where nothing is there that could be read.
+    `inspector`, `comms`; default: what says most), `jobs` the processes that read. `communication_kernels` is a regular
+    expression: kernels whose names match communicate too. Files are read when the first table is asked for.
+
+    Raises `CrossrankError` where nothing is there that could be read.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if ranks is None else set(ranks)
-    return LoadedJob([os.fspath(one) for one in paths], wanted, source, Fleet(jobs=jobs))
+    found = find([os.fspath(one) for one in paths], wanted, source, also=communication_kernels)
+    return LoadedJob([os.fspath(one) for one in paths], wanted, found, Fleet(jobs=jobs))
 
 
 @dataclass(frozen=True)
@@ -90,11 +94,11 @@ class LoadedJob:
     Frames are made when they are first asked for, and kept.
     """
 
-    def __init__(self, paths: list[str], ranks: set[int] | None, source: str | None, fleet: Fleet) -> None:
+    def __init__(self, paths: list[str], ranks: set[int] | None, found: Measurements, fleet: Fleet) -> None:
         self._paths = paths
         self._ranks = ranks
         self._fleet = fleet
-        self._found: Measurements = find(paths, ranks, source)
+        self._found = found
 
     @cached_property
     def _traces(self) -> list[RankTrace]:

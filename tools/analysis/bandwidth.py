@@ -178,7 +178,7 @@ def bandwidth(
         by=list(by),
         rows=rows,
         total_ms=round(float(found.time[found.timed].sum()) / 1e6, 3),
-        notes=[note for one in ranks for note in (*one.notes, *(f"{one.path}: {text}" for text in one.problems))],
+        notes=list(dict.fromkeys(note for one in ranks for note in (*one.notes, *one.named_problems))),
         skipped=list(skipped),
         overlap=overlap_of(ranks, found),
     )

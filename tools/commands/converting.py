@@ -153,9 +153,11 @@ def print_growth(grown: Grown) -> None:
 
 def complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:
     """Whether every rank was converted whole and matched well enough; complains of those that were not."""
+    said_of: dict[str, list[str]] = {}
     for result in results:
-        texts = [result.error, *result.damage, *result.converted.warnings]
-        complain(*(f"{result.name}: {text}" for text in texts if text is not None))
+        for text in filter(None, (result.error, *result.damage, *result.converted.warnings)):
+            said_of.setdefault(text, []).append(result.name)
+    complain(*(f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}: {text}" for text, names in said_of.items()))
     poor = [r for r in results if r.error is None and min(r.host_rate, r.activity_rate) < least]
     complain(*(f"{r.name}: matched less than --min-match; `crossrank link` says what and why" for r in poor))
     return not poor and not any(result.error is not None or result.damage for result in results)

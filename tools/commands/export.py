@@ -14,7 +14,15 @@ import crossrank
 from crossrank.atomic_file import join, make_folder
 from crossrank.errors import CrossrankError
 from crossrank.text import plural, printable
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_file, progress, write_output
+from crossrank.tools.commands.options import (
+    add_shared,
+    add_source,
+    complain,
+    fleet_of,
+    output_file,
+    progress,
+    write_output,
+)
 from crossrank.tools.job import sources
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.read_rank import RankSources
@@ -53,11 +61,11 @@ class ExportCommand:
         add("--format", choices=_WRITERS, default="parquet", help="(default parquet)")
         meaning = f"only these, for example calls,steps (default: all): {', '.join(TABLES)}"
         add("--tables", type=_tables, default=frozenset(TABLES), metavar="LIST", help=meaning)
-        add("--source", choices=sources.CHOICES, help="what to take times from (default: what says most)")
+        add_source(parser, sources.CHOICES)
         add_shared(parser, "ranks", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        found = sources.find(arguments.path, arguments.ranks, arguments.source)
+        found = sources.find(arguments.path, arguments.ranks, arguments.source, also=arguments.communication_kernels)
         refuse_full(arguments.output)
         export = _Export(arguments.output, arguments.format, arguments.tables, arguments.ranks)
         export.make_folders()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.commands.options import add_shared, add_source, complain, fleet_of, progress
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
@@ -43,15 +43,14 @@ class Measured:
 def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[str], *shared: str) -> None:
     """The options that `read_measured` reads, and others; `sources` are what the user may choose among."""
     parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
-    meaning = "what to take times from (default: what says most of what is there)"
-    parser.add_argument("--source", choices=sources, help=meaning)
+    add_source(parser, sources)
     meaning = "read only these, for example 0-7,12; times of groups with others then include waiting for them"
     add_shared(parser, "ranks", *shared, "json", ranks=meaning)
 
 
 def read_measured(arguments: argparse.Namespace) -> Measured:
     """Raises `CrossrankError` where nothing can be used."""
-    found = find(arguments.path, arguments.ranks, arguments.source)
+    found = find(arguments.path, arguments.ranks, arguments.source, also=arguments.communication_kernels)
     fleet = fleet_of(arguments)
     ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
     if arguments.ranks is not None:

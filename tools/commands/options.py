@@ -96,6 +96,18 @@ def add_shared(parser: argparse.ArgumentParser, *names: str, **meanings: str) ->
         (parser if name in names else workers).add_argument(f"--{name}", **options)
 
 
+def add_source(parser: argparse.ArgumentParser, choices: Sequence[str]) -> None:
+    """The options of what measures communication: which of the files, and which kernels."""
+    parser.add_argument("--source", choices=choices, help="what to take times from (default: what says most)")
+    parser.add_argument(
+        "--communication-kernels",
+        metavar="REGEX",
+        default="",
+        help="kernels whose names match communicate too, beside those of NCCL, RCCL, NVSHMEM, DeepEP and others that "
+        "are known",
+    )
+
+
 def fleet_of(arguments: argparse.Namespace, size: int | None = None) -> Fleet:
     """The workers that the options name. `size`: bytes to be read, where so few are read faster by one process."""
     if arguments.jobs < 0:

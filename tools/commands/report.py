@@ -14,7 +14,15 @@ from crossrank.tools.analysis.bandwidth import line_rates
 from crossrank.tools.analysis.diagnosis import evidence as diagnosis_inputs
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, folder_of, progress, write_output
+from crossrank.tools.commands.options import (
+    add_shared,
+    add_source,
+    complain,
+    fleet_of,
+    folder_of,
+    progress,
+    write_output,
+)
 from crossrank.tools.job import sources
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
@@ -40,7 +48,7 @@ class ReportCommand:
         add("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
         add("-o", "--output", metavar="FILE", help="where to (default: report.html in the folder of the input)")
         add("--replay", metavar="DIR", help="what crossrank replay -o DIR wrote about this recording")
-        add("--source", choices=sources.CHOICES, help="what to take times from (default: what says most)")
+        add_source(parser, sources.CHOICES)
         add_shared(parser, "line-rate", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -69,7 +77,7 @@ def _figures(arguments: argparse.Namespace) -> Figures:
     paths: list[str] = arguments.path
     rates = line_rates(arguments.line_rate)
     files = discover(paths)
-    times = sources.find(paths, None, arguments.source, files)
+    times = sources.find(paths, None, arguments.source, files, arguments.communication_kernels)
     candidates = [one for one in diagnosis_inputs.find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
     replay = _replay(paths, arguments.replay)  # a wrong one is reported before the work on the ranks
     fleet = fleet_of(arguments)

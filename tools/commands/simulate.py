@@ -209,8 +209,8 @@ def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind], algor
         network = fit_network(kinds, algorithm)
         if not network.links:
             raise CrossrankError(
-                f"{arguments.recording[0]}: no collective of several ranks has a time, so nothing is known of its "
-                "network; say what it is with --intra and --inter, or --network measured"
+                f"{arguments.recording[0]}: no collective of several ranks has both a size and a time, so nothing is "
+                "known of its network; say what it is with --intra and --inter, or --network measured"
             )
         return network
     if arguments.per_node is not None or (arguments.algorithm is not None and not arguments.leave_one_out):

@@ -4,7 +4,7 @@ Every kernel that communicates is a call. What it does is taken from the first o
 that Kineto gives with the kernel, the record or the c10d or `nccl:` range on the host that its launch lies in, its
 name. NCCL runs several operations with one kernel (SendRecv), RCCL all of them (Generic), and libraries that call NCCL
 themselves (vLLM's pynccl) leave no range: of such a call the kernel's time is known, and not its size. A trace without
-kernels has the host's records.
+kernels that communicate has the host's records, or the ranges of Works, whose times are known then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from crossrank.budget import Budget
 from crossrank.comm import Group, operation_of
 from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, MARKERS
-from crossrank.tools.graph.linking.nesting import Nesting, nest
+from crossrank.tools.graph.linking.nesting import Nesting, is_work, nest
 from crossrank.tools.job.traced_windows import take_kineto
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
@@ -30,6 +30,7 @@ HALF_HOUR = 1_800_000_000_000
 ARGUMENTS = "described by the arguments that Kineto gives with the kernel"
 RANGE = "described by the range on the host that its launch lies in"
 NAME = "described by nothing but the kernel's name"
+WORK = "described by nothing but the name of the Work's range on the host"
 NOTHING = "communication kernels of which nothing says the operation"
 
 _RANGES = (C10D, *FUNCTIONAL, "nccl:", "rccl:")
@@ -53,7 +54,7 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
     groups = {group.pg: group for group in kineto.groups}
     budget = Budget.of(path)
     described_by: Counter[str] = Counter()
-    rows = _of_kernels(kineto, described_by) or _of_host(kineto)
+    rows = _of_kernels(kineto, described_by) or _of_host(kineto) or _of_works(kineto, described_by)
     rows.sort(key=lambda row: row[0])
     for number, (start, source, described) in enumerate(rows):
         group = groups.get(described.pg)
@@ -64,7 +65,7 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
         shapes_from_elements(described)
         called = start + kineto.base_ns
         record = to_record(described, group, number=number, time=called, c10d="")
-        timed = isinstance(source, DeviceEvent)
+        timed = isinstance(source, DeviceEvent) or is_work(source.name)
         began, ended = (source.start + kineto.base_ns, source.end + kineto.base_ns) if timed else (0, 0)
         builder.add(record, called=called, began=began, ended=ended)
     if NOTHING in described_by:
@@ -132,3 +133,10 @@ def _of_host(trace: KinetoTrace) -> list[_Row]:
         if described is not None and (operation_of(described.name) is not None or described.name not in MARKERS):
             found.append((event.start, event, described))
     return found
+
+
+def _of_works(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
+    """The ranges of Works, where nothing else tells of a call."""
+    works = [event for event in trace.host if is_work(event.name) and operation_of(event.name) is not None]
+    described_by.update({WORK: len(works)} if works else {})
+    return [(event.start, event, ParamComms(name=event.name)) for event in works]

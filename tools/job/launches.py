@@ -44,6 +44,7 @@ TIMED_BY = {
 LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
 UNTIMED = "calls outside the windows that were traced, or without a duration"
 BEGIN_ALONE = "calls of which only the begin is recorded"
+OTHER_ITERATION = "calls whose recorded size is that of another iteration than their time: they have no size"
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
 
 
@@ -322,8 +323,14 @@ class _Found:
             whole = batch is None or all(one.id == batch + place for place, one in enumerate(records))
         group = self._job.groups[self._job.group_of[rank][local]]
         records = [self._possible(record, times) for record in records]
-        self._count_sent(rank, records, group, times)
-        return self._kinds.setdefault(_kind(records, group, rank, whole, together), len(self._kinds))
+        kind = _kind(records, group, rank, whole, together)
+        if any(record.op in self._job.ranks[rank].sizes_of_others for record in records):
+            self._unattributed[OTHER_ITERATION] += times
+            # Whether it has splits is no size.
+            kind = msgspec.structs.replace(kind, bytes=0, recorded=0, exchanged=min(kind.exchanged, 0), sized=False)
+        else:
+            self._count_sent(rank, records, group, times)
+        return self._kinds.setdefault(kind, len(self._kinds))
 
     def _possible(self, record: CommRecord, times: int) -> CommRecord:
         """The record without impossible sizes."""

@@ -49,6 +49,8 @@ class RankSources:
     comms: tuple[tuple[int, str], ...] = ()
     """(rank, comms file) beside an export of Nsight Systems, which may hold several ranks."""
     world_size: int | None = None
+    also: str = ""
+    """What the names of kernels match that communicate beside those that are known, a regular expression."""
     steps: tuple[int, int] | None = None
     """Iterations from the first to before the second; None = all. Comms files alone know them."""
 
@@ -74,6 +76,17 @@ def read_comms_and_times(given: RankSources) -> RankTrace:
     return trace
 
 
+def _note_doubts(window: LinkedTrace, trace: RankTrace) -> None:
+    """Say of the times what linking found out about them."""
+    report = window.report
+    trace.notes += [*report.doubts, *report.caveats]
+    if report.of_other_iterations:
+        sizes: dict[str, set[int]] = {}
+        for one in window.communications:
+            sizes.setdefault(one.record.op, set()).add(one.record.bytes)
+        trace.sizes_of_others |= {op for op, of_op in sizes.items() if len(of_op) > 1}
+
+
 def _count_matched(window: LinkedTrace, trace: RankTrace) -> None:
     report = window.report
     activities = sum(report.activities_linked.values())
@@ -97,6 +110,7 @@ def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
             trace.notes.append(f"no durations from it: {error}")
         else:
             trace.notes += linked.report.damage
+            _note_doubts(linked, trace)
             yield linked
 
 
@@ -156,6 +170,7 @@ def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
         began = None if host is None else host.start_ns
         builder.add(record, called=record.t if began is None else began + window.base_ns)
     _give_times(window, trace, enumerate(window.communications))
+    _note_doubts(window, trace)
     _count_matched(window, trace)
     take_linked(trace, window)
     launches = sorted(trace.calls.called)

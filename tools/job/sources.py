@@ -8,8 +8,9 @@ is there, or they are asked for, they are taken: their calls have no names of ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
@@ -19,6 +20,7 @@ from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import INSPECTOR, NSIGHT, REPORT, WHAT, Files, FoundFile, discover, files_by_rank
+from crossrank.tools.traces.kernels import also_communicate
 from crossrank.tools.traces.nccl_inspector import number_ranks
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -58,11 +60,28 @@ def find(
     ranks: Collection[int] | None = None,
     source: str | None = None,
     files: Sequence[FoundFile] | None = None,
+    also: str = "",
 ) -> Measurements:
     """The measurements at `paths`: folders, files or URLs; `files` are those there, where that is known already.
+    `also` is a regular expression: kernels whose names match communicate too.
 
-    Raises `CrossrankError` where there is none.
+    Raises `CrossrankError` where there is no measurement, or `also` is invalid.
     """
+    try:
+        re.compile(also)
+    except re.error as error:
+        raise CrossrankError(f"{also!r}, for kernels that communicate, is no regular expression: {error}") from error
+    found = _find(paths, ranks, source, files)
+    found.tasks = [replace(task, also=also) for task in found.tasks]
+    return found
+
+
+def _find(
+    paths: Sequence[str],
+    ranks: Collection[int] | None,
+    source: str | None,
+    files: Sequence[FoundFile] | None,
+) -> Measurements:
     files = discover(paths) if files is None else files
     broken = [file for file in files if file.problem and file.kind not in (NSIGHT, REPORT)]
     skipped = [f"{file.path}: {file.problem}" for file in broken if not file.left_out]
@@ -183,9 +202,10 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
 
 def read_task(task: RankSources) -> list[RankTrace] | str:
     """Runs in a worker."""
-    if task.kind == NSIGHT:
-        return read_export(task.path, task.rank, dict(task.comms))
-    return [READERS[task.kind](task)]
+    with also_communicate(task.also):
+        if task.kind == NSIGHT:
+            return read_export(task.path, task.rank, dict(task.comms))
+        return [READERS[task.kind](task)]
 
 
 def failed(task: RankSources, error: CrossrankError) -> list[RankTrace] | str:

@@ -7,14 +7,15 @@ its backend.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
+from crossrank.text import printable
 from crossrank.tools.graph.linking.communications import COMMUNICATING
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.busy import Spans, difference, spans_of, union
-from crossrank.tools.traces.kernels import communication_kernel
+from crossrank.tools.traces.kernels import COMPUTATION, communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, KinetoTrace
 from crossrank.tools.traces.param_comms import from_kineto
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -23,12 +24,14 @@ _OPERATION = re.compile(r"[a-z_]\w*::\w+")
 """An operation, `aten::mm`; not a range that a program put around some, `FSDP::pre_forward`."""
 _NO_OPERATIONS = ("autograd::", "torch::", *COMMUNICATING)
 """How ranges around operations are called, which hold the time between them as well; and what communicates."""
-_STEP = "ProfilerStep#"
+
+_MUCH = 0.1
+"""Share of the device's time above which a kernel of a library that is not known is named."""
 
 _HostRange = tuple[str, int | str | None, int, int]
 """(name, thread, begin, end)"""
-_Activity = tuple[str, bool, int | None, int, int]
-"""(category, communicates, launched, begin, end)"""
+_Activity = tuple[str, bool, object, int | None, int, int]
+"""(category, communicates, stream, launched, begin, end)"""
 
 
 def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
@@ -36,15 +39,17 @@ def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
     communicating = {number for one in window.communications for number in one.activities}
     host_of = {op.id: op for op in window.host}
     activities: list[_Activity] = []
+    kernels = ((one.name, one.duration_ns) for one in window.activities if one.id not in communicating)
+    trace.notes += _unknown_kernels(kernels)
     for one in window.activities:
         launcher = host_of.get(one.host) if one.host is not None else None
         launched = launcher.start_ns if launcher is not None else None
         span = one.start_ns, one.start_ns + one.duration_ns
-        activities.append((one.category, one.id in communicating, launched, *span))
+        activities.append((one.category, one.id in communicating, (one.device, one.stream), launched, *span))
     hosts: list[_HostRange] = [
         (op.node.name, op.node.tid, op.start_ns, op.end_ns) for op in window.host if op.start_ns is not None
     ]
-    _take(trace, window.base_ns, activities, hosts)
+    _take(trace, window.base_ns, activities, hosts, window.iterations)
 
 
 def take_kineto(trace: RankTrace, kineto: KinetoTrace) -> None:
@@ -54,26 +59,57 @@ def take_kineto(trace: RankTrace, kineto: KinetoTrace) -> None:
     for one in kineto.device:
         communicates = one.category == "kernel" and _communicates(one)
         at = launched.get(one.correlation) if one.correlation is not None else None
-        activities.append((one.category, communicates, at, one.start, one.end))
-    _take(trace, kineto.base_ns, activities, [(one.name, one.tid, one.start, one.end) for one in kineto.host])
+        activities.append((one.category, communicates, (one.device, one.stream), at, one.start, one.end))
+    kernels = ((one.name, one.end - one.start) for one in kineto.device if not _communicates(one))
+    trace.notes += _unknown_kernels(kernels)
+    hosts: list[_HostRange] = [(one.name, one.tid, one.start, one.end) for one in kineto.host]
+    _take(trace, kineto.base_ns, activities, hosts, kineto.iterations)
 
 
 def _communicates(kernel: DeviceEvent) -> bool:
     return communication_kernel(kernel.name) is not None or from_kineto(kernel.args) is not None
 
 
-def _take(trace: RankTrace, base_ns: int, activities: list[_Activity], hosts: list[_HostRange]) -> None:
+def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """What to say of kernels, by (name, ns), that take long and may be communication of a library that is not known."""
+    spent: Counter[str] = Counter()
+    for name, ns in kernels:
+        spent[name] += ns
+    for name, ns in spent.most_common():
+        if ns <= _MUCH * spent.total():
+            break
+        if not COMPUTATION.search(name):
+            yield (
+                f"the kernel {printable(name)[:80]} takes more than a tenth of the device's time, and its name does "
+                "not say whether it communicates: it counts as computation; --communication-kernels REGEX changes that"
+            )
+
+
+def _take(
+    trace: RankTrace,
+    base_ns: int,
+    activities: list[_Activity],
+    hosts: list[_HostRange],
+    iterations: Sequence[tuple[int, int]],
+) -> None:
     if not trace.steps:
-        trace.steps = _profiler_steps(base_ns, hosts)
+        trace.steps = [(number, begin + base_ns) for number, begin in iterations]
     if not activities:
         computation, communication = _of_host(hosts)
         trace.busy.add("host", base_ns, computation, communication, spans_of(), trace.steps, spans_of())
         return
     kinds: dict[str, list[tuple[int, int]]] = {"computation": [], "communication": [], "memory": []}
-    for category, communicates, _, begin, end in activities:
+    computed: Counter[object] = Counter()
+    for category, communicates, stream, _, begin, end in activities:
         kind = "communication" if communicates else "computation" if category == "kernel" else "memory"
         kinds[kind].append((begin, end))
-    launches = spans_of((at, begin) for _, _, at, begin, _ in activities if at is not None)
+        computed[stream] += end - begin if kind == "computation" else 0
+    # What another stream does early for an iteration, such as copying its input, does not begin it on the device.
+    main = computed.most_common(1)[0][0]
+    if not kinds["communication"]:
+        # A backend without kernels: its Works say when it communicated.
+        kinds["communication"] = [(begin, end) for name, _, begin, end in hosts if is_work(name)]
+    launches = spans_of((at, begin) for *_, stream, at, begin, _ in activities if at is not None and stream == main)
     computation, communication, memory = map(spans_of, kinds.values())
     trace.busy.add("device", base_ns, computation, communication, memory, trace.steps, launches)
 
@@ -92,14 +128,3 @@ def _of_host(hosts: Iterable[_HostRange]) -> tuple[Spans, Spans]:
             operations[thread].append((begin, end))
     computed = [difference(spans_of(own), spans_of(calls[thread])) for thread, own in operations.items()]
     return union(*computed), union(spans_of(works))
-
-
-def _profiler_steps(base_ns: int, hosts: Iterable[_HostRange]) -> list[tuple[int, int]]:
-    """(iteration, when it began) as torch's profiler marks them on the host, and the end of the last one."""
-    marked = []
-    for name, _, begin, end in hosts:
-        number = name.removeprefix(_STEP)
-        if number != name and number.isdecimal() and len(number) < 10:
-            marked.append((begin + base_ns, end + base_ns, int(number)))
-    steps = [(number, begin) for begin, _, number in sorted(marked)]
-    return [*steps, (steps[-1][0] + 1, max(marked)[1])] if steps else []

@@ -68,6 +68,9 @@ def print_network(network: Network) -> None:
 
 def print_leave_one_out(predicted: Sequence[Predicted]) -> None:
     """What the times of all other kinds of collectives say of each."""
+    if not predicted:
+        print("\nNo collective has both a size and a time, so that none is predicted from the others")
+        return
     table_of(predicted, _PREDICTED, limit=_SHOWN).print("Each kind of collective, predicted from all others")
     errors = [abs(one.error) for one in predicted if one.error is not None]
     if errors:

@@ -379,6 +379,7 @@ PROVENANCE = fields(
         "version": text("version"),
         "et_schema": text("version"),
         "base_time_ns": wall,
+        "iterations_ns": each(pair(number, wall)),
         "inputs": lambda value, scrubber: (
             {
                 scrubber.names.name("file", str(name)): scrubber.names.name("sha256", str(digest))

@@ -48,7 +48,7 @@ def is_public(text: str) -> bool:
 
 _OPS = (
     r"(?:aten|prim|prims|inductor|c10d|c10d_functional|_c10d_functional|c10d_functional_autograd|profiler|quantized|"
-    r"nccl|gloo|mpi|ucc|fsdp|fbgemm|symm_mem|cudnn|mkldnn|nvprims|higher_order):{1,2}[\w:]+(?:\.\w+)?"
+    r"nccl|gloo|mpi|ucc|hccl|fsdp|fbgemm|symm_mem|cudnn|mkldnn|nvprims|higher_order):{1,2}[\w:]+(?:\.\w+)?"
 )
 _OPTIMIZERS = (
     "Adadelta|Adafactor|Adagrad|Adam|AdamW|Adamax|ASGD|LBFGS|Muon|NAdam|RAdam|RMSprop|Rprop|SGD|SparseAdam|"
@@ -88,7 +88,7 @@ _RANGES = (
     r"Lazy Function Loading|"
     r"(?:Mem(?:cpy|set)|Copy\w+)(?: [\w (>),-]*)?|(?:Stream|Event|Context|Device)(?: Wait)?(?: (?:Sync|Event))|"
     r"Iteration Start: PyTorch Profiler|Record Window End|PyTorch Profiler(?: \(\d+\))?|Traces|Spans|\[memory\]|"
-    r"(?:gloo|nccl|mpi|ucc):(?:[a-z_0-9]{1,40}|(?:send|recv) \d+(?:->|<-)\d+)|"
+    r"(?:gloo|nccl|mpi|ucc|hccl):(?:[a-z_0-9]{1,40}|(?:send|recv) \d+(?:->|<-)\d+)|"
     r"Activity Buffer Request|Resource|Trigger|Command Buffer Full|"
     r"hipMemcpyWithStream|Compute Kernel|Runtime Triggered Module Loading|INVALID"
 )

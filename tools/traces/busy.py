@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -72,12 +73,42 @@ def covered(spans: Spans, windows: Spans) -> Ints:
     return until(windows[:, 1]) - until(windows[:, 0])
 
 
-def _on_device(moments: Sequence[int], launches: Spans, first: int, last: int) -> list[int]:
-    """When a GPU came to what was launched from each moment of the host on: it may run iterations behind."""
+_STEADY = 0.1
+"""Share of an iteration by which a device's lag behind its host may vary where iterations take as long on both."""
+
+
+def _on_device(
+    steps: Sequence[tuple[int, int]], launches: Spans, first: int, last: int
+) -> Iterator[tuple[int, int, int]]:
+    """(iteration, begin, end) on a GPU, of `steps`, which say when the host began each. The GPU may run behind.
+
+    A GPU that stays behind by one time has the host's iterations, later by that time: what it did first in one says
+    little. Elsewhere the host runs ahead, and an iteration begins on the GPU with what was launched first in it.
+    """
+    if len(steps) < 2:
+        return
     launches = launches[np.argsort(launches[:, 0], kind="stable")]
+    at = np.array([begin for _, begin in steps], np.int64)
     begins = np.append(np.minimum.accumulate(launches[::-1, 1])[::-1], last)
-    place = np.searchsorted(launches[:, 0], np.array(moments, np.int64))
-    return [max(first, begin) for begin in begins[place].tolist()]
+    place = np.searchsorted(launches[:, 0], at)
+    launched = np.append(place[1:], len(launches)) > place
+    lags = begins[place[launched]] - at[launched]
+    if len(lags) and lags.max() - lags.min() <= _STEADY * np.median(np.diff(at)):
+        lag = int(np.median(lags))
+        for ran, ((number, begin), (_, end)) in zip(launched, pairwise(steps), strict=False):
+            if ran:
+                yield number, begin + lag, end + lag
+        return
+    moved = np.maximum(first, begins[place]).tolist()
+    yield from _seen([(number, begin) for (number, _), begin in zip(steps, moved, strict=True)], first, last)
+
+
+def _seen(steps: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """(iteration, begin, end) of those of which at least half lies between `first` and `last`."""
+    for (number, begin), (_, end) in pairwise(steps):
+        seen = min(end, last) - max(begin, first)
+        if seen > 0 and 2 * seen >= end - begin:
+            yield number, begin, end
 
 
 @dataclass(eq=False)
@@ -94,7 +125,7 @@ class Busy:
     memory: Spans = field(default_factory=spans_of)
     """Copies and memsets of a GPU."""
     iterations: list[tuple[int, int, int]] = field(default_factory=list)
-    """(iteration, begin, end): of a GPU, from the begin of what was launched first in it to that of the next."""
+    """(iteration, begin, end) on what the spans are of: see `_on_device`."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Busy):
@@ -113,7 +144,8 @@ class Busy:
         launches: Spans,
     ) -> None:
         """Take in a window, whose times are ns since `base_ns`. `steps` are iterations and when they began on the host,
-        `launches` when each kernel was launched and when it began. A window on hosts says nothing beside one on a GPU.
+        `launches` when each kernel of the stream that computes most was launched and when it began. A window on hosts
+        says nothing beside one on a GPU.
         """
         every = np.concatenate([computation, communication, memory]) + base_ns
         if not len(every) or (self.where == "device" and where == "host"):
@@ -127,10 +159,7 @@ class Busy:
         self.computation = union(self.computation, computation + base_ns)
         self.communication = union(self.communication, communication + base_ns)
         self.memory = union(self.memory, memory + base_ns)
-        begins = [begin for _, begin in steps]
-        if where == "device":
-            begins = _on_device(begins, launches + base_ns, first, last)
-        for (number, _), begin, end in zip(steps, begins, begins[1:], strict=False):
-            seen = min(end, last) - max(begin, first)
-            if seen > 0 and 2 * seen >= end - begin:
-                self.iterations.append((number, begin, end))
+        on_device = where == "device"
+        self.iterations += (
+            _on_device(steps, launches + base_ns, first, last) if on_device else _seen(steps, first, last)
+        )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,11 +43,40 @@ FAMILIES = (
         re.compile(r"\b(?:allreduce_fusion_kernel|(?:one|two)ShotAllReduceKernel|lamportStyle\w*AllReduce)\w*"),
         "all_reduce",
     ),
-    KernelFamily("deep_ep", re.compile(r"\bdeep_ep::\w+::(?:dispatch|combine)"), "all_to_all"),
+    # DeepEP, and DeepSeek's own build of it: what moves tokens, and what tells the ranks how many will come
+    KernelFamily("deep_ep", re.compile(r"\b(?:deep_ep|dpsk::ep)::\w+::(?:dispatch|combine)\b"), "all_to_all"),
+    KernelFamily("deep_ep", re.compile(r"\b(?:deep_ep|dpsk::ep)::\w+::\w+")),
+    # NVSHMEM's collectives on a stream (src/host/stream/coll), with the names of OpenSHMEM
+    KernelFamily(
+        "nvshmem",
+        re.compile(
+            r"\b(?:nvshmem\w*|(?:(?P<op>barrier|alltoall|broadcast|reduce)|sync|fcollect)(?:_all)?_on_stream_kernel)"
+        ),
+    ),
+    # Huawei's HCCL, as torch_npu names its work: hcom_allReduce__428_0_1
+    KernelFamily("hccl", re.compile(r"\bhcom_(?P<op>[A-Za-z]+)_")),
+    # MSCCL++: its kernels take channels of this namespace, whatever they are called
+    KernelFamily("mscclpp", re.compile(r"\bmscclpp::")),
 )
+COMPUTATION = re.compile(
+    r"gemm|gemv|matmul|cutlass|cublas|cudnn|conv|winograd|flash|fmha|attn|attention|softmax|norm|triton_|\bat::"
+    r"|elementwise|vectorized|reduce_kernel|fbgemm|Cijk_|sm\d\d_|ampere|volta|hopper|aten::|Memset|Memcpy",
+    re.IGNORECASE,
+)
+"""Of kernels that compute: cuBLAS, cuDNN, CUTLASS, rocBLAS' Tensile, Triton as Inductor names it, ATen, FBGEMM."""
+_also: ContextVar[str] = ContextVar("also", default="")
 
 
-@lru_cache(maxsize=65536)
+@contextmanager
+def also_communicate(pattern: str) -> Iterator[None]:
+    """Kernels whose names the regular expression `pattern` finds communicate as well; none where it is empty."""
+    token = _also.set(pattern)
+    try:
+        yield
+    finally:
+        _also.reset(token)
+
+
 def communication_kernel(name: str) -> tuple[str, str | None] | None:
     """(library, operation) of a kernel that communicates; the operation is None where its name does not say.
 
@@ -54,9 +86,14 @@ def communication_kernel(name: str) -> tuple[str, str | None] | None:
     ('nccl', None)
     >>> communication_kernel("volta_sgemm_64x64_tn")
     """
+    return _known(name, _also.get())
+
+
+@lru_cache(maxsize=65536)
+def _known(name: str, also: str) -> tuple[str, str | None] | None:
     for family in FAMILIES:
         match = family.pattern.search(name)
         if match:
-            operation = operation_of(match["op"]) if "op" in family.pattern.groupindex else None
+            operation = operation_of(match.groupdict().get("op") or "")
             return family.library, family.op or (operation.name if operation else None)
-    return None
+    return ("named by the user", None) if also and re.search(also, name) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
@@ -22,8 +23,16 @@ from crossrank.tools.traces.json_document import Shape, read_document
 
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
 ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+_KERNELS = frozenset(("mtia_ccp_events", "hpu_op", "collective_comm"))
+"""What other makers' devices ran: Kineto's `ActivityType`s for Meta's and Intel's. Here they are kernels."""
+_NO_WORK = frozenset(
+    ("Trace", "ac2g", "cpu_instant_event", "cuda_profiler_range", "external_correlation", "fwdbwd", "gpu_pm_counter")
+    + ("gpu_user_annotation", "mtia_counters", "mtia_insight", "overhead", "python_function")
+)
+"""What else Kineto writes, of which no device ran anything."""
 SYNC_CATEGORY = "cuda_sync"
 _CALL_SUFFIXES = ("_runtime", "_driver")
+_STEP = "ProfilerStep#"
 
 Id = Int | str | None
 
@@ -108,6 +117,25 @@ class KinetoTrace:
     warnings: tuple[str, ...]
     damage: tuple[str, ...]
     """What of the file could not be read."""
+
+    @property
+    def iterations(self) -> list[tuple[int, int]]:
+        """See `profiler_iterations`; times are on the clock of the trace."""
+        return profiler_iterations((event.name, event.start, event.end) for event in self.host)
+
+
+def profiler_iterations(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[int, int]]:
+    """(iteration, when it began) as torch's profiler marks them on the host, and the end of the last one.
+
+    `ranges` are (name, begin, end).
+    """
+    marked = []
+    for name, begin, end in ranges:
+        number = name.removeprefix(_STEP)
+        if number != name and number.isdecimal() and len(number) < 10:
+            marked.append((begin, end, int(number)))
+    steps = [(number, begin) for begin, _, number in sorted(marked)]
+    return [*steps, (steps[-1][0] + 1, max(marked)[1])] if steps else []
 
 
 class _Distributed(msgspec.Struct, frozen=True):
@@ -267,20 +295,28 @@ class _Events:
         elif category.endswith(_CALL_SUFFIXES):
             of = _device_args(event.args)
             self.calls.append(RuntimeCall(name, event.pid, event.tid, start, end, of.correlation, of.external_id))
-        elif category in ACTIVITY_CATEGORIES:
-            of = _device_args(event.args)
-            device = event.pid if of.device is None else of.device
-            stream = event.tid if of.stream is None else of.stream
-            ids = of.correlation, of.external_id
-            args = event.args.copy()
-            self.device.append(DeviceEvent(name, category, device, of.context, stream, start, end, *ids, args))
         elif category == SYNC_CATEGORY:
             of = _device_args(event.args)
             device = event.pid if of.device is None else of.device
             waits_for = of.correlation, of.wait_on_stream, of.record_correlation
             self.syncs.append(SyncEvent(of.kind or name, device, of.stream, start, end, *waits_for))
+        elif _ran_on_device(event):
+            of = _device_args(event.args)
+            category = category if category in ACTIVITY_CATEGORIES else "kernel"
+            device = event.pid if of.device is None else of.device
+            stream = event.tid if of.stream is None else of.stream
+            ids = of.correlation, of.external_id
+            args = event.args.copy()
+            self.device.append(DeviceEvent(name, category, device, of.context, stream, start, end, *ids, args))
         else:
             self.unread[category or "(none)"] += 1
+
+
+def _ran_on_device(event: _Event) -> bool:
+    """Whether a device ran it: events of a category that is not known name the stream then."""
+    if event.cat in ACTIVITY_CATEGORIES or event.cat in _KERNELS:
+        return True
+    return bool(event.cat) and event.cat not in _NO_WORK and _device_args(event.args).stream is not None
 
 
 def _counted(names: list[str], what: str) -> list[str]:

@@ -317,11 +317,19 @@ class RankTrace:
     """What could not be given a time, or a call, and why -> how many."""
     unattributed_ns: int = 0
     """Time of the communication kernels without a call."""
+    sizes_of_others: frozenset[str] = frozenset()
+    """Operations whose sizes are those of another iteration than their times, and differ from call to call: for what
+    compares the two they have no size."""
     matched: dict[str, tuple[int, int]] = field(default_factory=dict)
     """What was linked -> (matched, of how many)."""
     problems: list[str] = field(default_factory=list)
     """What of the file could not be read."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def named_problems(self) -> list[str]:
+        """The problems, each with the file."""
+        return [f"{self.path}: {problem}" for problem in self.problems]
 
     def __len__(self) -> int:
         return len(self.calls)

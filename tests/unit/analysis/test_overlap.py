@@ -66,6 +66,21 @@ def test_an_iteration_of_a_gpu_begins_with_what_was_launched_first_in_it() -> No
     assert found == [(1, 100, 100, 60), (2, 200, 50, 0)]
 
 
+def test_a_gpu_that_stays_behind_has_the_iterations_of_the_host() -> None:
+    """Each iteration of the host takes 100 ns; the GPU is 55 to 60 behind, and the last ends on the host at 300."""
+    launches = [(3, 55), (90, 145), (103, 160), (203, 258)]
+    trace = Rank(0).times
+    trace.busy = busy(
+        "device",
+        [(55, 145), (145, 155), (160, 240), (258, 330)],
+        [],
+        steps=[(0, 0), (1, 100), (2, 200), (3, 300)],
+        launches=launches,
+    )
+    found = rows(frame(trace), "step", "began_ns", "duration_ns", "computation_ns")
+    assert found == [(0, 58, 100, 97), (1, 158, 100, 80), (2, 258, 100, 72)]
+
+
 def test_an_iteration_of_a_host_counts_where_most_of_it_was_traced() -> None:
     steps = [(0, 0), (1, 100), (2, 200), (3, 300), (4, 400)]
     trace = Rank(0).times

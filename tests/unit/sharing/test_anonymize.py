@@ -474,6 +474,10 @@ KERNELS = (
     "void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>(vllm::RankData*)",
     "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<float>(int)",
     "void deep_ep::internode::dispatch<false, 3>(void*)",
+    "void dpsk::ep::internode::notify_dispatch<false, 8>(int const*, int*)",
+    "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)",
+    "hcom_allReduce__428_0_1",
+    "void allreduce7<__half>(mscclpp::MemoryChannelDeviceHandle*, __half*)",
 )
 
 

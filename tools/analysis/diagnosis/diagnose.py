@@ -127,7 +127,7 @@ def _notes(
         )
     if missing:
         yield (f"{rank_text(missing)} has no usable dump and is taken to have made every call (--allow-missing)")
-    yield from (f"{one.path}: {problem}" for one in job.ranks.values() for problem in one.problems)
+    yield from (problem for one in job.ranks.values() for problem in one.named_problems)
 
 
 def _knows_no_p2p(trace: RankTrace) -> bool:

@@ -109,7 +109,7 @@ def convert(
     result = Converted(implied=reduce_dependencies(nodes), groups=sorted(groups.values(), key=lambda g: int(g.number)))
     if not is_in_order(ordered):
         ordered, _ = in_order(nodes, strict=True)
-    result.warnings, result.world_size = warnings + dropped, trace.world_size
+    result.warnings, result.world_size = trace.report.caveats + warnings + dropped, trace.world_size
     begin = min((node.start_ns for node in ordered), default=0)
     result.begin_ns = trace.base_ns + begin
     result.length_ns = max((node.start_ns + node.duration_ns for node in ordered), default=begin) - begin

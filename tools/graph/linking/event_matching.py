@@ -32,6 +32,9 @@ class HostMatch:
     unmatched: dict[int, str] = field(default_factory=dict)
     """Node position -> why a node that has a RecordFunction has no event."""
     warnings: list[str] = field(default_factory=list)
+    of_other_iterations: int = 0
+    """Operations that autograd numbered otherwise in the Kineto trace: it holds another iteration than the execution
+    trace."""
 
     @property
     def matched(self) -> int:
@@ -152,6 +155,7 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
         shifts = Counter(theirs - ours for ours, theirs in numbers if ours >= 0 <= theirs)
         shift, count = shifts.most_common(1)[0] if shifts else (0, 0)
         if shift:
+            match.of_other_iterations += count
             match.warnings.append(
                 f"thread {tid}: autograd's sequence numbers differ by {shift} ({count} of {shifts.total()} operations):"
                 " the two files hold different iterations of one job, and times are those of the Kineto trace's"

@@ -119,6 +119,7 @@ class _Linking:
             start_ts=self.et.start_ts,
             finish_ts=self.et.finish_ts,
             base_ns=self.kineto.base_ns,
+            iterations=self.kineto.iterations,
             inputs={PurePosixPath(path).name: digest for path, digest in inputs.items()},
             host=self.host,
             activities=activities,
@@ -202,6 +203,7 @@ class _Linking:
             syncs=dict(waits.kinds),
             syncs_unresolved=dict(waits.unresolved),
             edges=dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges)),
+            of_other_iterations=match.of_other_iterations,
             doubts=self.doubts,
             damage=[
                 *_of(et.path, et.damage),

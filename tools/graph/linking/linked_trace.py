@@ -38,6 +38,12 @@ EDGE_KINDS: dict[EdgeKind, str] = {
 }
 
 
+OTHER_ITERATIONS = (
+    "the execution traces and the Kineto traces hold different iterations of one job: times are those of the Kineto "
+    "traces, and a size is known only where all calls of an operation have the same"
+)
+
+
 class Edge(msgspec.Struct, frozen=True, gc=False):
     """`target` cannot begin before `source` has ended; for `caller`, `program_order`, `launch`, `forward_backward` and
     `group_order`, before it has begun."""
@@ -155,6 +161,8 @@ class MatchReport:
     """Reason -> synchronisations that gave no edge."""
     edges: dict[str, int] = field(default_factory=dict)
     """Kind, with `inferred ` before it where it is -> edges."""
+    of_other_iterations: int = 0
+    """Operations whose times are those of another iteration than the execution trace's."""
     doubts: list[str] = field(default_factory=list)
     """Signs that the two files are not of one run."""
     damage: list[str] = field(default_factory=list)
@@ -162,6 +170,14 @@ class MatchReport:
     unread: dict[str, int] = field(default_factory=dict)
     """Category -> Kineto events that have no part in the graph."""
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def caveats(self) -> list[str]:
+        """What every number that is made of the trace has to say."""
+        left_out = [
+            f"{count} GPU activities {reason} are left out" for reason, count in self.activities_outside.items()
+        ]
+        return [OTHER_ITERATIONS, *left_out] if self.of_other_iterations else left_out
 
     @property
     def host_rate(self) -> float:
@@ -184,6 +200,8 @@ class Provenance(msgspec.Struct, kw_only=True):
     """Schema of the execution trace."""
     base_ns: Int = msgspec.field(name="base_time_ns")
     """Nanoseconds since 1970 at time 0 of the trace."""
+    iterations: list[tuple[Int, Int]] = msgspec.field(name="iterations_ns", default_factory=list)
+    """(iteration, when it began on the clock of the trace) as the profiler marked them, and the end of the last."""
     inputs: dict[str, str]
     """File name -> SHA-256 of its uncompressed content."""
     groups: list[Group]

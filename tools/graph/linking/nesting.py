@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from crossrank.tools.traces.kineto import HostEvent, Id, RuntimeCall
 
-ASYNC_PREFIXES = ("gloo:", "mpi:", "ucc:")
+ASYNC_PREFIXES = ("gloo:", "mpi:", "ucc:", "hccl:")
 """Ranges of a Work: begun where the call is made, ended elsewhere when it is done. Nothing runs inside them."""
 
 Thread = tuple[Id, Id]

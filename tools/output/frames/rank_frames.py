@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 import polars as pl
 
+from crossrank.comm import has_size
 from crossrank.recording import STOOD
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.output.frames.columns import TABLES
@@ -25,7 +26,9 @@ def calls(trace: RankTrace) -> pl.DataFrame:
     kinds = pl.DataFrame(
         [
             (
-                *(one.op, one.api, one.peer, one.root, one.bytes, one.dtype, one.reduce),
+                *(one.op, one.api, one.peer, one.root),
+                one.bytes if has_size(one) and one.op not in trace.sizes_of_others else None,
+                *(one.dtype, one.reduce),
                 *(orjson.dumps(shapes).decode() if shapes else None for shapes in (one.inputs, one.outputs)),
                 *(one.locality, one.source),
             )

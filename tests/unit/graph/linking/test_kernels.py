@@ -21,6 +21,13 @@ from crossrank.tools.traces.kernels import communication_kernel
         ("void two_shot_all_reduce_kernel_inplace<c10::BFloat16>(int)", ("symmetric memory", "all_reduce")),
         ("multimem_all_reduce_bias_rms_norm", ("symmetric memory", "all_reduce")),  # as Triton writes it
         ("void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)", ("custom all-reduce", "all_reduce")),
+        ("void deep_ep::internode_ll::combine<false, 7168>(void*)", ("deep_ep", "all_to_all")),
+        ("void dpsk::ep::internode::dispatch<false, 8>(int4*)", ("deep_ep", "all_to_all")),
+        ("void dpsk::ep::internode::cached_notify<false>(int, int)", ("deep_ep", None)),
+        ("void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)", ("nvshmem", "barrier")),
+        ("nvshmemi_init_array_kernel", ("nvshmem", None)),
+        ("hcom_allReduce__428_0_1", ("hccl", "all_reduce")),
+        ("void allreduce7<__half>(mscclpp::MemoryChannelDeviceHandle*, __half*)", ("mscclpp", None)),
         ("volta_sgemm_64x64_tn", None),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(int)", None),
         ("void at::native::gather_kernel<float>(int)", None),
