@@ -17,6 +17,7 @@ from crossrank.tools.analysis.bandwidth import BY, KEYS, line_rates, make_rows
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
+from crossrank.tools.analysis.waiting import openings
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
@@ -194,7 +195,9 @@ class LoadedJob:
 
     def stragglers(self) -> Answer:
         """Who arrives first and last, and who is waited for."""
-        return Answer(job_frames.stragglers(self._matched), plots.stragglers)
+        left_out = openings(self._matched.found)
+        text = f"left out: {plural(left_out, 'collective')} with which a rank's window begins" if left_out else ""
+        return Answer(job_frames.stragglers(self._matched), plots.stragglers, text)
 
     def overlap(self) -> Answer:
         """Computation, communication, exposed communication and idling of every rank and iteration in windows that were

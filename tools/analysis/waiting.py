@@ -62,6 +62,8 @@ class Waiting(msgspec.Struct, kw_only=True):
     """Ranks that others waited for, those that cost most first."""
     waiters: list[Waiter]
     """Ranks that waited longest in all."""
+    openings: int
+    """Collectives that neither `last` nor `waiters` count: see `openings`."""
 
 
 class Steps(msgspec.Struct, kw_only=True):
@@ -114,7 +116,14 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
             Waiter(rank=one["rank"], waiting_ms=in_ms(one["waiting_ns"]), first=one["first"], of=one["collectives"])
             for one in with_most(arrived, "waiting_ns")
         ],
+        openings=openings(found),
     )
+
+
+def openings(found: Collectives) -> int:
+    """Collectives of several ranks that are the first of a rank in a window of a profiler. Ranks come to these as late
+    as their profilers began, so they say nothing of stragglers."""
+    return int((found.opens & (found.expected > 1)).sum())
 
 
 def _tenths(value: float | None) -> float | None:
@@ -129,7 +138,7 @@ def _calls(found: Collectives) -> pl.DataFrame:
     """The launches with `wait`, in ns and -1 where it is not known, the `moment` at which it begins, and how many
     `members` their collective has: by times of the communication, or where there are none by when hosts made calls."""
     calls = found.calls_frame().select(
-        *("collective", "rank", "step", "last_rank", "expected"),
+        *("collective", "rank", "step", "last_rank", "expected", "opens"),
         wait=pl.col("waiting").fill_null(-1),
         moment="began",
         members=pl.len().over("collective"),
@@ -165,8 +174,8 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"
 
 
-_KNOWN = (pl.col("last_rank") >= 0) & (pl.col("members") >= pl.col("expected"))
-"""Of calls: all members of the collective are known, and who came last."""
+_KNOWN = (pl.col("last_rank") >= 0) & (pl.col("members") >= pl.col("expected")) & ~pl.col("opens")
+"""Of calls: all members of the collective are known, who came last, and that it was not its profiler that did."""
 
 
 def arrivals(found: Collectives) -> pl.DataFrame:
@@ -185,7 +194,7 @@ def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
         .group_by("rank")
         .agg(collectives=pl.len(), first=pl.col("is_first").sum(), last=(rank == last).sum())
     )
-    waiting = covered(calls.filter(wait > 0), ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
+    waiting = covered(calls.filter((wait > 0) & ~pl.col("opens")), ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
     waited_for = covered(known.filter(wait > 0), ["last_rank"], moment, moment + wait)
     table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int64})
     for part in (took_part, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _MAX = np.iinfo(np.int64).max
+_BY_PROFILER = ("kineto", "nsight")
 NO_DURATION = "calls whose end does not come after their begin: they have no times"
 MOVED = (
     "calls that were numbered by counting, on clocks that were moved by more than half the time between calls: if the "
@@ -83,7 +84,9 @@ class Collectives(Launches):
     bound: Bools
     """`time` is an upper bound."""
     last_rank: Ints
-    """Who arrived last; -1 = not known."""
+    """Who arrived last; -1 = not known, or all arrived within what the clocks may be apart."""
+    opens: Bools
+    """It is the first that one of its ranks made in a window of a profiler, which began on that rank when it did."""
 
     @property
     def timed(self) -> Bools:
@@ -129,6 +132,7 @@ class Collectives(Launches):
                 "waiting": pl.Series(self.waiting).replace(-1, None),
                 "last_rank": self.last_rank[self.collective],
                 "expected": self.expected[self.collective],
+                "opens": self.opens[self.collective],
             }
         )
 
@@ -220,9 +224,23 @@ def match_collectives(job: Job, *, batches_apart: bool = False) -> Collectives:
         time=unknown,
         bound=joined.own,
         last_rank=unknown.copy(),
+        opens=_opens_window(job, found, joined),
     )
     _measure(result, joined, releasing)
     return result
+
+
+def _opens_window(job: Job, found: Launches, joined: Joined) -> Bools:
+    """Which collectives are the first of a rank in one of the windows that its profiler traced."""
+    opens = np.zeros(joined.count, bool)
+    for rank, trace in job.ranks.items():
+        rows = np.flatnonzero(found.measured & (found.rank == rank))
+        if trace.timed_by not in _BY_PROFILER or not len(rows) or not trace.busy.where:
+            continue
+        rows = rows[np.argsort(found.began[rows], kind="stable")]
+        window = np.searchsorted(trace.busy.observed[:, 0], found.began[rows], side="right")
+        opens[joined.collective[rows[np.append(True, window[1:] != window[:-1])]]] = True
+    return opens
 
 
 def _note_large_shifts(joined: Joined, shift_ns: Ints) -> None:
@@ -277,4 +295,8 @@ def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
     # Who arrived last: between clocks the shortest duration tells it better than begins that are only so well aligned.
     by_begin = placed & ((found.clocks.count == 1) | ~released)
     last = compared & (np.where(by_begin[collective], lateness, duration - shortest[collective]) == 0)
+    spread = reduce_by(np.maximum, collective, np.where(compared, wait, -1), count, -1)
+    # Durations that kernels have are exact, whatever the clocks; what is no later than clocks may be apart is not late.
+    exact = found.placed[rows] & ~by_begin[collective]
+    last &= exact | (spread > found.clocks.slack_ns)[collective]
     found.last_rank[collective[last]] = found.rank[rows[last]]

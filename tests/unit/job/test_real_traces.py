@@ -64,6 +64,27 @@ def test_iterations_that_kineto_marks_are_known_with_an_execution_trace_too(
     assert iteration["step"] == 10
 
 
+def test_where_a_profiler_began_is_no_lateness() -> None:
+    """The profilers began up to 7.5 ms apart: the others wait 7.62 ms for rank 7 in the first collective of the window,
+    and 1.62 ms after it."""
+    answer = crossrank.load(public("dlrm_8gpu")).stragglers()
+    assert answer.text == "left out: 1 collective with which a rank's window begins"
+    assert answer.frame.filter(rank=7).row(0, named=True) == {
+        "rank": 7,
+        "collectives": 7,
+        "first": 0,
+        "last": 4,
+        "waiting_ns": 1_531_000,
+        "waited_for_ns": 1_621_500,
+    }
+
+
+def test_what_is_no_later_than_clocks_may_be_apart_accuses_nobody() -> None:
+    """Dumps of a healthy job, whose ends were found out by a watchdog that looks now and then."""
+    frame = crossrank.load(public("flight/clean")).stragglers().frame
+    assert frame["last"].to_list() == [0, 0, 0, 0]
+
+
 def test_kernels_of_deep_ep_communicate(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("kineto_deepep", capsys, "--by", "op")
     assert (found["calls"], found["total_ms"]) == (36, 113.44)

@@ -56,7 +56,9 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
             f"the first waited {row.wait_ms['p50']:.3g} ms for the last (median)",
         )
         for one, row in zip(times, found, strict=True)
-        if row.last_share > max(_OFTEN, 1.5 / len(one.ranks)) and row.wait_ms["p50"] >= _LONG_MS
+        if row.last_share > max(_OFTEN, 1.5 / len(one.ranks))
+        and row.wait_ms["p50"] >= _LONG_MS
+        and row.wait_ms["p50"] > clocks.residual_ms  # else the clocks may be what is late
     ]
     return sorted(found, key=lambda row: (-row.wait_ms["total"], row.pg)), clocks, late
 

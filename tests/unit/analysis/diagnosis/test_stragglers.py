@@ -132,6 +132,21 @@ def test_what_no_clock_explains_is_told_and_without_ends_no_clock_is_moved() -> 
     assert find_stragglers(unknown)[1] == ClockAlignment(aligned=False, note=note)
 
 
+def test_a_rank_that_is_no_later_than_the_clocks_may_be_apart_is_no_straggler(tmp_path: Path) -> None:
+    """The clock of rank 1 goes back and forth by 6 ms from call to call, and rank 2 comes 5 ms late."""
+    arrivals = [[100.0 * call + (5 if rank == 2 else 0) for call in range(10)] for rank in range(3)]
+    folder = write_dumps(tmp_path / "dumps", arrivals)
+    assert [one.kind for one in diagnosis_of(folder).advisory] == ["straggler"]
+    dump = pickle.loads((folder / "rank_1").read_bytes())
+    for number, entry in enumerate(dump["entries"]):
+        for moment in ("time_created_ns", "time_discovered_completed_ns"):
+            entry[moment] += (12 if number % 2 else -12) * MS
+    (folder / "rank_1").write_bytes(pickle.dumps(dump, 2))
+    found = diagnosis_of(folder)
+    assert found.clocks.residual_ms >= 5
+    assert found.advisory == []
+
+
 def test_ranks_that_take_turns_in_coming_last_are_no_stragglers(tmp_path: Path) -> None:
     arrivals = [[100.0 * call + (5 if call % 4 == rank else 0) for call in range(12)] for rank in range(4)]
 
