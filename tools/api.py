@@ -26,7 +26,7 @@ from crossrank.tools.job.sources import Measurements, find, read
 from crossrank.tools.output import plots
 from crossrank.tools.output.frames import job_frames, rank_frames
 from crossrank.tools.output.frames.columns import TABLES
-from crossrank.tools.output.frames.job_frames import Matched, match
+from crossrank.tools.output.frames.job_frames import Matched
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.rank_trace import RankTrace
 
@@ -112,16 +112,16 @@ class LoadedJob:
 
     @cached_property
     def _matched(self) -> Matched:
-        return match(Job.match(self._traces))
+        return Matched(Job.match(self._traces))
 
     @cached_property
     def _calls(self) -> list[pl.DataFrame]:
         """The calls of each rank, which other tables are made of."""
-        return list(map(rank_frames.calls, self._traces))
+        return job_frames.with_keys(self._matched, map(rank_frames.calls, self._traces))
 
     def _of_ranks(self, table: str) -> pl.DataFrame:
         parts = map(rank_frames.OF_RANK[table], self._traces, self._calls)
-        return pl.concat([pl.DataFrame(schema=TABLES[table].schema), *parts])
+        return pl.concat([pl.DataFrame(schema=TABLES[table].schema), *parts], how="diagonal")
 
     # --- tables -------------------------------------------------------------------------------------------------------
 
@@ -161,6 +161,11 @@ class LoadedJob:
         return job_frames.groups(self._matched)
 
     @cached_property
+    def arrivals(self) -> pl.DataFrame:
+        """How late each rank came to each collective, and how long it waited there."""
+        return job_frames.arrivals_by_call(self._matched)
+
+    @cached_property
     def ranks(self) -> pl.DataFrame:
         """Ranks, and what was read of them."""
         return job_frames.ranks(self._matched)
@@ -182,30 +187,36 @@ class LoadedJob:
         if unknown:
             raise CrossrankError(f"by={unknown[0]!r} is not one of {', '.join(KEYS)}")
         rows = make_rows(self._matched.found, list(by), line_rates(line_rate))
-        return Answer(plots.bandwidth_frame(rows), plots.bandwidth)
+        return Answer(plots.bandwidth_frame(rows), plots.bandwidth, "" if rows else "no bandwidth: no call has a time")
 
     def diagnose(self) -> Answer:
         """What is wrong, root cause first, as `crossrank diagnose` says it: `text` is the verdict."""
         evidence = read_evidence(find_candidates(self._paths), self._fleet)
         if not evidence.ranks:
-            where = ", ".join(self._paths)
-            raise CrossrankError(f"{where}: holds neither a dump nor a comms file that can be used to diagnose")
+            why = "no diagnosis: there is neither a comms file nor a flight-recorder dump that can be used"
+            return Answer(_findings(None), plots.findings, why)
         diagnosis = diagnose(evidence)[0]
         return Answer(_findings(diagnosis), plots.findings, diagnosis.verdict)
 
     def stragglers(self) -> Answer:
         """Who arrives first and last, and who is waited for."""
-        left_out = openings(self._matched.found)
-        text = f"left out: {plural(left_out, 'collective')} with which a rank's window begins" if left_out else ""
-        return Answer(job_frames.stragglers(self._matched), plots.stragglers, text)
+        frame, left_out = job_frames.stragglers(self._matched), openings(self._matched.found)
+        texts = [f"left out: {plural(left_out, 'collective')} with which a rank's window begins"] if left_out else []
+        if not frame["collectives"].sum():
+            frame = frame.clear()
+            texts.insert(0, "no stragglers: ranks cannot be compared, or none was later than clocks may be apart")
+        return Answer(frame, plots.stragglers, "; ".join(texts))
 
     def overlap(self) -> Answer:
         """Computation, communication, exposed communication and idling of every rank and iteration in windows that were
         traced."""
-        return Answer(job_frames.overlap(self._matched), plots.overlap)
+        frame = job_frames.overlap(self._matched)
+        why = "" if len(frame) else "no overlap: no window was traced; record one with TRACING_WINDOW=START:STOP"
+        return Answer(frame, plots.overlap, why)
 
     def graph(self, rank: int, window: int = 1) -> LinkedTrace:
-        """Everything that a rank did in a window, and why one thing waits for another; linked here where nobody has."""
+        """Everything that a rank did in a window, and why one thing waits for another; linked here where nobody has.
+        Empty where the window was not traced: then its `text` says so."""
         for one in self._found.tasks:
             if one.rank != rank:
                 continue
@@ -215,10 +226,11 @@ class LoadedJob:
             linked = one.linked or ((one.path,) if one.kind == "linked" else ())
             if len(linked) >= window > 0:
                 return read_linked(linked[window - 1])
-        raise CrossrankError(
-            f"{', '.join(self._paths)}: has no execution trace with a Kineto trace of rank {rank}, window {window}; "
-            "record one with TRACING_WINDOW=START:STOP"
+        why = (
+            f"no graph: there is no execution trace with a Kineto trace of rank {rank}, window {window}; record one "
+            "with TRACING_WINDOW=START:STOP"
         )
+        return LinkedTrace.nothing(rank, why)
 
     def __repr__(self) -> str:
         tasks = self._found.tasks
@@ -240,11 +252,11 @@ class LoadedJob:
         return "\n".join([*lines, f"  tables      {', '.join(_TABLES)}", f"  answers     {', '.join(_ANSWERS)}"])
 
 
-_TABLES = ("calls", "collectives", "transfers", "steps", "groups", "ranks", "waits", "durations")
+_TABLES = ("calls", "collectives", "transfers", "arrivals", "steps", "groups", "ranks", "waits", "durations")
 _ANSWERS = ("bandwidth()", "diagnose()", "stragglers()", "overlap()", "graph(rank)")
 
 
-def _findings(diagnosis: Diagnosis) -> pl.DataFrame:
+def _findings(diagnosis: Diagnosis | None) -> pl.DataFrame:
     """One row per finding: what it is, about whom, and the sentence."""
 
     def rows(findings: Iterable[Finding], what: str) -> list[tuple[Any, ...]]:
@@ -264,9 +276,9 @@ def _findings(diagnosis: Diagnosis) -> pl.DataFrame:
         "waiting_ranks": pl.String,
         "text": pl.String,
     }
-    every = [
-        *rows(diagnosis.findings, "cause"),
-        *rows(diagnosis.consequences, "consequence"),
-        *rows(diagnosis.advisory, "advisory"),
-    ]
+    every = []
+    if diagnosis is not None:
+        every += rows(diagnosis.findings, "cause")
+        every += rows(diagnosis.consequences, "consequence")
+        every += rows(diagnosis.advisory, "advisory")
     return pl.DataFrame(every, schema=schema, orient="row")

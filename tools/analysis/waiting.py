@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import polars as pl
 
 from crossrank.tools.job.collectives import Collectives
@@ -185,6 +186,25 @@ def arrivals(found: Collectives) -> pl.DataFrame:
     return _arrivals(_calls(found), found.ranks)
 
 
+def lateness(found: Collectives) -> pl.DataFrame:
+    """One row per launch: `late_ns`, how long it began after that of the first rank, on corrected clocks, and
+    `waiting_ns`, how long it waited for the last one; null where ranks cannot be compared."""
+    has_times = _has_times(found)
+    moment = found.began if has_times else found.called
+    on_one_clock = found.comparable if has_times else np.full(len(moment), found.clocks.count == 1)
+    late = pl.col("moment") - pl.col("moment").min().over("collective")
+    is_compared = pl.Series(on_one_clock & (moment > 0))
+    return (
+        _calls(found)
+        .with_columns(moment=pl.when(is_compared).then(pl.Series(moment)))
+        .select(
+            late_ns=pl.when(pl.col("members") > 1).then(late),
+            waiting_ns=pl.when(pl.col("wait") >= 0).then("wait"),
+            opens_window="opens",
+        )
+    )
+
+
 def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     wait, rank, last, moment = map(pl.col, ("wait", "rank", "last_rank", "moment"))
     earliest = rank.sort_by(wait, rank, descending=[True, False]).first().over("collective")
@@ -194,7 +214,8 @@ def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
         .group_by("rank")
         .agg(collectives=pl.len(), first=pl.col("is_first").sum(), last=(rank == last).sum())
     )
-    waiting = covered(calls.filter((wait > 0) & ~pl.col("opens")), ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
+    counted = calls.filter((wait > 0) & ~pl.col("opens"))
+    waiting = covered(counted, ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
     waited_for = covered(known.filter(wait > 0), ["last_rank"], moment, moment + wait)
     table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int64})
     for part in (took_part, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):

@@ -28,7 +28,7 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_json
 from crossrank.tools.output.frames.columns import FORMAT, TABLES
-from crossrank.tools.output.frames.job_frames import OF_JOB, match
+from crossrank.tools.output.frames.job_frames import OF_JOB, Matched
 from crossrank.tools.output.frames.rank_frames import OF_RANK, calls
 from crossrank.tools.parallel import map_ranks
 from crossrank.tools.sharing.folders import refuse_full
@@ -81,7 +81,7 @@ class ExportCommand:
         for one in (trace for result in written for trace in result.unnamed):
             rows += export.write_rank(one)
         if export.of_job:
-            matched = match(Job.match(traces))
+            matched = Matched(Job.match(traces))
             for table in export.of_job:
                 rows[table] = export.write(OF_JOB[table](matched), table, "job")
         export.write_schema()

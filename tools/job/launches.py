@@ -106,6 +106,8 @@ class Launches:
     """Of all ranks, with the groups by their index in the job's."""
     rank: Ints
     kind: Ints
+    row: Ints
+    """Row of its first call among those of the rank."""
     id: Ints
     number: Ints
     """0 = not known, or not to be compared."""
@@ -188,6 +190,7 @@ class _Found:
             kinds=list(self._kinds),
             rank=rank,
             kind=kind,
+            row=columns["of_rank"],
             id=columns["id"],
             number=np.where(without, 0, np.where(own, self._running_numbers(rank, kind), given)),
             counted=counted,
@@ -224,7 +227,7 @@ class _Found:
         rows = (
             pl.concat(
                 pl.DataFrame(
-                    {"rank": np.full(len(trace), rank, np.int64)}
+                    {"rank": np.full(len(trace), rank, np.int64), "of_rank": np.arange(len(trace))}
                     | {one.name: np.asarray(getattr(trace.calls, one.name)) for one in fields(trace.calls)}
                 )
                 for rank, trace in self._job.ranks.items()
@@ -238,7 +241,7 @@ class _Found:
         numbered = np.array([trace.numbered_pairs for trace in self._job.ranks.values()], bool)
         numbered = numbered[np.searchsorted(list(self._job.ranks), rows["rank"].to_numpy())]
         rows = rows.with_columns(apart=self._apart[rows["signature"].to_numpy()] & numbered)
-        first = ("row", "id", "number", "step", "called")
+        first = ("row", "of_rank", "id", "number", "step", "called")
         one = pl.lit(1, pl.UInt32)
         columns = ("rank", *first, "began", "ended", "took", "signature", "group")
         alone = rows.filter(batch < 0).select(*columns, whole=True, calls=one, together=one)

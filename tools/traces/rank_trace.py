@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.comm import MOST, CommRecord, Group, crosses_nodes, is_p2p
+from crossrank.comm import MOST, CommRecord, Group, crosses_nodes, has_size, is_p2p
 from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight_recorder import Frame, Progress
@@ -333,6 +333,17 @@ class RankTrace:
 
     def __len__(self) -> int:
         return len(self.calls)
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """A number of its own for each call: that of the file, or its row where the file does not number all."""
+        ids = np.frombuffer(self.calls.id, np.int64)
+        has_own = len(np.unique(ids)) == len(ids) and not (ids < 0).any()
+        return ids if has_own else np.arange(len(ids))
+
+    def knows_size(self, record: CommRecord) -> bool:
+        """Whether the size of a call is known, and of the iteration that its time is of."""
+        return has_size(record) and record.op not in self.sizes_of_others
 
     def record(self, row: int) -> CommRecord:
         """A call as a record. `t` is its time in ns since 1970."""

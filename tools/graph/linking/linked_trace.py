@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -223,8 +223,19 @@ class LinkedTrace(Provenance, kw_only=True):
     """In ascending order of ids, and of starts."""
     communications: list[Communication]
     edges: list[Edge]
+    text: str = ""
+    """Why it is empty, where nothing was linked."""
+
+    @classmethod
+    def nothing(cls, rank: int, why: str) -> LinkedTrace:
+        """An empty graph, which says why."""
+        none: dict[str, Any] = dict.fromkeys(("world_size", "pid", "time", "start_ts", "finish_ts"))
+        empty: dict[str, Any] = {name: [] for name in ("groups", "host", "activities", "communications", "edges")}
+        return cls(**none, **empty, rank=rank, schema="", base_ns=0, inputs={}, report=MatchReport(), text=why)
 
     def __repr__(self) -> str:
+        if self.text:
+            return self.text
         counts = (len(self.host), "host operations"), (len(self.activities), "activities"), (len(self.edges), "edges")
         things = ", ".join(f"{count:,} {what}" for count, what in counts)
         return f"<LinkedTrace of rank {self.rank}: {things}, {len(self.communications):,} communications>"

@@ -32,12 +32,20 @@ class TableSchema(NamedTuple):
         return {name: one.dtype for name, one in self.columns.items()}
 
     def select(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """The columns of the table from a frame that has them, in their order, each of its type."""
-        return frame.select(pl.col(name).cast(one.dtype) for name, one in self.columns.items())
+        """The columns of the table from a frame that has them, in their order, each of its type; also `KEYS`, if the
+        frame has them."""
+        columns = self.columns | {name: one for name, one in KEYS.items() if name in frame.columns}
+        return frame.select(pl.col(name).cast(one.dtype) for name, one in columns.items())
 
 
 _RANK = {"rank": Column(_INT, "global rank")}
-_CALL = {"call": Column(_INT, "number of the call on its rank, as in its file")}
+_CALL = {"call": Column(_INT, "number of the call on its rank, as in its file; by its place where a file has none")}
+KEYS = {
+    "group": Column(_INT, "number of the process group, the same in all tables"),
+    "collective": Column(_INT, "number of the collective or transfer, the same in all tables"),
+}
+"""What joins tables. A rank by itself does not know them: in files the tables of one rank are without, and `arrivals`
+has them for each call; in the frames of `crossrank.load` the tables `calls`, `durations` and `waits` have them too."""
 _GROUP = {
     "pg": Column(_TEXT, "name of the process group"),
     "members": Column(_TEXT, "its global ranks, as 0-3,8; empty where they are not known"),
@@ -143,6 +151,7 @@ TABLES = {
         "collectives, matched over all ranks",
         False,
         {
+            **KEYS,
             **_GROUP,
             "number": Column(_INT, "n-th collective of the group"),
             "op": Column(_TEXT, "operation"),
@@ -156,6 +165,7 @@ TABLES = {
         "sends with their receives, joined pair by pair; batches stand by themselves where files do not number pairs",
         False,
         {
+            **KEYS,
             **_GROUP,
             "source_rank": Column(_INT, "sender; null where the file does not tell the two ends"),
             "destination_rank": Column(_INT, "receiver; null where the file does not tell the two ends"),
@@ -169,17 +179,32 @@ TABLES = {
             **_MEASURED,
         },
     ),
+    "arrivals": TableSchema(
+        "calls of collectives and transfers: how late the rank came, how long it waited; of a batch the first call",
+        False,
+        {
+            **_RANK,
+            **_CALL,
+            **KEYS,
+            "op": Column(_TEXT, "operation"),
+            "step": Column(_INT, "iteration"),
+            "late_ns": Column(_INT, "its communication began so long after that of the first rank, on one clock"),
+            "waiting_ns": Column(_INT, "it waited so long for the last rank"),
+            "opens_window": Column(_BOOL, "a rank's window begins with it: its lateness may be that of a profiler"),
+        },
+    ),
     "groups": TableSchema(
         "process groups",
         False,
         {
+            "group": KEYS["group"],
             **_GROUP,
             "desc": Column(_TEXT, "description"),
-            "size": Column(_INT, "members"),
+            "size": Column(_INT, "how many members it has"),
             "backend": Column(_TEXT, "backend"),
             "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown"),
             "calls": Column(_INT, "calls on it, summed over ranks"),
-            "bytes": Column(_INT, "S of nccl-tests, summed over ranks"),
+            "bytes": Column(_INT, "S of nccl-tests, summed over ranks; null where that of a call is not known"),
         },
     ),
     "ranks": TableSchema(

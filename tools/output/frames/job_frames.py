@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import cached_property
 
 import numpy as np
 import polars as pl
 
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.analysis.overlap import overlap_frame
-from crossrank.tools.analysis.waiting import arrivals
+from crossrank.tools.analysis.waiting import arrivals, lateness
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import SEND_RECV
-from crossrank.tools.output.frames.columns import TABLES
+from crossrank.tools.output.frames.columns import KEYS, TABLES
 
 
-class Matched(NamedTuple):
+class Matched:
     """All ranks."""
 
-    job: Job
-    found: Collectives
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.found = match_collectives(job)
 
+    @cached_property
+    def transfers(self) -> Collectives:
+        """Sends and receives of batches one by one; the same object where there are no batches."""
+        if any(one.op == SEND_RECV for one in self.found.kinds):
+            return match_collectives(self.job, batches_apart=True)
+        return self.found
 
-def match(job: Job) -> Matched:
-    return Matched(job, match_collectives(job))
+    def of(self, p2p: bool) -> tuple[Collectives, int]:
+        """What the transfers, or the collectives, are found in, and what their numbers are counted from."""
+        if p2p and self.transfers is not self.found:
+            return self.transfers, len(self.found.of_kind)
+        return self.found, 0
 
 
 def groups(matched: Matched) -> pl.DataFrame:
     """The table `groups`."""
     job = matched.job
-    calls, size = Counter[int](), Counter[int]()
+    calls, size, unsized = Counter[int](), Counter[int](), set[int]()
     for rank, trace in job.ranks.items():
         own = job.group_of[rank]
         alike = Counter(zip(trace.calls.group, trace.calls.signature, strict=True))
         for (local, signature), count in alike.items():
+            record = job.signatures[signature]
             calls[own[local]] += count
-            size[own[local]] += count * max(0, job.signatures[signature].bytes)
+            size[own[local]] += count * max(0, record.bytes)
+            if not trace.knows_size(record):
+                unsized.add(own[local])
     rows = [
-        (*_name(one), printable(one.desc), one.size, one.backend, one.locality, calls[one.index], size[one.index])
+        (one.index, *_name(one), printable(one.desc), None if one.guessed else one.size, one.backend, one.locality)
+        + (calls[one.index], None if one.index in unsized else size[one.index])
         for one in job.groups
     ]
     return pl.DataFrame(rows, schema=TABLES["groups"].schema, orient="row")
@@ -66,9 +80,38 @@ def collectives(matched: Matched) -> pl.DataFrame:
 
 def transfers(matched: Matched) -> pl.DataFrame:
     """The table `transfers`."""
-    if any(one.op == SEND_RECV for one in matched.found.kinds):
-        matched = Matched(matched.job, match_collectives(matched.job, batches_apart=True))
     return TABLES["transfers"].select(_measured(matched, p2p=True))
+
+
+def with_keys(matched: Matched, calls: Iterable[pl.DataFrame]) -> list[pl.DataFrame]:
+    """The tables `calls` of ranks with the columns `KEYS`: the numbers of each call's group, and of the collective or
+    transfer that it is part of. Both are null for ranks that do not belong to the job."""
+    launches = _launches(matched).partition_by("rank", as_dict=True, include_key=False)
+    none = pl.DataFrame(schema={"row": pl.Int64, **{name: one.dtype for name, one in KEYS.items()}})
+    row, result = pl.col("row"), []
+    for frame in calls:
+        known = launches.get((frame["rank"][0],), none) if len(frame) else none
+        # A batch is one launch, with the row of its first call.
+        first = pl.when(pl.col("batch").is_not_null()).then(row.min().over("batch")).otherwise(row)
+        rows = frame.select(pl.int_range(pl.len()).alias("row"), "batch").with_columns(first=first)
+        own = rows.join(known, on="row", how="left", maintain_order="left")
+        of_first = rows.join(known, left_on="first", right_on="row", how="left", maintain_order="left")
+        result.append(frame.with_columns(own[name].fill_null(of_first[name]) for name in KEYS))
+    return result
+
+
+def _launches(matched: Matched) -> pl.DataFrame:
+    """Rank and row of the first call of each launch, with `KEYS`."""
+    return pl.concat(_launches_of(matched, p2p=p2p).filter(p2p=p2p).drop("p2p") for p2p in (False, True))
+
+
+def _launches_of(matched: Matched, *, p2p: bool) -> pl.DataFrame:
+    """All launches of what collectives, or transfers, are found in."""
+    found, first = matched.of(p2p)
+    rows = [(one.group, one.is_p2p) for one in found.kinds]
+    kinds = pl.DataFrame(rows, schema={"group": pl.Int64, "p2p": pl.Boolean}, orient="row")
+    launches = pl.DataFrame({"rank": found.rank, "row": found.row, "collective": found.collective + first})
+    return pl.concat([launches, kinds[found.kind]], how="horizontal")
 
 
 def overlap(matched: Matched) -> pl.DataFrame:
@@ -81,27 +124,45 @@ def stragglers(matched: Matched) -> pl.DataFrame:
     return arrivals(matched.found)
 
 
+def arrivals_by_call(matched: Matched) -> pl.DataFrame:
+    """The table `arrivals`."""
+    ranks = matched.job.ranks
+    numbers = np.concatenate([np.zeros(0, np.int64), *(trace.numbers for trace in ranks.values())])
+    first_of = np.cumsum([0, *map(len, ranks.values())])
+    parts = []
+    for p2p in (False, True):
+        found, _ = matched.of(p2p)
+        ops = pl.Series([one.op for one in found.kinds], dtype=pl.String).gather(found.kind)
+        call = numbers[first_of[np.searchsorted(list(ranks), found.rank)] + found.row]
+        columns = pl.DataFrame({"op": ops, "step": found.step, "call": call})
+        launches = pl.concat([_launches_of(matched, p2p=p2p), columns, lateness(found)], how="horizontal")
+        parts.append(launches.filter(p2p=p2p))
+    return TABLES["arrivals"].select(pl.concat(parts))
+
+
 OF_JOB: dict[str, Callable[[Matched], pl.DataFrame]] = {
     "overlap": overlap,
     "collectives": collectives,
     "transfers": transfers,
     "groups": groups,
     "ranks": ranks,
+    "arrivals": arrivals_by_call,
     "stragglers": stragglers,
 }
 """Table -> what makes it."""
 
 
 def _name(group: ProcessGroup) -> tuple[str, str]:
-    return printable(group.name), rank_ranges(group.ranks)
+    return printable(group.name), "" if group.guessed else rank_ranges(group.ranks)
 
 
 def _measured(matched: Matched, *, p2p: bool) -> pl.DataFrame:
     """One row per collective or transfer with the columns of both tables."""
-    found = matched.found
+    found, first = matched.of(p2p)
     kinds = pl.DataFrame(
         [
             (
+                one.group,
                 *_name(matched.job.groups[one.group]),
                 *(one.op, one.root, one.is_p2p, one.locality),
                 None if one.source is None else printable(one.source),
@@ -147,11 +208,12 @@ def _measured(matched: Matched, *, p2p: bool) -> pl.DataFrame:
             "last_rank": found.last_rank,
         }
     ).with_columns(pl.when(pl.col("last_rank") >= 0).then("last_rank").alias("last_rank"))
-    frame = pl.concat([kinds[found.of_kind], launches, known, whole], how="horizontal")
-    return frame.filter(pl.col("p2p") == p2p)
+    frame = pl.concat([kinds[found.of_kind], launches.drop("collective"), known, whole], how="horizontal")
+    return frame.with_row_index("place").filter(p2p=p2p).with_columns(collective=pl.col("place") + first)
 
 
 _KINDS = {
+    "group": pl.Int64,
     "pg": pl.String,
     "members": pl.String,
     "op": pl.String,

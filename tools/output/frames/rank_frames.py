@@ -9,10 +9,9 @@ import numpy as np
 import orjson
 import polars as pl
 
-from crossrank.comm import has_size
 from crossrank.recording import STOOD
 from crossrank.text import printable, rank_ranges
-from crossrank.tools.output.frames.columns import TABLES
+from crossrank.tools.output.frames.columns import KEYS, TABLES
 from crossrank.tools.traces.rank_trace import STATES, RankTrace
 
 _DTYPE = {"q": np.int64, "i": np.int32, "I": np.uint32, "B": np.uint8}
@@ -27,7 +26,7 @@ def calls(trace: RankTrace) -> pl.DataFrame:
         [
             (
                 *(one.op, one.api, one.peer, one.root),
-                one.bytes if has_size(one) and one.op not in trace.sizes_of_others else None,
+                one.bytes if trace.knows_size(one) else None,
                 *(one.dtype, one.reduce),
                 *(orjson.dumps(shapes).decode() if shapes else None for shapes in (one.inputs, one.outputs)),
                 *(one.locality, one.source),
@@ -43,7 +42,7 @@ def calls(trace: RankTrace) -> pl.DataFrame:
     frame = pl.DataFrame(
         {
             "rank": np.full(len(trace), trace.rank or 0),
-            "call": _column(of.id),
+            "call": trace.numbers,
             "number": _column(of.number),
             "batch": _column(of.batch),
             "step": _column(of.step),
@@ -76,7 +75,7 @@ def durations(_: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
 def waits(trace: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
     """The table `waits` of a rank, whose `calls` are given."""
     host = trace.host_waits
-    made = calls.select("call", "op", "source").with_row_index("row")
+    made = calls.select("call", "op", "source", *(name for name in KEYS if name in calls.columns)).with_row_index("row")
     return TABLES["waits"].select(
         pl.DataFrame(
             {

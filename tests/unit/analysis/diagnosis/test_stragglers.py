@@ -143,6 +143,7 @@ def test_a_rank_that_is_no_later_than_the_clocks_may_be_apart_is_no_straggler(tm
             entry[moment] += (12 if number % 2 else -12) * MS
     (folder / "rank_1").write_bytes(pickle.dumps(dump, 2))
     found = diagnosis_of(folder)
+    assert found.clocks is not None
     assert found.clocks.residual_ms >= 5
     assert found.advisory == []
 
