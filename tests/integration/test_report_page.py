@@ -13,6 +13,7 @@ import pytest
 from crossrank.tools.cli import main
 from tests.integration.test_link import train
 from tests.integration.world import World
+from tests.unit.graph.linking.public_traces import needs_traces, public
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 EVIL = "</script><script>document.title='evil'</script><b onmouseover=alert(1)>"
@@ -124,3 +125,43 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
     assert page.value("document.title").startswith("crossrank: 2 ranks")
     assert page.value("document.querySelectorAll('[onmouseover]').length") == 0
     assert page.complaints == []
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("trace", "sections", "absent"),
+    [
+        (
+            "kineto_deepep",
+            ["communicates", "bandwidth", "overlap", "steps", "basis"],
+            "sizes of calls whose ranks are known",
+        ),
+        ("dlrm_8gpu", ["communicates", "bandwidth", "waiting", "overlap", "steps", "basis"], "when hosts waited"),
+        ("linear_1gpu", ["communicates", "overlap", "basis"], "how long communication took"),
+        ("flight/clean", ["communicates", "traffic", "bandwidth", "diagnosis", "basis"], "a window"),
+    ],
+)
+def test_a_page_of_foreign_files_has_no_empty_section(
+    browser: Any, tmp_path: Path, trace: str, sections: list[str], absent: str
+) -> None:
+    path = tmp_path / "report.html"
+    main(["report", public(trace), "-o", str(path)])
+    page = Page(browser, path)
+    assert page.value("[...document.querySelectorAll('section[id]')].map(one => one.id)") == sections
+    page.page.wait_for_function(
+        "[...document.querySelectorAll('.chart')].every(one => one.querySelector('.main-svg') || one.offsetTop > 1200)"
+    )
+    basis = page.value("document.getElementById('basis').innerText")
+    assert absent in basis.partition("Not in these files: ")[2]
+    assert "TRACING_TIMING" not in page.value("document.body.innerText")
+    assert page.value("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.complaints == []
+
+
+@needs_traces
+def test_a_model_of_rings_is_not_shown_as_measured(browser: Any, tmp_path: Path) -> None:
+    main(["report", public("flight/clean"), "-o", str(tmp_path / "report.html")])
+    page = Page(browser, tmp_path / "report.html")
+    traffic = page.value("document.getElementById('traffic').innerText")
+    assert traffic.startswith("Who would send to whom on rings")
+    assert "100.0 % of these bytes are a model" in traffic

@@ -42,6 +42,8 @@ class Traffic(msgspec.Struct, kw_only=True):
     bytes: list[list[int]]
     """Over all calls recorded."""
     total: int
+    modelled: int
+    """Of them: those of collectives, which were not seen on their way but go as on a ring."""
     between_nodes: int | None
     """Bytes that go from one node to another; None where nodes are not known."""
     not_placed: int
@@ -75,8 +77,10 @@ def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
     matrix = np.zeros((len(labels), len(labels)))
     between = 0.0
     lost: Counter[str] = Counter()
-    for source, targets, amount in _sent(found, lost):
+    modelled = 0.0
+    for source, targets, amount, is_modelled in _sent(found, lost):
         np.add.at(matrix[row_of[source]], row_of[targets], amount)
+        modelled += amount * len(targets) if is_modelled else 0.0
         if nodes is not None:
             between += amount * int((nodes[1][targets] != nodes[1][source]).sum())
     return Traffic(
@@ -84,14 +88,16 @@ def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
         labels=labels,
         bytes=np.rint(matrix).astype(np.int64).tolist(),
         total=round(float(matrix.sum())),
+        modelled=round(modelled),
         between_nodes=round(between) if nodes is not None else None,
         not_placed=lost.total(),
         reasons=list(lost),
     )
 
 
-def _sent(found: Collectives, lost: Counter[str]) -> Iterator[tuple[int, Places, float]]:
-    """(from, to, bytes to each) over all calls; `lost` gets the S of those of which it is not known, by reason."""
+def _sent(found: Collectives, lost: Counter[str]) -> Iterator[tuple[int, Places, float, bool]]:
+    """(from, to, bytes to each, whether that is a model) over all calls; `lost` gets the S of those of which it is not
+    known, by reason."""
     present = set(found.ranks)
     # Calls of one kind on one rank send the same: each combination is looked at once.
     pairs, counts = np.unique(np.stack([found.rank, found.kind]), axis=1, return_counts=True)
@@ -102,16 +108,16 @@ def _sent(found: Collectives, lost: Counter[str]) -> Iterator[tuple[int, Places,
             if isinstance(sent, str):
                 lost[sent] += kind.bytes * count
             elif sent[1]:
-                yield rank, sent[0], sent[1] * count
+                yield rank, sent[0], sent[1] * count, True
         # A receive counts where its sender left no file.
         elif (kind.op == "send" or kind.ends[0] not in present) and all(
             0 <= end < found.world_size for end in kind.ends
         ):
-            yield kind.ends[0], [kind.ends[1]], kind.bytes * count
+            yield kind.ends[0], [kind.ends[1]], kind.bytes * count, False
     if found.not_placed:
         lost["batches and uneven all_to_alls without known ends"] += found.not_placed
     for rank, sent_to in found.sent.items():
-        yield from ((rank, [to], size) for to, size in sent_to.items() if 0 <= to < found.world_size)
+        yield from ((rank, [to], size, False) for to, size in sent_to.items() if 0 <= to < found.world_size)
 
 
 def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -> str | tuple[Places, float]:

@@ -86,7 +86,7 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
         measured = "the moments at which the hosts made their calls"
     waits = calls.filter(pl.col("wait") >= 0)
     shown = waits.filter(pl.col("moment") > 0)
-    if not len(shown):
+    if not len(shown.filter(pl.col("wait") > 0)):
         return None
     shown, begins, axis = _bins(shown)
     places = range(len(begins))
@@ -162,6 +162,8 @@ def _by_calls(calls: pl.DataFrame, found: Collectives) -> pl.DataFrame:
 
 def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     """(the calls with their `bin`, where bins begin, what they are): iterations where they are known, else time."""
+    # All calls of a collective are in one bin, whenever their ranks came to it.
+    shown = shown.with_columns(moment=pl.col("moment").max().over("collective"))
     step, moment = pl.col("step"), pl.col("moment")
     low, high, first, last = shown.select(a=step.min(), b=step.max(), c=moment.min(), d=moment.max()).row(0)
     if high >= 2:
@@ -169,7 +171,7 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
         count = (high - low) // width + 1
         begins = [float(low + width * number) for number in range(count)]
         return shown.with_columns(bin=(step - low) // width), begins, "iteration"
-    count = min(_MOST_BINS, max(1, len(shown) // 8))
+    count = min(_MOST_BINS, shown["collective"].n_unique())
     width = -(-(last - first + 1) // count)
     begins = [round(number * width / 1e6, 3) for number in range(count)]
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"

@@ -32,12 +32,10 @@ KEYS: dict[str, Column] = {
 def bandwidth_table(
     result: Bandwidth, keys: Sequence[Column], limit: int, *, more: str, id: str = "", choices: int = 0
 ) -> Table:
-    """Rows that took longest first, `keys` before what was measured; see `Table` for the others."""
-    columns = [*keys, *_MEASURED]
-    if any(row.line_rate_share for row in result.rows):
-        columns.append(("#of line rate", _of("line_rate_share", "p50", percent)))
-    if any(row.upper_bounds for row in result.rows):
-        columns.append(("#upper bounds", lambda row: row.upper_bounds or ""))
+    """Rows that took longest first, `keys` before what was measured; see `Table` for the others. There is no column for
+    what no row knows."""
+    known = [one for one in _MEASURED if any(one[1](row) not in ("", "-") for row in result.rows)]
+    columns = [*keys, *known]
     return table_of(result.rows, columns, limit=limit, more=more, id=id, choices=choices)
 
 
@@ -90,6 +88,7 @@ def _of(column: str, name: str, text: Callable[[float | None], str]) -> Callable
 
 _MEASURED: tuple[Column, ...] = (
     ("#collectives", lambda row: f"{row.collectives:,}"),
+    ("#upper bounds", lambda row: row.upper_bounds or ""),
     ("#S in all", lambda row: amount(row.bytes, row.unsized)),
     ("#time p50", _of("time_us", "p50", microseconds)),
     ("#p95", _of("time_us", "p95", microseconds)),
@@ -99,4 +98,5 @@ _MEASURED: tuple[Column, ...] = (
     ("#algbw p50", _of("algbw_gb_per_s", "p50", significant)),
     ("#busbw p50", _of("busbw_gb_per_s", "p50", significant)),
     ("#p5 GB/s", _of("busbw_gb_per_s", "p5", significant)),
+    ("#of line rate", _of("line_rate_share", "p50", percent)),
 )

@@ -43,6 +43,11 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
     return {"title": {"text": label(title), "standoff": 12}, **more}
 
 
+def whole_numbers(title: str, values: Sequence[float]) -> dict[str, Any]:
+    """An axis of whole numbers, none of which has two ticks."""
+    return axis(title, tickformat="d", **({"dtick": 1} if len(values) < 12 else {}))
+
+
 def heatmap(x: Sequence[object], y: Sequence[str], hover: str, **more: Any) -> Trace:
     gaps = {"xgap": 2, "ygap": 2} if len(x) * len(y) <= 400 else {}
     return {"type": "heatmap", "x": x, "y": labels(y), "hovertemplate": f"{hover}<extra></extra>", **gaps, **more}

@@ -14,7 +14,7 @@ from crossrank.tools.analysis.waiting import Steps, Waiting
 from crossrank.tools.output import charts as draw
 from crossrank.tools.output import replay
 from crossrank.tools.output.bandwidth import KEYS, bandwidth_table
-from crossrank.tools.output.charts import CATEGORIES, Chart, axis, from_zero
+from crossrank.tools.output.charts import CATEGORIES, Chart, axis, from_zero, whole_numbers
 from crossrank.tools.output.diagnosis import diagnosis_page as diagnosis
 from crossrank.tools.output.page import render
 
@@ -29,6 +29,7 @@ def report_page(figures: Figures) -> str:
     keys = [KEYS["op"], ("group", lambda row: row.pg), KEYS["locality"], KEYS["size"]]
     more = "crossrank bandwidth has all"
     charts = [*_charts(figures), *(replayed["charts"] if replayed else [])]
+    parts = _parts(figures)
     return render(
         "report.html",
         charts,
@@ -36,15 +37,45 @@ def report_page(figures: Figures) -> str:
         rows=bandwidth_table(figures.bandwidth, keys, _ROWS, more=more, id="size-table", choices=3),
         diagnosis=figures.diagnosis and diagnosis.shown(figures.diagnosis, limit=_FINDINGS),
         replay=replayed,
+        links=[(id, name) for id, (name, is_there, _) in parts.items() if is_there],
+        absent=[why for _, is_there, why in parts.values() if not is_there],
+        has_lines=parts["lines"][1],
     )
+
+
+_NO_LINE = "(C++)"
+
+
+def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
+    """Id of each section -> (its name, whether there is anything to show, what to say where there is not)."""
+    return {
+        "communicates": ("What it communicates", True, ""),
+        "traffic": ("Who sends to whom", bool(figures.traffic.total), "sizes of calls whose ranks are known"),
+        "lines": (
+            "Source lines",
+            any(row.source != _NO_LINE for row in figures.sources),
+            "lines of the code that calls, which recordings of crossrank and dumps have",
+        ),
+        "bandwidth": ("Bandwidth", bool(figures.bandwidth.timed_collectives), "how long communication took"),
+        "waiting": (
+            "Waiting",
+            figures.waiting is not None,
+            "times of one collective on several ranks that can be compared",
+        ),
+        "overlap": ("Overlap", figures.bandwidth.overlap is not None, "a window with all that ranks did"),
+        "exposed": ("Exposed", figures.exposed is not None, "when hosts waited, which recordings of crossrank have"),
+        "steps": ("Iterations", figures.steps is not None, "when iterations began"),
+        "diagnosis": ("Diagnosis", figures.diagnosis is not None, figures.diagnosis_problem),
+    }
 
 
 def _charts(figures: Figures) -> Iterator[Chart]:
     is_timed = bool(figures.bandwidth.timed_collectives)
     yield _matrix(figures.matrix, is_timed)
-    yield _traffic(figures.traffic)
-    if is_timed:
-        yield _bandwidth(figures.bandwidth)
+    if figures.traffic.total:
+        yield _traffic(figures.traffic)
+    if is_timed and (sizes := _bandwidth(figures.bandwidth)).traces:
+        yield sizes
     if figures.waiting is not None:
         yield from _waiting(figures.waiting)
     if figures.bandwidth.overlap is not None:
@@ -110,8 +141,7 @@ def _bandwidth(result: Bandwidth) -> Chart:
 
 
 def _waiting(waiting: Waiting) -> Iterator[Chart]:
-    few = {"dtick": 1} if len(waiting.bins) < 12 else {}
-    bins = axis(waiting.axis, **({"tickformat": "d", **few} if waiting.axis == "iteration" else {}))
+    bins = whole_numbers(waiting.axis, waiting.bins) if waiting.axis == "iteration" else axis(waiting.axis)
     lines = [
         draw.line("p50", waiting.bins, waiting.p50_us, "us"),
         draw.line("p95", waiting.bins, waiting.p95_us, "us"),
@@ -164,5 +194,5 @@ def _steps(id: str, steps: Steps, range: str) -> Chart:
         band | {"y": steps.most_ms, "showlegend": False},
         band | {"y": steps.least_ms} | fill,
     ]
-    layout = {"xaxis": axis("iteration", tickformat="d"), "yaxis": axis("ms", rangemode="tozero")}
+    layout = {"xaxis": whole_numbers("iteration", steps.step), "yaxis": axis("ms", rangemode="tozero")}
     return Chart(id=id, height=280, traces=traces, layout=layout)

@@ -118,8 +118,8 @@ def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: p
     _, out = bandwidth(tmp_path, capsys)
     lines = [line.split() for line in out.splitlines() if line.startswith("  all_reduce")]
     assert sorted(" ".join(line[:9]) for line in lines) == [
-        "all_reduce 0 default_pg (2) ≤1 KiB unknown 1 1.02",
-        "all_reduce unknown unknown unknown 1 unknown 40.0 40.0 40.0",
+        "all_reduce 0 default_pg (2) ≤1 KiB unknown 1 1",
+        "all_reduce unknown unknown unknown 1 1 unknown 40.0 40.0",
     ]
     _, out = bandwidth(tmp_path, capsys, "--by", "op")
     assert "1.02 kB + 1 unknown" in out
