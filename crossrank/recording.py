@@ -363,9 +363,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return self.config.get("emit") == "CROSSNODE" and not self.all_calls
 
 
-STOOD = ("wait", "wait_tensor", "launch")
-"""In what a thread waited: in `Work.wait`, in `wait_tensor` of a functional collective, or in the launch: of an
-operation that blocks, or one that took over 1 ms, as the first one of a communicator does."""
+STOOD = ("wait", "wait_tensor", "launch", "backward")
+"""In what a thread waited: in `Work.wait`; in `wait_tensor` of a functional collective; in the launch of an operation
+that blocks, or of one that took over 1 ms, as the first one of a communicator does; or at the end of a backward pass,
+from the last call that C++ made in it, as DDP's reducer does when the last gradient is computed."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
@@ -383,8 +384,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
     """As the operating system numbers it."""
     id: Int | None = None
     """Of the record of the call; None where the Work is of none that was recorded, or could not be kept."""
-    stood: Literal["wait", "wait_tensor", "launch"] = msgspec.field(name="in", default="wait")
-    """See `STOOD`. What waits in C++ is not seen."""
+    stood: Literal["wait", "wait_tensor", "launch", "backward"] = msgspec.field(name="in", default="wait")
+    """See `STOOD`. What else waits in C++ is not seen."""
     raised: bool = False
     """It ended with an exception: after a timeout, say."""
 

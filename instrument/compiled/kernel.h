@@ -102,6 +102,10 @@ inline Launch record(const Op &op, const torch::jit::Stack &stack) {
     Launch launch{id, now_ns(), on_cpu(*kind), {}};
     row.time = launch.time;
     tables.last = id;
+    if (above.first == nullptr || above.first == backward_code) {
+      to.time_of_last.store(launch.time, std::memory_order_relaxed);
+      to.last_of_cpp.store(id, std::memory_order_release);
+    }
     if (ring == nullptr || !ring->put(std::move(row))) to.dropped.fetch_add(1);
     launch.opened = open(kind, id);
     return launch;

@@ -72,6 +72,7 @@ inline int64_t kind_of_code(ThreadTables &tables, const void *code) {
 // What `CallSites.find` sees of the frames above the kernel.
 struct Above {
   Place place{nullptr, -1, 0};
+  const void *first = nullptr;  // code of the innermost frame; NULL where no Python runs on the thread
   crossrank_frame *api = nullptr;
   bool is_known = true;
 };
@@ -81,6 +82,7 @@ inline Above look_above(ThreadTables &tables, const Op &op) {
   bool direct = true, running = true;
   for (auto *frame = crossrank_first_frame(); frame != nullptr; frame = crossrank_next_frame(frame)) {
     const void *code = crossrank_code(frame);
+    if (above.first == nullptr) above.first = code;
     switch (kind_of_code(tables, code)) {
       case kUnknown:
         above.is_known = false;

@@ -132,6 +132,12 @@ class CompiledRecorder(Recorder):
     def note_work(self, work: dist.Work, record_id: int) -> None:
         self.native.note_work(work, record_id)
 
+    def watch_backward(self, code: CodeType) -> None:
+        self.native.watch_backward(code)
+
+    def backward_ended(self, began: int) -> None:
+        self.native.backward_ended(began)
+
     def start_coalescing(self) -> None:
         self.native.start_coalescing()
 

@@ -121,9 +121,9 @@ struct Row {
   int64_t id, number, time, step, batch, tag, thread;
 };
 
-// What a time of a call is: that of a thread that waited in `Work.wait`, in `wait_tensor` or in the launch itself; or
-// that from the launch to the end of the communication.
-enum class Of : int64_t { kWork, kTensor, kLaunch, kCommunication };
+// What a time of a call is: that of a thread that waited in `Work.wait`, in `wait_tensor`, in the launch itself or at the
+// end of a backward pass; or that from the launch to the end of the communication.
+enum class Of : int64_t { kWork, kTensor, kLaunch, kBackward, kCommunication };
 
 // A time of a call; an id of -1 = of one that is not known.
 struct Span {
@@ -204,6 +204,7 @@ struct alignas(64) Recording {
   Counter ids{0};
   std::atomic<Ring<Row> *> ring{nullptr};
   std::atomic<Ring<Span> *> spans{nullptr};
+  std::atomic<int64_t> last_of_cpp{kNone}, time_of_last{0};  // the last call that a backward pass made without Python
   Counter dropped{0}, spans_dropped{0}, errors{0};
   std::mutex lock;  // of what follows; never held while Python runs
   std::string first_error;
@@ -234,6 +235,7 @@ inline std::atomic<uint64_t> generation{0};
 inline PyObject *describe = nullptr;
 inline const void *batch_code = nullptr;
 inline int batch_requests = -1;
+inline const void *backward_code = nullptr;  // of the function in which Python starts a backward pass
 
 // What a thread has looked up before. A key is kept where its hash says, over what was there.
 struct ThreadTables {

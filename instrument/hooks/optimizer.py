@@ -9,6 +9,8 @@ checks its type (torch.compile) still recognizes it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic_ns
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import Variable
@@ -24,32 +26,42 @@ _remove: list[Callable[[], None]] = []
 _patches = Patches()
 _watching = False
 _began = False
+_ended: Callable[[int], None] | None = None
+"""What is told of each backward pass that is over, and when it began in ns."""
 
 
 def install(session: Session) -> None:
+    global _ended
     _remove.append(register_optimizer_step_post_hook(session.iterations.on_optimizer_step).remove)
-    watch_backward()
+    if (code := watch_backward()) is not None:
+        session.recorder.watch_backward(code)
+        _ended = session.recorder.backward_ended
 
 
-def watch_backward() -> None:
-    """Begin to watch backward passes, unless this torch lacks the engine there."""
+def watch_backward() -> CodeType | None:
+    """Begin to watch backward passes, unless this torch lacks the engine there; the code in which each then runs."""
     global _watching, _began
     if not has("backward passes"):
-        return
+        return None
     engine: Any = type(Variable._execution_engine)
 
     class WatchedEngine(engine):  # type: ignore[misc]
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:
             global _began
-            _began = True
-            return super().run_backward(*args, **kwargs)
+            _began, time = True, monotonic_ns()
+            result = super().run_backward(*args, **kwargs)
+            if _ended is not None:
+                _ended(time)
+            return result
 
     _patches.replace(Variable, "_execution_engine", WatchedEngine())
     _watching, _began = True, False
+    return WatchedEngine.run_backward.__code__
 
 
 def uninstall() -> None:
-    global _watching
+    global _watching, _ended
+    _ended = None
     while _remove:
         _remove.pop()()
     _patches.undo()

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_native_id
 from time import monotonic_ns
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ _getframe: Callable[[int], FrameType] = sys._getframe
 # (id, time, what to close after the launch)
 Launch = tuple[int, int, Token | None]
 
-_IN_WORK, _IN_TENSOR, _IN_LAUNCH = range(len(STOOD))
+_IN_WORK, _IN_TENSOR, _IN_LAUNCH, _IN_BACKWARD = range(len(STOOD))
 _LONG_LAUNCH = 1_000_000
 """A launch that takes so many ns has waited: for a communicator to be made, or for the other ranks."""
 _MOST_WORKS = 2048
@@ -68,6 +68,8 @@ class PythonRecorder(Recorder):
         self._coalescing = 0  # threads that gather a batch; changed under the lock
         self._dropped = self._spans_dropped = 0  # so are these
         self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
+        self._last_of_cpp = NO_CALL, 0  # and when: the last call that a backward pass made without Python
+        self._backward_code: CodeType | None = None
         self._call_of_work = _CallOf()
         self._call_of_storage = _CallOf()  # of a functional collective's result
         self._unbox_work: Callable[[Any], dist.Work] = dist.Work.unbox
@@ -113,6 +115,8 @@ class PythonRecorder(Recorder):
             batch = self._coalesced_batch(record_id, batch)
         self._thread.last = record_id
         now = monotonic_ns()
+        if frame is None or frame.f_code is self._backward_code:
+            self._last_of_cpp = record_id, now
         if session.writer is not None:  # None where the folder cannot be written: markers go on without it
             if len(self._calls) < self._capacity:
                 self._calls.append((descriptor, record_id, seq, now, self.step, batch, tag, get_native_id()))
@@ -134,6 +138,14 @@ class PythonRecorder(Recorder):
             if monotonic_ns() - began <= _LONG_LAUNCH:
                 return
         self._waited(record_id, began, _IN_LAUNCH, False)
+
+    def watch_backward(self, code: CodeType) -> None:
+        self._backward_code = code
+
+    def backward_ended(self, began: int) -> None:
+        record_id, called = self._last_of_cpp
+        if self.active and record_id != NO_CALL and called >= began:
+            self._waited(record_id, called, _IN_BACKWARD, False)
 
     def note_work(self, work: dist.Work, record_id: int) -> None:
         self._call_of_work.note(_address(work), record_id)

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +105,17 @@ class Recorder(ABC):
     @abstractmethod
     def take_spans(self, most: int) -> list[Wait | Ran]:
         """So many of the waits that were not taken yet, and of the times that communication took, or all."""
+
+    @abstractmethod
+    def watch_backward(self, code: CodeType) -> None:
+        """`code` is that of the function in which Python starts a backward pass: a call of which it is the innermost
+        frame, or that has none, was made by C++."""
+
+    @abstractmethod
+    def backward_ended(self, began: int) -> None:
+        """Record the wait of a backward pass that began then, in ns, and is over: since the last call that C++ made in
+        it. DDP's reducer makes its last one when the last gradient is computed, and then waits for all of them, which
+        Python does not see."""
 
     def nccl_recorder(self) -> bytes:
         """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""

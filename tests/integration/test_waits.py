@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.parallel import DistributedDataParallel
 
 from crossrank.comm import CommRecord
 from crossrank.recording import CommsFile, Wait
@@ -108,6 +110,48 @@ def test_the_rank_that_came_early_waited_as_long_as_the_other_one_was_late(
     assert {one.thread for one in waits} == {record.thread}
     (_, other), theirs = recorded(tmp_path, 1)
     assert {one.id for one in theirs} == {0, other.id}
+
+
+def _backward(rank: int) -> None:
+    """Rank 0 waits in DDP's reducer, in C++, at the end of its backward pass."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.01)
+    model(torch.ones(2, 64)).sum().backward()  # the first pass makes the buckets anew
+    loss = model(torch.ones(2, 64)).sum()
+    if rank == 1:
+        time.sleep(LATE)
+    loss.backward()
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "python"])
+def test_the_end_of_a_backward_pass_is_a_wait_for_what_cpp_called_in_it(
+    kernel: str, two_ranks: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACING_KERNEL", kernel)
+    two_ranks.run(_backward, tmp_path)
+    records, waits = recorded(tmp_path, 0)
+    in_backward = [one for one in waits if one.stood == "backward"]
+    of_second_pass = [one for one in records if one.api is None][-3:]
+    assert [one.id for one in in_backward][-1] == of_second_pass[-1].id
+    assert LATE * 0.5e9 < in_backward[-1].took < 60e9
+    assert in_backward[-1].t == of_second_pass[-1].t
+    _, theirs = recorded(tmp_path, 1)
+    assert [one.stood for one in theirs].count("backward") == len(in_backward) == 2
+    assert [one.took for one in theirs if one.stood == "backward"][-1] < LATE * 0.5e9
+
+
+def _tensor_parallel_backward(rank: int) -> None:
+    """A call that Python makes early in a backward pass, and computation after it."""
+
+    given = torch.ones(4, requires_grad=True)
+    middle = given * 2
+    middle.register_hook(lambda gradient: functional.wait_tensor(functional.all_reduce(gradient, "sum", [0, 1])))
+    middle.sum().backward()
+
+
+def test_what_python_calls_in_a_backward_pass_is_no_wait_of_its_end(two_ranks: World, tmp_path: Path) -> None:
+    two_ranks.run(_tensor_parallel_backward, tmp_path)
+    _, waits = recorded(tmp_path, 0)
+    assert {one.stood for one in waits} - {"launch"} == {"wait_tensor"}
 
 
 def _on_threads(rank: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Exposed communication: the time during which the program stood still for its communication, by what it waited for.
 
-It is measured on the host: from the begin of `Work.wait`, of `wait_tensor`, or of a launch that blocks, to its end.
+It is measured on the host: from the begin of `Work.wait`, of `wait_tensor`, or of a launch that blocks, to its end; and
+from the last call that C++ made in a backward pass to the end of that pass.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Exposed(msgspec.Struct, kw_only=True):
     of_no_call: int
     """Waits of which the call is not known."""
     calls_without: int
-    """Calls of these ranks for which no wait was seen: C++ waits for them, or nobody."""
+    """Calls of these ranks for which no wait was seen: C++ waits for them, or nobody. If there are any, the times are
+    lower bounds."""
     per_step_ms: float | None
     """Median over ranks and iterations; None without iterations."""
     share: float | None
@@ -78,7 +80,7 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
     return Exposed(
         waits=len(waits),
         of_no_call=len(waits.filter(pl.col("source") == _NOT_KNOWN)),
-        calls_without=sum(len(one) - len(set(one.host_waits.row) - {-1}) for one in recorded),
+        calls_without=sum(map(_calls_without, recorded)),
         per_step_ms=round(steps.select(pl.median("ms")).item(), 3) if has_steps else None,
         share=round(steps.select(share).item(), 4) if has_steps else None,
         steps=over_ranks(steps) if has_steps else None,
@@ -92,6 +94,23 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
 
 
 _NOT_KNOWN = "(not known)"
+_BACKWARD = STOOD.index("backward")
+
+
+def _calls_without(one: RankTrace) -> int:
+    """Calls that no wait is recorded for. The end of a backward pass waits for all calls that C++ made in it, and names
+    the last of them."""
+    rows, stood = np.frombuffer(one.host_waits.row, np.int64), np.frombuffer(one.host_waits.stood, np.uint8)
+    has_wait = np.zeros(len(one), bool)
+    has_wait[rows[rows >= 0]] = True
+    by_cpp = np.array([signature.api is None for signature in one.signatures], bool)
+    by_cpp = by_cpp[np.frombuffer(one.calls.signature, np.uint32)]
+    steps = np.frombuffer(one.calls.step, np.int32)
+    ends = np.unique(rows[(stood == _BACKWARD) & (rows >= 0)])
+    # The next call that a backward pass ended with; none behind the last.
+    following = np.append(ends, -1)[np.searchsorted(ends, np.arange(len(one)))]
+    covered = by_cpp & (following >= 0) & (steps == steps[following])
+    return int((~has_wait & ~covered).sum())
 
 
 def _waits(one: RankTrace) -> pl.DataFrame:
@@ -141,7 +160,10 @@ def _lines(waits: pl.DataFrame) -> list[ExposedLine]:
 
 
 def _notes(ranks: Sequence[RankTrace], recorded: Sequence[RankTrace]) -> Iterator[str]:
-    yield "measured on the host, in Python's Work.wait, in wait_tensor and in launches; what C++ waits for is not seen"
+    yield (
+        "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass, "
+        "from the last call that C++ made in it; what else C++ waits for is not seen"
+    )
     if any("gloo" not in one.backend or "nccl" in one.backend for one in recorded):
         yield (
             "on a GPU most waits make the stream wait and return at once: what communication costs there shows in the "

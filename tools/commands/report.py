@@ -137,7 +137,8 @@ def _print(output: str, size: int, found: Figures) -> None:
         shown = plural(exposed.waits, "wait")
         if exposed.steps:
             median = milliseconds(exposed.per_step_ms)
-            shown = f"{percent(exposed.share)} of the iterations, {median} of each at the median"
+            least = "at least " if exposed.calls_without else ""
+            shown = f"{least}{percent(exposed.share)} of the iterations, {median} of each at the median"
         print(f"exposed    {shown}, on the hosts; {plural(exposed.calls_without, 'call')} without a recorded wait")
     verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
     print(f"diagnosis  {printable(verdict)}")

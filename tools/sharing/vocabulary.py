@@ -13,6 +13,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
+from crossrank.recording import STOOD
+
 PUBLIC_WORDS = Path(__file__).with_name("public_words.txt")
 _MORE_WORDS = Path(__file__).with_name("more_words.txt")
 """Those of CUDA, ROCm, Kineto, Python's own modules, and ours."""
@@ -187,7 +189,7 @@ PATTERNS = {
     "phase": re.compile(r"[A-Za-z]"),
     "unit": re.compile(r"ms|ns|us"),
     "literal": re.compile(rf"|{_LITERAL}"),
-    "stack kind": re.compile(r"wait|wait_tensor|launch"),
+    "stack kind": re.compile("|".join(STOOD)),
     "edge": re.compile(r"open|close"),
     "function": re.compile(
         r"<module>|<lambda>|<listcomp>|<genexpr>|forward|backward|main|run|step|train|__\w+__|_call_impl"

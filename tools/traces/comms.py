@@ -173,7 +173,7 @@ def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of
         host.ended.append(ended)
         host.stood.append(STOOD.index(wait.stood))
         # A thread beside may have called while this one waited: what it called came before the end.
-        if row >= 0 and places.before[row] < 0 and wait.stood != "launch":
+        if row >= 0 and places.before[row] < 0 and wait.stood in ("wait", "wait_tensor"):
             places.before[row] = max(row + 1, bisect_right(calls.called, ended))
             places.recorded += 1
 

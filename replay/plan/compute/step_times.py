@@ -10,6 +10,9 @@ from itertools import pairwise
 from crossrank.recording import CommsFile
 from crossrank.tools.traces.comms import WallClock
 
+_IN_PYTHON = ("wait", "wait_tensor")
+"""Waits that count: a launch that waits is replayed as a launch, and in a window the wait at the end of a backward pass
+is not told apart from its computation."""
 _MOST_THREADS = 4096
 _LONGEST = 1000
 """Steps of a window: a profiler keeps no more in memory."""
@@ -49,7 +52,7 @@ def step_times(path: str | None, base_ns: int, number: int) -> StepTimes:
         sizes[record.step].append(record.bytes)
     clock = WallClock([file.header.clock, *file.clocks] if file.header is not None else file.clocks)
     for wait in file.waits:
-        if wait.id is not None and wait.stood != "launch":
+        if wait.id is not None and wait.stood in _IN_PYTHON:
             found.waits.setdefault(wait.id, clock.at(wait.t) - base_ns)
     found.threads = max((line["threads"] for line in file.windows if _is_count(line.get("threads"))), default=1)
     windows = _windows(file)
@@ -58,7 +61,7 @@ def step_times(path: str | None, base_ns: int, number: int) -> StepTimes:
     touched = {step for one in windows.values() for step in range(one.start - 1, one.stop + 1)}
     own_steps: list[int] = []
     free: list[tuple[int, int, int]] = []
-    waits = sorted((wait.t, wait.took) for wait in file.waits if wait.stood != "launch")
+    waits = sorted((wait.t, wait.took) for wait in file.waits if wait.stood in _IN_PYTHON)
     for (begin, step), (end, _) in pairwise(sorted((line["t"], line["step"]) for line in file.steps if _is_mark(line))):
         if step in own:
             found.profiled_ns.append(end - begin)

@@ -10,7 +10,10 @@ from crossrank.tools.analysis.exposed import Exposed, ExposedLine, ExposedRank, 
 from crossrank.tools.traces.rank_trace import HostWaits, RankTrace, TraceBuilder
 
 MS = 1_000_000
-SEEN = "measured on the host, in Python's Work.wait, in wait_tensor and in launches; what C++ waits for is not seen"
+SEEN = (
+    "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass, "
+    "from the last call that C++ made in it; what else C++ waits for is not seen"
+)
 
 
 def rank(number: int, *waits: tuple[int, float, float, str], steps: int = 0, backend: str = "gloo") -> RankTrace:
@@ -56,6 +59,21 @@ def test_time_is_summed_by_the_line_of_the_call_and_by_what_the_host_stood_in() 
     ]
 
 
+def test_the_end_of_a_backward_pass_waits_for_all_calls_that_cpp_made_in_it() -> None:
+    """Calls 0, 2 and 3 are of C++; the pass of iteration 1 ends after call 2, and no pass ends after call 3."""
+    trace = RankTrace(rank=0, path="", source="comms", backend="gloo")
+    builder = TraceBuilder(trace, [Group(pg="0", size=2)])
+    for id, (api, step) in enumerate(((None, 1), ("all_reduce", 1), (None, 1), (None, 2))):
+        record = CommRecord(id=id, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, api=api, step=step)
+        builder.add(record, called=1)
+    trace.host_waits = HostWaits(
+        array("q", [2]), array("q", [5 * MS]), array("q", [9 * MS]), array("B", [STOOD.index("backward")])
+    )
+    trace.steps = [(1, 0), (2, 10 * MS), (3, 20 * MS)]
+    found = exposed(trace)
+    assert (found.waits, found.calls_without, found.share) == (1, 2, 0.2)
+
+
 def test_an_iteration_counts_waits_of_several_threads_at_a_time_once() -> None:
     (_, of_rank_0), found = (
         (0, 4.0),
@@ -84,7 +102,7 @@ def test_notes_say_what_is_not_seen() -> None:
     one = rank(0, (0, 1, 2, "wait"))
     assert exposed(one).notes == [SEEN]
     on_gpu = rank(1, (0, 1, 2, "wait"), backend="nccl")
-    assert [note.split(":")[0] for note in exposed(on_gpu, rank(2)).notes] == [
+    assert [note.split(": what")[0] for note in exposed(on_gpu, rank(2)).notes] == [
         SEEN,
         "on a GPU most waits make the stream wait and return at once",
         "1 rank of 2 recorded no waits",
