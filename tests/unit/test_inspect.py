@@ -186,7 +186,7 @@ def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
 def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = (
         "; name the folder given as TRACING_DIR "
-        "(bandwidth, timeline, report, link, diagnose and replay read other traces)\n"
+        "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)\n"
     )
     empty = f"crossrank: {tmp_path} is no recording: it is empty{step}"
     assert inspect(tmp_path, capsys) == (2, "", empty)

@@ -103,7 +103,7 @@ def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet, done: Callabl
     if not comms:
         raise CrossrankError(
             f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR "
-            "(bandwidth, timeline, report, link, diagnose and replay read other traces)"
+            "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)"
         )
     files_by_rank(comms, (COMMS,))  # refuses two of a rank, whose calls would be added up
     return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), unusable)
