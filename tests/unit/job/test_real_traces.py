@@ -13,7 +13,7 @@ from crossrank.tools.cli import main
 from crossrank.tools.graph.linking.linked_trace import OTHER_ITERATIONS
 from crossrank.tools.job.launches import OTHER_ITERATION
 from crossrank.tools.traces.nsight.nccl import NO_PAYLOAD
-from crossrank.tools.traces.nsight.read import IN_NCCL, NO_LAUNCH
+from crossrank.tools.traces.nsight.read import IN_TORCH, NO_LAUNCH
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
 pytestmark = needs_traces
@@ -164,8 +164,14 @@ def test_dumps_with_timing_give_durations_without_clocks(capsys: pytest.CaptureF
 def test_a_real_export_of_two_gpus_reads_as_its_kernels_say(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("nsight_h100", capsys, "--by", "op,size")
     assert found["ranks"] == [0, 1]
-    assert (found["attributed"], found["total_ms"]) == ({IN_NCCL: 64}, 25.18)
+    # Of 25.18 ms of kernels on both ranks, 13.8 are waiting: a collective takes what it takes on its last arriver.
+    assert (found["attributed"], found["total_ms"]) == ({IN_TORCH: 64}, 5.677)
     assert found["unattributed"] == {NO_PAYLOAD: 256, NO_LAUNCH: 2}
     (row,) = found["rows"]
-    assert (row["op"], row["collectives"], row["time_us"]["p50"]) == ("send/recv, batched", 64, 210.4)
-    assert (row["size_to"], row["unsized"]) == (None, 64)
+    assert (row["op"], row["collectives"], row["time_us"]["p50"]) == ("all_to_all", 32, 177.392)
+    assert (row["kernel_us"]["total"], round(row["waiting_us"]["total"] / 1000, 1)) == (25_179.513, 13.8)
+    assert (row["size_to"], row["unsized"]) == (None, 32)
+    assert found["clocks"]["residual_us"]["max"] < 27
+    assert {kind["locality"] for kind in bandwidth_of("nsight_h100", capsys, "--by", "locality")["rows"]} == {
+        "intra_node"
+    }

@@ -1,4 +1,4 @@
-"""What NVTX ranges say: ours, the older shim's, and NCCL's own.
+"""What NVTX ranges say: ours, the older shim's, torch's, and NCCL's own.
 
 Ours have the JSON of a call as text and its id as payload; the rank and groups of their process stand in markers of the
 same domain. One that would be too long for a tool writes ranks as runs, and counts in `left_out` what it lacks.
@@ -26,8 +26,9 @@ from crossrank.tools.traces.rank_trace import Interned
 _TYPES = {"NvtxMark": 34, "NvtxPushPopRange": 59, "NvtxStartEndRange": 60}
 """NVTX event types -> their numbers where an export does not list them. The first has no extent."""
 
-CALL, BATCH, IDENTITY, GROUP, NCCL = range(5)
-"""What a text is: a call, the launch that ends a batch, who the process is, a process group, a function of NCCL."""
+CALL, BATCH, IDENTITY, GROUP, NCCL, TORCH = range(6)
+"""What a text is: a call, the launch that ends a batch, who the process is, a process group, a function of NCCL, an
+operation of torch's ProcessGroupNCCL (as `torch.autograd.profiler.emit_nvtx` writes it)."""
 
 _MOST_ID = 1 << 62
 
@@ -54,7 +55,7 @@ class Meaning(msgspec.Struct, frozen=True):
     left_out: bool = False
     """The text lacks lists that were too long for it: ranks of a group, splits or shapes of a call."""
     function: str = ""
-    """Of NCCL."""
+    """Of NCCL; of torch its operation."""
     id: int = NONE
     """Of the call, in the text of a marker of the older shim."""
 
@@ -103,6 +104,8 @@ _decode = msgspec.json.Decoder(_Text).decode
 
 def meaning_of(text: str) -> Meaning | None:
     """What a text says; None for somebody else's."""
+    if text.startswith("nccl:"):  # nccl:all_to_all, op_id = 991144
+        return Meaning(TORCH, function=text.partition(",")[0])
     if text.startswith("nccl"):
         return Meaning(NCCL, function=text)
     if not text.startswith("{"):

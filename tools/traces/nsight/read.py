@@ -10,6 +10,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from crossrank.comm import CommRecord, operation_of
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
 from crossrank.tools.traces.busy import Spans, spans_of
@@ -32,7 +33,7 @@ from crossrank.tools.traces.nsight.kernel_launches import (
     peer_copies,
     runs,
 )
-from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, NCCL, Ranges, read_ranges
+from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, NCCL, TORCH, Ranges, read_ranges
 from crossrank.tools.traces.nsight.nccl import NcclRanges
 from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, launch_of
@@ -40,6 +41,7 @@ from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, launch_of
 IN_OURS = "launched within our marker"
 IN_OLD = "launched after a marker of the older shim, on its thread"
 IN_NCCL = "launched within NCCL's own range"
+IN_TORCH = "launched within NCCL's own range, in one of torch's that names the operation"
 IN_GRAPH = "nodes of a CUDA graph that were made within our marker"
 IN_ORDER = "taken in order: as many kernels on the stream as calls on the group"
 NOT_EMITTED = "of calls inside a node, which were not emitted (TRACING=CROSSNODE)"
@@ -165,6 +167,7 @@ class _Process:
         self._meanings = [ranges.meanings[index] for index in np.unique(ranges.meaning).tolist()]
         own = ranges.of(NCCL)
         self._nccl = NcclRanges(export, own) if len(own) else None
+        self._torch = ranges.of(TORCH)
         self.times = times = RankTrace(
             rank=None,
             path=export.path,
@@ -334,6 +337,7 @@ class _Process:
         times = self.times
         inside = innermost(nccl.ranges, left.thread, left.launched)
         order = np.argsort(inside, kind="stable")
+        around = innermost(self._torch, nccl.ranges.thread, nccl.ranges.start)
         taken = np.zeros(len(left), bool)
         world_size = times.world_size
         if world_size is None and self.largest is not None and self.largest[1] == times.rank:
@@ -344,7 +348,12 @@ class _Process:
                 continue
             mine = order[first:last]
             taken[mine] = True
-            record = launch_of(records)
+            record, how = launch_of(records), IN_NCCL
+            torch_range = int(around[index])
+            by_torch = None if torch_range == NONE else operation_of(self._torch.of_range(torch_range).function)
+            if by_torch is not None and not any(one.bytes for one in records):
+                # NCCL's sends and receives without sizes are what torch's operation consists of.
+                record, how = CommRecord(id=NONE, op=by_torch.name, c10d="", pg=record.pg, bytes=0, t=0), IN_TORCH
             row = builder.add(
                 msgspec.structs.replace(record, id=NONE),
                 group=builder.define(nccl.group(record.pg)),
@@ -354,7 +363,7 @@ class _Process:
             )
             if times.numbered:  # beside numbers that were recorded those that are counted mean nothing
                 times.calls.number[row] = -1
-            times.attributed[IN_NCCL] += len(mine)
+            times.attributed[how] += len(mine)
         times.unattributed.update(nccl.unknown)
         return left.take(~taken)
 
