@@ -234,12 +234,13 @@ def _opens_window(job: Job, found: Launches, joined: Joined) -> Bools:
     """Which collectives are the first of a rank in one of the windows that its profiler traced."""
     opens = np.zeros(joined.count, bool)
     for rank, trace in job.ranks.items():
-        rows = np.flatnonzero(found.measured & (found.rank == rank))
-        if trace.timed_by not in _BY_PROFILER or not len(rows) or not trace.busy.where:
+        if trace.timed_by not in _BY_PROFILER or not trace.busy.where:
             continue
+        first, last = np.searchsorted(found.rank, (rank, rank + 1))  # ranks follow each other
+        rows = first + np.flatnonzero(found.measured[first:last])
         rows = rows[np.argsort(found.began[rows], kind="stable")]
         window = np.searchsorted(trace.busy.observed[:, 0], found.began[rows], side="right")
-        opens[joined.collective[rows[np.append(True, window[1:] != window[:-1])]]] = True
+        opens[joined.collective[rows[np.diff(window, prepend=-1) != 0]]] = True
     return opens
 
 
