@@ -55,7 +55,8 @@ class Exposed(msgspec.Struct, kw_only=True):
     """Calls of these ranks for which no wait was seen: C++ waits for them, or nobody. If there are any, the times are
     lower bounds."""
     per_step_ms: float | None
-    """Median over ranks and iterations; None without iterations."""
+    """Median over ranks and iterations; None without iterations, and where kernels of GPUs say it. So are the next two.
+    """
     share: float | None
     """The exposed time of all iterations of all ranks, of their duration."""
     steps: Steps | None
@@ -76,7 +77,8 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
     steps = _by_step(waits, pl.concat(map(_iterations, recorded)))
     share = pl.sum("ms") / pl.sum("of_ms")
     share_of = dict(steps.group_by("rank").agg(share.round(4)).iter_rows())
-    has_steps = bool(len(steps))
+    # Of a GPU the kernels of a window say it (`overlap`): the waits of its host return at once.
+    has_steps = bool(len(steps)) and not any(one.busy.where == "device" for one in recorded)
     return Exposed(
         waits=len(waits),
         of_no_call=len(waits.filter(pl.col("source") == _NOT_KNOWN)),

@@ -7,6 +7,7 @@ from array import array
 from crossrank.comm import CommRecord, Group
 from crossrank.recording import STOOD
 from crossrank.tools.analysis.exposed import Exposed, ExposedLine, ExposedRank, exposed_of
+from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.rank_trace import HostWaits, RankTrace, TraceBuilder
 
 MS = 1_000_000
@@ -107,6 +108,15 @@ def test_notes_say_what_is_not_seen() -> None:
         "on a GPU most waits make the stream wait and return at once",
         "1 rank of 2 recorded no waits",
     ]
+
+
+def test_where_kernels_of_gpus_were_traced_they_say_what_is_exposed() -> None:
+    one = rank(0, (0, 1, 2, "wait"), steps=2, backend="nccl")
+    assert exposed(one).share is not None
+    one.busy = Busy(where="device")
+    found = exposed(one)
+    assert (found.share, found.per_step_ms, found.steps) == (None, None, None)
+    assert (found.waits, len(found.lines)) == (1, 1)
 
 
 def test_a_job_whose_files_have_no_waits_has_no_exposed_communication() -> None:
