@@ -365,8 +365,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 STOOD = ("wait", "wait_tensor", "launch", "backward")
 """In what a thread waited: in `Work.wait`; in `wait_tensor` of a functional collective; in the launch of an operation
-that blocks, or of one that took over 1 ms, as the first one of a communicator does; or at the end of a backward pass,
-from the last call that C++ made in it, as DDP's reducer does when the last gradient is computed."""
+that blocks, or of one that took over 1 ms, as the first one of a communicator does; or at the end of a backward pass in
+which C++ made calls, as DDP's reducer does when all is computed. That wait names the last of these calls."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

@@ -80,6 +80,10 @@ PARTS = {
         "every optimizer step counts as following a backward pass",
         "torch.autograd: Variable._execution_engine.run_backward",
     ),
+    "waits of backward passes": Part(
+        "with the Python kernel the waits of DDP's reducer are not seen",
+        "torch._C: _current_graph_task_id",
+    ),
     "flight recorder": Part(
         "dumps hold only what crossrank recorded, without torch's flight recorder",
         "torch._C._distributed_c10d: _dump_fr_trace _dump_fr_trace_json",

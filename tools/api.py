@@ -202,7 +202,7 @@ class LoadedJob:
         """Who arrives first and last, and who is waited for."""
         frame, left_out = job_frames.stragglers(self._matched), openings(self._matched.found)
         texts = [f"left out: {plural(left_out, 'collective')} with which a rank's window begins"] if left_out else []
-        if not frame["collectives"].sum():
+        if not frame["last"].sum():
             frame = frame.clear()
             texts.insert(0, "no stragglers: ranks cannot be compared, or none was later than clocks may be apart")
         return Answer(frame, plots.stragglers, "; ".join(texts))

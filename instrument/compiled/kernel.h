@@ -1,6 +1,8 @@
 // The kernels at the dispatcher: what happens before a launch and after it.
 #pragma once
 
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "nvtx.h"
@@ -62,6 +64,38 @@ inline bool on_cpu(const Kind &kind) {
   return device != kNone && static_cast<c10::DeviceType>(device >> 32) == c10::DeviceType::CPU;
 }
 
+// The last call that C++ made in each backward pass, by the number of the pass; a pass among others may lose its place.
+struct LastOfPass {
+  std::atomic<int64_t> pass{-1}, call{kNone};
+};
+inline std::array<LastOfPass, 16> &last_of_pass = *new std::array<LastOfPass, 16>;
+
+inline void leave_span(Span span);
+
+// Has the wait at the end of the backward pass recorded that made this call without Python, as DDP's reducer does. What
+// the pass computes is over when its first callback runs; the reducer's callback, which waits, was queued after ours, and
+// the last one is queued after the reducer's.
+inline void follow_backward(int64_t id) {
+  int64_t pass = torch::autograd::get_current_graph_task_id();
+  if (pass < 0) return;
+  LastOfPass &last = last_of_pass[pass % last_of_pass.size()];
+  last.call.store(id, std::memory_order_relaxed);
+  if (last.pass.exchange(pass) == pass) return;
+  try {
+    auto &engine = torch::autograd::Engine::get_default_engine();
+    engine.queue_callback([&engine, &last, pass, session = to.session.load()] {
+      int64_t begin = now_ns(), call = last.call.load(std::memory_order_relaxed);
+      if (last.pass.load() != pass || session != to.session || !to.active) return;
+      try {
+        Span span{session, call, begin, 0, tables_of_thread().thread, Of::kBackward, false};
+        engine.queue_callback([span] { leave_span(span); });
+      } catch (const std::exception &) {  // as below
+      }
+    });
+  } catch (const std::exception &) {  // no callback can be queued here: the wait is not seen
+  }
+}
+
 // Records the call that is about to be launched.
 inline Launch record(const Op &op, const torch::jit::Stack &stack) {
   if (!to.active.load(std::memory_order_relaxed)) return {};
@@ -102,10 +136,7 @@ inline Launch record(const Op &op, const torch::jit::Stack &stack) {
     Launch launch{id, now_ns(), on_cpu(*kind), {}};
     row.time = launch.time;
     tables.last = id;
-    if (above.first == nullptr || above.first == backward_code) {
-      to.time_of_last.store(launch.time, std::memory_order_relaxed);
-      to.last_of_cpp.store(id, std::memory_order_release);
-    }
+    if (above.first == nullptr || above.first == backward_code) follow_backward(id);
     if (ring == nullptr || !ring->put(std::move(row))) to.dropped.fetch_add(1);
     launch.opened = open(kind, id);
     return launch;

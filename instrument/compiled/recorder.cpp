@@ -98,7 +98,6 @@ PyObject *begin(PyObject *, PyObject *args) {
   to.session++;
   to.step = to.ids = to.dropped = to.spans_dropped = to.errors = 0;
   to.coalescing = 0;
-  to.last_of_cpp = kNone;
   // A ring that another thread may still put a row in is never freed: sessions with another capacity are rare.
   if (auto *ring = to.ring.load(); ring == nullptr || ring->capacity() != static_cast<size_t>(capacity)) {
     to.ring = new Ring<Row>(static_cast<size_t>(capacity));
@@ -337,15 +336,6 @@ PyObject *watch_backward(PyObject *, PyObject *code) {
   Py_RETURN_NONE;
 }
 
-// backward_ended(began): records that a backward pass which began then waited since the last call that C++ made in it.
-PyObject *backward_ended(PyObject *, PyObject *value) {
-  int64_t began = PyLong_AsLongLong(value);
-  if (began == -1 && PyErr_Occurred()) return nullptr;
-  int64_t id = to.last_of_cpp.load(std::memory_order_acquire), time = to.time_of_last.load(std::memory_order_relaxed);
-  if (to.active && id != kNone && time >= began) waited(id, time, Of::kBackward);
-  Py_RETURN_NONE;
-}
-
 PyObject *unbound_wait = nullptr;
 
 // The value of an object of pybind11's, which stands behind its head: of a Work, the address of the one in C++.
@@ -434,7 +424,6 @@ PyMethodDef methods[] = {
     {"nccl_recorder", nccl_recorder, METH_NOARGS, nullptr},
     {"note_work", note_work, METH_VARARGS, nullptr},
     {"watch_backward", watch_backward, METH_O, nullptr},
-    {"backward_ended", backward_ended, METH_O, nullptr},
     {"state", state, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

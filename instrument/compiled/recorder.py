@@ -135,9 +135,6 @@ class CompiledRecorder(Recorder):
     def watch_backward(self, code: CodeType) -> None:
         self.native.watch_backward(code)
 
-    def backward_ended(self, began: int) -> None:
-        self.native.backward_ended(began)
-
     def start_coalescing(self) -> None:
         self.native.start_coalescing()
 

@@ -204,7 +204,6 @@ struct alignas(64) Recording {
   Counter ids{0};
   std::atomic<Ring<Row> *> ring{nullptr};
   std::atomic<Ring<Span> *> spans{nullptr};
-  std::atomic<int64_t> last_of_cpp{kNone}, time_of_last{0};  // the last call that a backward pass made without Python
   Counter dropped{0}, spans_dropped{0}, errors{0};
   std::mutex lock;  // of what follows; never held while Python runs
   std::string first_error;

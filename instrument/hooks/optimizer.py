@@ -9,7 +9,6 @@ checks its type (torch.compile) still recognizes it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic_ns
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +25,12 @@ _remove: list[Callable[[], None]] = []
 _patches = Patches()
 _watching = False
 _began = False
-_ended: Callable[[int], None] | None = None
-"""What is told of each backward pass that is over, and when it began in ns."""
 
 
 def install(session: Session) -> None:
-    global _ended
     _remove.append(register_optimizer_step_post_hook(session.iterations.on_optimizer_step).remove)
     if (code := watch_backward()) is not None:
         session.recorder.watch_backward(code)
-        _ended = session.recorder.backward_ended
 
 
 def watch_backward() -> CodeType | None:
@@ -48,11 +43,8 @@ def watch_backward() -> CodeType | None:
     class WatchedEngine(engine):  # type: ignore[misc]
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:
             global _began
-            _began, time = True, monotonic_ns()
-            result = super().run_backward(*args, **kwargs)
-            if _ended is not None:
-                _ended(time)
-            return result
+            _began = True
+            return super().run_backward(*args, **kwargs)
 
     _patches.replace(Variable, "_execution_engine", WatchedEngine())
     _watching, _began = True, False
@@ -60,8 +52,7 @@ def watch_backward() -> CodeType | None:
 
 
 def uninstall() -> None:
-    global _watching, _ended
-    _ended = None
+    global _watching
     while _remove:
         _remove.pop()()
     _patches.undo()

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_native_id
 from time import monotonic_ns
 from types import CodeType, FrameType
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 
 from crossrank.instrument.record.call_site import CallSites
 from crossrank.instrument.record.descriptor import Descriptor
@@ -34,6 +36,7 @@ from crossrank.instrument.record.recorder import (
     span_of,
 )
 from crossrank.instrument.record.reductions import ReductionReader
+from crossrank.instrument.torch_private import has
 from crossrank.recording import STOOD, Ran, Wait
 
 if TYPE_CHECKING:
@@ -68,7 +71,7 @@ class PythonRecorder(Recorder):
         self._coalescing = 0  # threads that gather a batch; changed under the lock
         self._dropped = self._spans_dropped = 0  # so are these
         self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
-        self._last_of_cpp = NO_CALL, 0  # and when: the last call that a backward pass made without Python
+        self._last_of_pass: dict[int, int] = {}  # of each backward pass under way: the last call that C++ made in it
         self._backward_code: CodeType | None = None
         self._call_of_work = _CallOf()
         self._call_of_storage = _CallOf()  # of a functional collective's result
@@ -115,8 +118,8 @@ class PythonRecorder(Recorder):
             batch = self._coalesced_batch(record_id, batch)
         self._thread.last = record_id
         now = monotonic_ns()
-        if frame is None or frame.f_code is self._backward_code:
-            self._last_of_cpp = record_id, now
+        if self._backward_code is not None and (frame is None or frame.f_code is self._backward_code):
+            self._follow_backward(record_id)
         if session.writer is not None:  # None where the folder cannot be written: markers go on without it
             if len(self._calls) < self._capacity:
                 self._calls.append((descriptor, record_id, seq, now, self.step, batch, tag, get_native_id()))
@@ -140,12 +143,28 @@ class PythonRecorder(Recorder):
         self._waited(record_id, began, _IN_LAUNCH, False)
 
     def watch_backward(self, code: CodeType) -> None:
-        self._backward_code = code
+        if has("waits of backward passes"):
+            self._backward_code = code
 
-    def backward_ended(self, began: int) -> None:
-        record_id, called = self._last_of_cpp
-        if self.active and record_id != NO_CALL and called >= began:
-            self._waited(record_id, called, _IN_BACKWARD, False)
+    def _follow_backward(self, record_id: int) -> None:
+        """Have the wait recorded at the end of the backward pass that made this call, as `follow_backward` of the
+        compiled kernel says."""
+        number = torch._C._current_graph_task_id()
+        if number < 0:
+            return
+        is_new = number not in self._last_of_pass
+        self._last_of_pass[number] = record_id
+        if is_new:
+            queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+
+            def computed() -> None:
+                call, begin = self._last_of_pass.pop(number, NO_CALL), monotonic_ns()
+                if self.active and call != NO_CALL:
+                    with suppress(RuntimeError):
+                        queue(lambda: self._waited(call, begin, _IN_BACKWARD, False))
+
+            with suppress(RuntimeError):  # no callback can be queued here: the wait is not seen
+                queue(computed)
 
     def note_work(self, work: dist.Work, record_id: int) -> None:
         self._call_of_work.note(_address(work), record_id)

@@ -109,13 +109,8 @@ class Recorder(ABC):
     @abstractmethod
     def watch_backward(self, code: CodeType) -> None:
         """`code` is that of the function in which Python starts a backward pass: a call of which it is the innermost
-        frame, or that has none, was made by C++."""
-
-    @abstractmethod
-    def backward_ended(self, began: int) -> None:
-        """Record the wait of a backward pass that began then, in ns, and is over: since the last call that C++ made in
-        it. DDP's reducer makes its last one when the last gradient is computed, and then waits for all of them, which
-        Python does not see."""
+        frame, or that has none, was made by C++, as DDP's reducer does. The reducer waits for its calls when all is
+        computed, which Python does not see: the pass is followed by callbacks of autograd's engine."""
 
     def nccl_recorder(self) -> bytes:
         """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""

@@ -64,7 +64,7 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     highest = max([home, *(rank for one in source.groups for rank in one.group.ranks or ())])
     size = source.world_size or world_size or highest + 1
     check_world_size(size, source.path)
-    if home >= size:
+    if not 0 <= home < size:
         raise CrossrankError(f"{source.path}: is of rank {home}, which is not among {size} ranks")
     forms: dict[str, StridedGroup] = {}
     for group in (one.group for one in source.groups):

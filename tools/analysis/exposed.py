@@ -1,7 +1,7 @@
 """Exposed communication: the time during which the program stood still for its communication, by what it waited for.
 
 It is measured on the host: from the begin of `Work.wait`, of `wait_tensor`, or of a launch that blocks, to its end; and
-from the last call that C++ made in a backward pass to the end of that pass.
+in a backward pass in which C++ made calls from the end of its computation to its own.
 """
 
 from __future__ import annotations
@@ -101,17 +101,21 @@ _BACKWARD = STOOD.index("backward")
 
 def _calls_without(one: RankTrace) -> int:
     """Calls that no wait is recorded for. The end of a backward pass waits for all calls that C++ made in it, and names
-    the last of them."""
+    the last of them: it covers those before it in its iteration that are of the same operation and group."""
     rows, stood = np.frombuffer(one.host_waits.row, np.int64), np.frombuffer(one.host_waits.stood, np.uint8)
     has_wait = np.zeros(len(one), bool)
     has_wait[rows[rows >= 0]] = True
     by_cpp = np.array([signature.api is None for signature in one.signatures], bool)
-    by_cpp = by_cpp[np.frombuffer(one.calls.signature, np.uint32)]
+    kind = np.frombuffer(one.calls.signature, np.uint32)
+    by_cpp = by_cpp[kind]
     steps = np.frombuffer(one.calls.step, np.int32)
     ends = np.unique(rows[(stood == _BACKWARD) & (rows >= 0)])
     # The next call that a backward pass ended with; none behind the last.
     following = np.append(ends, -1)[np.searchsorted(ends, np.arange(len(one)))]
-    covered = by_cpp & (following >= 0) & (steps == steps[following])
+    ops = np.unique([signature.op for signature in one.signatures] or [""], return_inverse=True)[1]
+    columns = steps, np.frombuffer(one.calls.group, np.uint32), ops[kind]
+    alike = np.logical_and.reduce([column == column[following] for column in columns])
+    covered = by_cpp & (following >= 0) & alike
     return int((~has_wait & ~covered).sum())
 
 
@@ -164,7 +168,7 @@ def _lines(waits: pl.DataFrame) -> list[ExposedLine]:
 def _notes(ranks: Sequence[RankTrace], recorded: Sequence[RankTrace]) -> Iterator[str]:
     yield (
         "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass, "
-        "from the last call that C++ made in it; what else C++ waits for is not seen"
+        "for what C++ called in it; what else C++ waits for is not seen"
     )
     if any("gloo" not in one.backend or "nccl" in one.backend for one in recorded):
         yield (

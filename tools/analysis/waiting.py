@@ -177,8 +177,8 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"
 
 
-_KNOWN = (pl.col("last_rank") >= 0) & (pl.col("members") >= pl.col("expected")) & ~pl.col("opens")
-"""Of calls: all members of the collective are known, who came last, and that it was not its profiler that did."""
+_KNOWN = (pl.col("wait") >= 0) & (pl.col("members") >= pl.col("expected")) & ~pl.col("opens")
+"""Of calls: all members of the collective are known, how long they waited, and that no profiler made them late."""
 
 
 def arrivals(found: Collectives) -> pl.DataFrame:
@@ -200,7 +200,7 @@ def lateness(found: Collectives) -> pl.DataFrame:
         _calls(found)
         .with_columns(moment=pl.when(is_compared).then(pl.Series(moment)))
         .select(
-            late_ns=pl.when(pl.col("members") > 1).then(late),
+            late_ns=pl.when(pl.col("moment").count().over("collective") > 1).then(late),
             waiting_ns=pl.when(pl.col("wait") >= 0).then("wait"),
             opens_window="opens",
         )
@@ -212,13 +212,13 @@ def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     earliest = rank.sort_by(wait, rank, descending=[True, False]).first().over("collective")
     known = calls.filter(_KNOWN)
     took_part = (
-        known.with_columns(is_first=(rank == earliest) & (rank != last) & (wait > 0))
+        known.with_columns(is_first=(rank == earliest) & (rank != last) & (last >= 0) & (wait > 0))
         .group_by("rank")
         .agg(collectives=pl.len(), first=pl.col("is_first").sum(), last=(rank == last).sum())
     )
     counted = calls.filter((wait > 0) & ~pl.col("opens"))
     waiting = covered(counted, ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
-    waited_for = covered(known.filter(wait > 0), ["last_rank"], moment, moment + wait)
+    waited_for = covered(known.filter((wait > 0) & (last >= 0)), ["last_rank"], moment, moment + wait)
     table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int64})
     for part in (took_part, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):
         table = table.join(part, on="rank", how="left", maintain_order="left")

@@ -163,6 +163,7 @@ class _Found:
         self._apart = np.array([batches_apart and is_p2p(one) and not one.members for one in job.signatures], bool)
         """Of each signature: calls of it stand by themselves, also in a batch."""
         self._node_of = {rank: trace.node for rank, trace in job.ranks.items() if trace.node}
+        self._locality_of: dict[object, Locality] = {}
         self._kinds: dict[CallKind, int] = {}
         self._sent: dict[int, Counter[int]] = {rank: Counter() for rank in job.ranks}
         self._not_placed = 0
@@ -329,7 +330,7 @@ class _Found:
         records = [self._possible(record, times) for record in records]
         kind = _kind(records, group, rank, whole, together)
         if kind.locality == "unknown":
-            kind = msgspec.structs.replace(kind, locality=self._locality(kind.ends or group.members, group))
+            kind = msgspec.structs.replace(kind, locality=self._locality(kind, group))
         if any(record.op in self._job.ranks[rank].sizes_of_others for record in records):
             self._unattributed[OTHER_ITERATION] += times
             # Whether it has splits is no size.
@@ -338,14 +339,16 @@ class _Found:
             self._count_sent(rank, records, group, times)
         return self._kinds.setdefault(kind, len(self._kinds))
 
-    def _locality(self, ranks: Sequence[int | None], group: ProcessGroup) -> Locality:
-        """Where ranks are that call, by the nodes that their files name."""
-        if group.guessed and self._job.missing:
+    def _locality(self, kind: CallKind, group: ProcessGroup) -> Locality:
+        """Where the ranks of a call are, by the nodes that their files name."""
+        if not self._node_of or (group.guessed and self._job.missing):
             return "unknown"
-        nodes = {self._node_of.get(rank) if isinstance(rank, int) else None for rank in ranks}
-        if not nodes or None in nodes:
-            return "unknown"
-        return "intra_node" if len(nodes) == 1 else "cross_node"
+        key = (group.index, kind.ends)
+        if key not in self._locality_of:
+            nodes = {self._node_of.get(rank, "") for rank in kind.ends or group.members}
+            where: Locality = "intra_node" if len(nodes) == 1 else "cross_node"
+            self._locality_of[key] = where if nodes and "" not in nodes else "unknown"
+        return self._locality_of[key]
 
     def _possible(self, record: CommRecord, times: int) -> CommRecord:
         """The record without impossible sizes."""

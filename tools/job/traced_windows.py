@@ -16,7 +16,7 @@ from crossrank.tools.graph.linking.linked_trace import LinkedTrace
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.busy import Spans, difference, spans_of, union
 from crossrank.tools.traces.kernels import COMPUTATION, communication_kernel
-from crossrank.tools.traces.kineto import DeviceEvent, KinetoTrace
+from crossrank.tools.traces.kineto import DeviceEvent, KinetoTrace, profiler_iterations
 from crossrank.tools.traces.param_comms import from_kineto
 from crossrank.tools.traces.rank_trace import RankTrace
 
@@ -49,7 +49,9 @@ def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
     hosts: list[_HostRange] = [
         (op.node.name, op.node.tid, op.start_ns, op.end_ns) for op in window.host if op.start_ns is not None
     ]
-    _take(trace, window.base_ns, activities, hosts, window.iterations)
+    # Files that were linked before they had iterations have the profiler's marks among their operations.
+    iterations = window.iterations or profiler_iterations((name, begin, end) for name, _, begin, end in hosts)
+    _take(trace, window.base_ns, activities, hosts, iterations)
 
 
 def take_kineto(trace: RankTrace, kineto: KinetoTrace) -> None:

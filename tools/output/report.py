@@ -38,7 +38,7 @@ def report_page(figures: Figures) -> str:
         diagnosis=figures.diagnosis and diagnosis.shown(figures.diagnosis, limit=_FINDINGS),
         replay=replayed,
         links=[(id, name) for id, (name, is_there, _) in parts.items() if is_there],
-        absent=[why for _, is_there, why in parts.values() if not is_there],
+        absent=[why for _, is_there, why in parts.values() if why and not is_there],
         has_lines=parts["lines"][1],
     )
 
@@ -65,7 +65,7 @@ def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
         "overlap": ("Overlap", figures.bandwidth.overlap is not None, "a window with all that ranks did"),
         "exposed": ("Exposed", figures.exposed is not None, "when hosts waited, which recordings of crossrank have"),
         "steps": ("Iterations", figures.steps is not None, "when iterations began"),
-        "diagnosis": ("Diagnosis", figures.diagnosis is not None, figures.diagnosis_problem),
+        "diagnosis": ("Diagnosis", figures.diagnosis is not None, ""),
     }
 
 

@@ -131,7 +131,13 @@ def write_export(path: str, output: Path, scrubber: Scrubber) -> None:
 def _made(rows: Iterator[tuple[object, ...]], rules: list[Rule], scrubber: Scrubber) -> Iterator[list[object]]:
     for rowid, *values in rows:
         found = [rule(value, scrubber) for rule, value in zip(rules, values, strict=True)]
-        yield [rowid, *(None if one is LEFT_OUT else int(one) if isinstance(one, Decimal) else one for one in found)]
+        yield [rowid, *map(_storable, found)]
+
+
+def _storable(value: object) -> object:
+    """A value as SQLite takes it; nothing in the place of one that was left out, or that 64 bits do not hold."""
+    value = int(value) if isinstance(value, Decimal) else value
+    return None if value is LEFT_OUT or (isinstance(value, int) and abs(value) >= 1 << 63) else value
 
 
 def texts_in(path: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -150,6 +151,8 @@ def wall(value: Any, scrubber: Scrubber) -> Any:
         return LEFT_OUT if moved is LEFT_OUT else str(moved)
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return number(value, scrubber)
+    if not isfinite(value):
+        return LEFT_OUT
     whole = int(value)
     if whole > _EPOCH_NS:
         return scrubber.names.wall(whole)

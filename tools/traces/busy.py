@@ -92,12 +92,16 @@ def _on_device(
     begins = np.append(np.minimum.accumulate(launches[::-1, 1])[::-1], last)
     place = np.searchsorted(launches[:, 0], at)
     launched = np.append(place[1:], len(launches)) > place
+    ran = np.flatnonzero(launched[:-1])
     lags = begins[place[launched]] - at[launched]
-    if len(lags) and lags.max() - lags.min() <= _STEADY * np.median(np.diff(at)):
+    slack = _STEADY * np.median(np.diff(at))
+    if len(ran) and lags.max() - lags.min() <= slack and last - at[ran[-1] + 1] <= np.median(lags) + slack:
         lag = int(np.median(lags))
-        for ran, ((number, begin), (_, end)) in zip(launched, pairwise(steps), strict=False):
-            if ran:
-                yield number, begin + lag, end + lag
+        for one in ran.tolist():
+            (number, begin), (_, end) = steps[one], steps[one + 1]
+            # The last one may have been cut off, or have an end in which the GPU did nothing.
+            is_cut = one == ran[-1] and 2 * (last - begin - lag) < end - begin
+            yield number, begin + lag, last if is_cut else end + lag
         return
     moved = np.maximum(first, begins[place]).tolist()
     yield from _seen([(number, begin) for (number, _), begin in zip(steps, moved, strict=True)], first, last)

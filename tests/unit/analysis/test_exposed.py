@@ -13,7 +13,7 @@ from crossrank.tools.traces.rank_trace import HostWaits, RankTrace, TraceBuilder
 MS = 1_000_000
 SEEN = (
     "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass, "
-    "from the last call that C++ made in it; what else C++ waits for is not seen"
+    "for what C++ called in it; what else C++ waits for is not seen"
 )
 
 

@@ -206,6 +206,9 @@ def test_the_ranks_of_one_file_are_those_that_it_or_the_user_gives() -> None:
     assert (len(spread(trace)), len(spread(trace, 8))) == (4, 8)
     with pytest.raises(CrossrankError, match="rank-1: is of rank 1, which is not among 1 ranks"):
         spread(trace, 1)
+    trace.rank = -(1 << 32)
+    with pytest.raises(CrossrankError, match="is of rank -4294967296, which is not among 4 ranks"):
+        spread(trace)
 
 
 @pytest.mark.parametrize("size", [-1, (1 << 20) + 1, 1 << 53])

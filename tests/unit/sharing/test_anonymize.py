@@ -6,6 +6,8 @@ import json
 import pickle
 import re
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -583,3 +585,18 @@ def test_a_large_number_in_a_name_is_no_rank(job: Path) -> None:
     (job / "rank-0.kineto.json").rename(job / "alice_job-482131.pt.trace.json")
     _, files = made(job)
     assert not any("482131" in name for name in files)
+
+
+@pytest.mark.parametrize("moment", [1e308, -1e308, float("inf")])
+def test_a_time_that_no_clock_has_is_left_out_of_an_export(tmp_path: Path, moment: float) -> None:
+    write_exports(tmp_path / "source", 1)
+    (export,) = (tmp_path / "source").glob("*.sqlite")
+    with closing(sqlite3.connect(export)) as connection:
+        connection.execute("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET start = ? WHERE rowid = 1", (moment,))
+        connection.commit()
+    assert main(["anonymize", str(tmp_path / "source"), "-o", str(tmp_path / "out")]) == 0
+    (made,) = (tmp_path / "out").glob("*.sqlite")
+    with closing(sqlite3.connect(made)) as connection:
+        times = [row[0] for row in connection.execute("SELECT start FROM CUPTI_ACTIVITY_KIND_RUNTIME ORDER BY rowid")]
+    assert times[0] is None or abs(times[0]) < 1 << 63
+    assert None not in times[1:]

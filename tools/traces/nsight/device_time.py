@@ -31,6 +31,8 @@ class DeviceWork(Columns):
     process: Column
     """globalPid >> 24."""
     correlation: Column
+    device: Column
+    stream: Column
     kind: Column
 
 
@@ -40,14 +42,14 @@ def device_work(export: Export) -> DeviceWork | None:
     name, operations = communication_operations(export)
     if name is None or len(export.all(GRAPH_TRACE, ("start",))[0]):
         return None
-    columns = ("start", "end", "globalPid", "correlationId")
+    columns = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId")
     kernels = export.all(KERNEL, (*columns, name))
-    parts = [[*kernels[:4], np.where(np.isin(kernels[4], list(operations)), _COMMUNICATION, _COMPUTATION)]]
+    parts = [[*kernels[:6], np.where(np.isin(kernels[6], list(operations)), _COMMUNICATION, _COMPUTATION)]]
     for table in (MEMCPY, MEMSET):
         rows = export.all(table, columns)
         parts.append([*rows, np.full(len(rows[0]), _MEMORY)])
-    start, end, pid, correlation, kind = (np.concatenate(column) for column in zip(*parts, strict=True))
-    work = DeviceWork(start, end, np.where(pid == NONE, NONE, pid >> 24), correlation, kind)
+    start, end, pid, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
+    work = DeviceWork(start, end, np.where(pid == NONE, NONE, pid >> 24), *others)
     return work.take((start >= 0) & (end > start) & (end < LATEST))
 
 
@@ -57,8 +59,11 @@ def take_device_work(export: Export, trace: RankTrace, work: DeviceWork, copies:
     spans = np.stack([work.start, work.end], axis=1)
     computation, communication, memory = (spans[work.kind == kind] for kind in (_COMPUTATION, _COMMUNICATION, _MEMORY))
     begins = np.empty((0, 2), np.int64)
-    if trace.steps:
+    if trace.steps and len(work):
         _, launched = launches(export, work.process, work.correlation)
-        begins = np.stack([launched, work.start], axis=1)[launched != NONE]
+        streams, of = np.unique(np.stack([work.device, work.stream]), axis=1, return_inverse=True)
+        computed = np.where(work.kind == _COMPUTATION, work.end - work.start, 0)
+        main = np.bincount(of.ravel(), computed, streams.shape[1]).argmax()
+        begins = np.stack([launched, work.start], axis=1)[(launched != NONE) & (of.ravel() == main)]
     communication = np.concatenate([communication, copies])
     trace.busy.add("device", epoch, computation, communication, memory, trace.steps, begins)
