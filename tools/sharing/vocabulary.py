@@ -90,7 +90,7 @@ _RANGES = (
     r"Lazy Function Loading|"
     r"(?:Mem(?:cpy|set)|Copy\w+)(?: [\w (>),-]*)?|(?:Stream|Event|Context|Device)(?: Wait)?(?: (?:Sync|Event))|"
     r"Iteration Start: PyTorch Profiler|Record Window End|PyTorch Profiler(?: \(\d+\))?|Traces|Spans|\[memory\]|"
-    r"(?:gloo|nccl|mpi|ucc|hccl):(?:[a-z_0-9]{1,40}|(?:send|recv) \d+(?:->|<-)\d+)|"
+    r"(?:gloo|nccl|mpi|ucc|hccl):(?:[a-z_0-9]{1,40}|(?:send|recv) \d+(?:->|<-)\d+)(?:, (?:seq|op_id) = \d+)*|"
     r"Activity Buffer Request|Resource|Trigger|Command Buffer Full|"
     r"hipMemcpyWithStream|Compute Kernel|Runtime Triggered Module Loading|INVALID"
 )
