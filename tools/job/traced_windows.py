@@ -111,9 +111,13 @@ def _take(
     if not kinds["communication"]:
         # A backend without kernels: its Works say when it communicated.
         kinds["communication"] = [(begin, end) for name, _, begin, end in hosts if is_work(name)]
-    launches = spans_of((at, begin) for *_, stream, at, begin, _ in activities if at is not None and stream == main)
+    kernels = [
+        (stream, at, begin) for kind, _, stream, at, begin, _ in activities if kind == "kernel" and at is not None
+    ]
+    launches = spans_of((at, begin) for _, at, begin in kernels)
+    of_main = spans_of((at, begin) for stream, at, begin in kernels if stream == main)
     computation, communication, memory = map(spans_of, kinds.values())
-    trace.busy.add("device", base_ns, computation, communication, memory, trace.steps, launches)
+    trace.busy.add("device", base_ns, computation, communication, memory, trace.steps, launches, of_main)
 
 
 def _of_host(hosts: Iterable[_HostRange]) -> tuple[Spans, Spans]:

@@ -78,22 +78,21 @@ _STEADY = 0.1
 
 
 def _on_device(
-    steps: Sequence[tuple[int, int]], launches: Spans, first: int, last: int
+    steps: Sequence[tuple[int, int]], launches: Spans, main: Spans, first: int, last: int
 ) -> Iterator[tuple[int, int, int]]:
     """(iteration, begin, end) on a GPU, of `steps`, which say when the host began each. The GPU may run behind.
+    `launches` and `main` are as `Busy.add` has them.
 
     A GPU that stays behind by one time has the host's iterations, later by that time: what it did first in one says
     little. Elsewhere the host runs ahead, and an iteration begins on the GPU with what was launched first in it.
     """
     if len(steps) < 2:
         return
-    launches = launches[np.argsort(launches[:, 0], kind="stable")]
     at = np.array([begin for _, begin in steps], np.int64)
-    begins = np.append(np.minimum.accumulate(launches[::-1, 1])[::-1], last)
-    place = np.searchsorted(launches[:, 0], at)
-    launched = np.append(place[1:], len(launches)) > place
+    begins, place = _first_begins(at, main, last)
+    launched = np.append(place[1:], len(main)) > place
     ran = np.flatnonzero(launched[:-1])
-    lags = begins[place[launched]] - at[launched]
+    lags = begins[launched] - at[launched]
     slack = _STEADY * np.median(np.diff(at))
     if len(ran) and lags.max() - lags.min() <= slack and last - at[ran[-1] + 1] <= np.median(lags) + slack:
         lag = int(np.median(lags))
@@ -103,8 +102,17 @@ def _on_device(
             is_cut = one == ran[-1] and 2 * (last - begin - lag) < end - begin
             yield number, begin + lag, last if is_cut else end + lag
         return
-    moved = np.maximum(first, begins[place]).tolist()
+    moved = np.maximum(first, _first_begins(at, launches, last)[0]).tolist()
     yield from _seen([(number, begin) for (number, _), begin in zip(steps, moved, strict=True)], first, last)
+
+
+def _first_begins(moments: Ints, launches: Spans, last: int) -> tuple[Ints, Ints]:
+    """(when what was launched from each moment on began first, `last` where nothing was; how many were launched before
+    it)"""
+    launches = launches[np.argsort(launches[:, 0], kind="stable")]
+    begins = np.append(np.minimum.accumulate(launches[::-1, 1])[::-1], last)
+    place = np.searchsorted(launches[:, 0], moments)
+    return begins[place], place
 
 
 def _seen(steps: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int, int]]:
@@ -146,10 +154,11 @@ class Busy:
         memory: Spans,
         steps: Sequence[tuple[int, int]],
         launches: Spans,
+        main: Spans | None = None,
     ) -> None:
         """Take in a window, whose times are ns since `base_ns`. `steps` are iterations and when they began on the host,
-        `launches` when each kernel of the stream that computes most was launched and when it began. A window on hosts
-        says nothing beside one on a GPU.
+        `launches` when each kernel was launched and when it began, `main` the same of the stream that computes most
+        (default: of all). A window on hosts says nothing beside one on a GPU.
         """
         every = np.concatenate([computation, communication, memory]) + base_ns
         if not len(every) or (self.where == "device" and where == "host"):
@@ -163,7 +172,8 @@ class Busy:
         self.computation = union(self.computation, computation + base_ns)
         self.communication = union(self.communication, communication + base_ns)
         self.memory = union(self.memory, memory + base_ns)
-        on_device = where == "device"
-        self.iterations += (
-            _on_device(steps, launches + base_ns, first, last) if on_device else _seen(steps, first, last)
-        )
+        main = launches if main is None else main
+        if where == "device":
+            self.iterations += _on_device(steps, launches + base_ns, main + base_ns, first, last)
+        else:
+            self.iterations += _seen(steps, first, last)

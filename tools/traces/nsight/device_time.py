@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossrank.tools.traces.busy import Spans
+from crossrank.tools.traces.busy import Spans, spans_of
 from crossrank.tools.traces.nsight.export import (
     GRAPH_TRACE,
     KERNEL,
@@ -58,12 +58,14 @@ def take_device_work(export: Export, trace: RankTrace, work: DeviceWork, copies:
     which communicate; iterations are those that the rank has already."""
     spans = np.stack([work.start, work.end], axis=1)
     computation, communication, memory = (spans[work.kind == kind] for kind in (_COMPUTATION, _COMMUNICATION, _MEMORY))
-    begins = np.empty((0, 2), np.int64)
+    begins = of_main = spans_of()
     if trace.steps and len(work):
         _, launched = launches(export, work.process, work.correlation)
         streams, of = np.unique(np.stack([work.device, work.stream]), axis=1, return_inverse=True)
         computed = np.where(work.kind == _COMPUTATION, work.end - work.start, 0)
         main = np.bincount(of.ravel(), computed, streams.shape[1]).argmax()
-        begins = np.stack([launched, work.start], axis=1)[(launched != NONE) & (of.ravel() == main)]
+        known = (launched != NONE) & (work.kind != _MEMORY)
+        spans_of_launches = np.stack([launched, work.start], axis=1)
+        begins, of_main = spans_of_launches[known], spans_of_launches[known & (of.ravel() == main)]
     communication = np.concatenate([communication, copies])
-    trace.busy.add("device", epoch, computation, communication, memory, trace.steps, begins)
+    trace.busy.add("device", epoch, computation, communication, memory, trace.steps, begins, of_main)
