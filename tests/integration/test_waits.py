@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from crossrank.comm import CommRecord
 from crossrank.recording import CommsFile, Wait
@@ -158,6 +160,35 @@ def test_what_is_computed_after_the_last_call_of_a_backward_pass_is_no_wait(two_
     for rank in (0, 1):
         (wait,) = (one for one in recorded(tmp_path, rank)[1] if one.stood == "backward")
         assert wait.took < LATE * 0.75e9
+
+
+def _checkpointed(rank: int) -> None:
+    """A reentrant checkpoint runs a backward pass of its own within the one that the script starts."""
+    slow: Callable[[torch.Tensor], torch.Tensor] = _Slow.apply
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                part = functools.partial(lambda layer, one: slow(layer(one)), layer)
+                given = checkpoint(part, given, use_reentrant=True)
+            return given
+
+    given = torch.ones(2, 8, requires_grad=True)
+    model = DistributedDataParallel(Model())
+    model(given).sum().backward()
+
+
+def test_backward_passes_within_another_one_do_not_count_its_computation(two_ranks: World, tmp_path: Path) -> None:
+    two_ranks.run(_checkpointed, tmp_path)
+    for rank in (0, 1):
+        waits = [one for one in recorded(tmp_path, rank)[1] if one.stood == "backward"]
+        assert waits
+        assert sum(one.took for one in waits) < LATE * 0.75e9
 
 
 def _compiled_steps(rank: int) -> None:
