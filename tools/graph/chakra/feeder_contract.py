@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from crossrank.errors import CrossrankError
+from crossrank.text import printable
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.framing import KINDS, read_trace
 from crossrank.tools.traces.json_document import parse
@@ -113,7 +114,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
     open_ends: dict[int, str] = {}  # messages that nothing has waited for so far
     ordered = True
     for offset, node in nodes:
-        where = f"node {node.id} ({node.name[:60]}) at byte {offset}"
+        where = f"node {node.id} ({printable(node.name[:60])}) at byte {offset}"
         if seen.has(node.id):
             raise CrossrankError(f"{path}: {where} has the id of {_place(path, node.id)}; convert it anew")
         sources = (*node.ctrl_deps, *node.data_deps)
@@ -222,7 +223,7 @@ def _lists_groups(node: pb.Node) -> bool:
 def _place(path: str, node_id: int) -> str:
     for offset, node in read_trace(path)[1]:
         if node.id == node_id:
-            return f"the one ({node.name[:60]}) at byte {offset}"
+            return f"the one ({printable(node.name[:60])}) at byte {offset}"
     raise AssertionError("unreachable")
 
 

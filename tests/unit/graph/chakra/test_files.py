@@ -140,6 +140,15 @@ def test_an_id_that_stands_twice_is_refused_with_both_places(tmp_path: Path) -> 
         check(path)
 
 
+def test_the_name_of_a_node_does_not_break_the_line_that_refuses_it(tmp_path: Path) -> None:
+    twice = [node(7), node(7)]
+    for one in twice:
+        one.name = "a\nb"
+    with pytest.raises(CrossrankError, match=r"node 7 \(a\\nb\) at byte 18 has the id of the one \(a\\nb\)") as refused:
+        check(file_of(tmp_path / "a.0.et", *twice))
+    assert "\n" not in str(refused.value)
+
+
 def test_a_dependency_on_a_node_that_is_not_there_breaks_the_contract(tmp_path: Path) -> None:
     result = check(file_of(tmp_path / "a.0.et", node(1, 99), node(2, ctrl=(0,))))
     assert result.faults == {"a dependency names a node that is not in the file": 2}
