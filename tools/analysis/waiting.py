@@ -191,14 +191,12 @@ def arrivals(found: Collectives) -> pl.DataFrame:
 def lateness(found: Collectives) -> pl.DataFrame:
     """One row per launch: `late_ns`, how long it began after that of the first rank, on corrected clocks, and
     `waiting_ns`, how long it waited for the last one; null where ranks cannot be compared."""
-    has_times = _has_times(found)
-    moment = found.began if has_times else found.called
-    on_one_clock = found.comparable if has_times else np.full(len(moment), found.clocks.count == 1)
+    count = len(found.rank)
+    on_one_clock = found.comparable if _has_times(found) else np.full(count, found.clocks.count == 1)
     late = pl.col("moment") - pl.col("moment").min().over("collective")
-    is_compared = pl.Series(on_one_clock & (moment > 0))
     return (
         _calls(found)
-        .with_columns(moment=pl.when(is_compared).then(pl.Series(moment)))
+        .with_columns(moment=pl.when(pl.Series(on_one_clock) & (pl.col("moment") > 0)).then("moment"))
         .select(
             late_ns=pl.when(pl.col("moment").count().over("collective") > 1).then(late),
             waiting_ns=pl.when(pl.col("wait") >= 0).then("wait"),

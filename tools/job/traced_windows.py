@@ -30,8 +30,8 @@ _MUCH = 0.1
 
 _HostRange = tuple[str, int | str | None, int, int]
 """(name, thread, begin, end)"""
-_Activity = tuple[str, bool, object, int | None, int, int]
-"""(category, communicates, stream, launched, begin, end)"""
+_Activity = tuple[str, str, bool, object, int | None, int, int]
+"""(name, category, communicates, stream, launched, begin, end)"""
 
 
 def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
@@ -39,13 +39,12 @@ def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
     communicating = {number for one in window.communications for number in one.activities}
     host_of = {op.id: op for op in window.host}
     activities: list[_Activity] = []
-    kernels = ((one.name, one.duration_ns) for one in window.activities if one.id not in communicating)
-    trace.notes += _unknown_kernels(kernels)
     for one in window.activities:
         launcher = host_of.get(one.host) if one.host is not None else None
         launched = launcher.start_ns if launcher is not None else None
         span = one.start_ns, one.start_ns + one.duration_ns
-        activities.append((one.category, one.id in communicating, (one.device, one.stream), launched, *span))
+        stream = one.device, one.stream
+        activities.append((one.name, one.category, one.id in communicating, stream, launched, *span))
     hosts: list[_HostRange] = [
         (op.node.name, op.node.tid, op.start_ns, op.end_ns) for op in window.host if op.start_ns is not None
     ]
@@ -61,9 +60,8 @@ def take_kineto(trace: RankTrace, kineto: KinetoTrace) -> None:
     for one in kineto.device:
         communicates = one.category == "kernel" and _communicates(one)
         at = launched.get(one.correlation) if one.correlation is not None else None
-        activities.append((one.category, communicates, (one.device, one.stream), at, one.start, one.end))
-    kernels = ((one.name, one.end - one.start) for one in kineto.device if not _communicates(one))
-    trace.notes += _unknown_kernels(kernels)
+        stream = one.device, one.stream
+        activities.append((one.name, one.category, communicates, stream, at, one.start, one.end))
     hosts: list[_HostRange] = [(one.name, one.tid, one.start, one.end) for one in kineto.host]
     _take(trace, kineto.base_ns, activities, hosts, kineto.iterations)
 
@@ -102,7 +100,10 @@ def _take(
         return
     kinds: dict[str, list[tuple[int, int]]] = {"computation": [], "communication": [], "memory": []}
     computed: Counter[object] = Counter()
-    for category, communicates, stream, _, begin, end in activities:
+    trace.notes += _unknown_kernels(
+        (name, end - begin) for name, _, is_comm, *_, begin, end in activities if not is_comm
+    )
+    for _, category, communicates, stream, _, begin, end in activities:
         kind = "communication" if communicates else "computation" if category == "kernel" else "memory"
         kinds[kind].append((begin, end))
         computed[stream] += end - begin if kind == "computation" else 0
@@ -112,7 +113,7 @@ def _take(
         # A backend without kernels: its Works say when it communicated.
         kinds["communication"] = [(begin, end) for name, _, begin, end in hosts if is_work(name)]
     kernels = [
-        (stream, at, begin) for kind, _, stream, at, begin, _ in activities if kind == "kernel" and at is not None
+        (stream, at, begin) for _, kind, _, stream, at, begin, _ in activities if kind == "kernel" and at is not None
     ]
     launches = spans_of((at, begin) for _, at, begin in kernels)
     of_main = spans_of((at, begin) for stream, at, begin in kernels if stream == main)
