@@ -196,7 +196,7 @@ def lateness(found: Collectives) -> pl.DataFrame:
     late = pl.col("moment") - pl.col("moment").min().over("collective")
     return (
         _calls(found)
-        .with_columns(moment=pl.when(pl.Series(on_one_clock) & (pl.col("moment") > 0)).then("moment"))
+        .with_columns(moment=pl.when((pl.col("moment") > 0) & pl.Series(on_one_clock)).then("moment"))
         .select(
             late_ns=pl.when(pl.col("moment").count().over("collective") > 1).then(late),
             waiting_ns=pl.when(pl.col("wait") >= 0).then("wait"),
