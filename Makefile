@@ -76,7 +76,8 @@ gpu-cpu: $(STAMP)
 	CROSSRANK_GPU_TESTS=cpu $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
 
 # What needs CUDA and NCCL, on a stand-in for both: tests/stand_in/README.md. Its environment has PyTorch's CUDA build,
-# which takes 5 GB. Outside CI the live faults run once more, with an NCCL of which each call blocks in its launch.
+# which takes 5 GB, and the oldest
+# versions of everything else that crossrank says it runs with. Outside CI the live faults run once more, with an NCCL of which each call blocks in its launch.
 STAND_IN := .stand-in/environment
 WITH_GPUS := PATH="$(CURDIR)/$(STAND_IN)/bin:$$PATH" tests/stand_in/with_gpus
 stand-in: $(STAND_IN)/installed
@@ -92,10 +93,10 @@ endif
 
 stand-in-environment: $(STAND_IN)/installed
 
-$(STAND_IN)/installed: pyproject.toml
+$(STAND_IN)/installed: pyproject.toml tests/stand_in/oldest.txt
 	$(PYTHON) -m venv $(STAND_IN)
 	$(STAND_IN)/bin/python -m pip install --quiet "torch===2.13.0" --config-settings editable_mode=compat -e ".[tools]" \
-	  pytest pytest-xdist pytest-timeout pytest-testmon pytest-cov
+	  -c tests/stand_in/oldest.txt pytest pytest-xdist pytest-timeout pytest-testmon pytest-cov
 	@touch $@
 
 # What a machine with torch and pytest lacks, for its Python and no other: make gpu-wheels GPU_PYTHON=3.12

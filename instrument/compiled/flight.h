@@ -10,6 +10,27 @@
 
 namespace crossrank {
 
+// What this thread asks of events meanwhile breaks no CUDA graph that is captured on any thread: see torch_dumps.py.
+class BesideCaptures {
+ public:
+  BesideCaptures() { exchange(); }
+  ~BesideCaptures() { exchange(); }
+  BesideCaptures(const BesideCaptures &) = delete;
+  BesideCaptures &operator=(const BesideCaptures &) = delete;
+
+ private:
+  void exchange() {  // which leaves in `mode_` the mode that was
+    using Exchange = int (*)(int *);
+    static const Exchange function = [] {
+      void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+      return driver == nullptr ? nullptr
+                               : reinterpret_cast<Exchange>(dlsym(driver, "cuThreadExchangeStreamCaptureMode"));
+    }();
+    if (function != nullptr) function(&mode_);
+  }
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+};
+
 // The recorder as JSON; empty where this process has none, for NCCL is part of torch's library for GPUs alone. Which of
 // torch's recorders holds NCCL's calls: see torch_dumps.py.
 inline std::string dump_nccl_recorder() {
@@ -34,6 +55,7 @@ inline std::string dump_nccl_recorder() {
   }();
   static const Dump dump = reinterpret_cast<Dump>(dlsym(library, kDump));
   constexpr bool kWithCalls = true, kOnlyOpen = false;
+  const BesideCaptures guard;
   if (dump_of != nullptr) return dump_of(kWithCalls, kOnlyOpen, "nccl2");
   return dump == nullptr ? std::string() : dump(kWithCalls, kOnlyOpen);
 }

@@ -132,6 +132,33 @@ def test_a_window_whose_edges_lie_in_captures_waits_for_their_ends(tmp_path: Pat
         assert [(window["edge"], window["step"]) for window in file.windows] == [("open", 4), ("close", 5)]
 
 
+READS = (
+    RANK.replace("import os", "import os, threading\nimport crossrank\nrecording = crossrank.enable()", 1)
+    + """
+value = torch.ones(1 << 20, device="cuda")
+pending = [dist.all_reduce(value, async_op=True) for _ in range(4)]
+graph, read = torch.cuda.CUDAGraph(), []
+with torch.cuda.graph(graph):
+    reader = threading.Thread(target=lambda: read.append(recording._session.recorder.nccl_recorder()))
+    reader.start()
+    reader.join()
+    dist.all_reduce(value)
+for work in pending:
+    work.wait()
+graph.replay()
+torch.cuda.synchronize()
+assert b"all_reduce" in read[0], read
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "python"])
+def test_the_thread_that_reads_durations_breaks_no_capture(kernel: str, tmp_path: Path) -> None:
+    ended = jobs.ranks(tmp_path, jobs.write_script(tmp_path, READS), 2, TRACING_KERNEL=kernel, TRACING_DIR="recording")
+    assert ended.codes == [0, 0], ended.stderr
+
+
 COUNTS = (
     RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
     + """

@@ -104,6 +104,7 @@ struct Graph {
   std::vector<std::shared_ptr<GraphNode>> nodes;
   Stream* origin = nullptr;  // of the capture that fills it
   std::vector<Stream*> streams;  // that are captured into it
+  std::atomic<bool> is_broken{false};
 };
 
 int device_count();         // that the program sees, by CUDA_VISIBLE_DEVICES

@@ -83,5 +83,11 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdeviceptr po
   if (size) *size = found->size;
   return CUDA_SUCCESS;
 }
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
+  auto wanted = static_cast<cudaStreamCaptureMode>(*mode);
+  cudaThreadExchangeStreamCaptureMode(&wanted);
+  *mode = static_cast<CUstreamCaptureMode>(wanted);
+  return CUDA_SUCCESS;
+}
 
 }  // extern "C"

@@ -4,11 +4,13 @@
 #include <cupti.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <thread>
 
 #include "device.h"
 
@@ -29,6 +31,38 @@ std::shared_ptr<Graph>& graph_of(cudaGraph_t handle) { return *reinterpret_cast<
 thread_local cudaError_t last_error = cudaSuccess;
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
+
+struct Capture {
+  std::shared_ptr<Graph> graph;
+  cudaStreamCaptureMode mode;
+  std::thread::id thread;
+};
+std::mutex captures_lock;
+std::vector<Capture> captures;  // that are under way
+unsigned long long next_capture = 0;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+// A call that is unsafe while a graph is captured is refused, and the capture is broken: one of this thread that was not
+// begun as relaxed, or a global one of any thread. What this thread has set narrows that
+// (cudaThreadExchangeStreamCaptureMode in NVIDIA's manual of the runtime).
+bool breaks_a_capture() {
+  if (capture_mode == cudaStreamCaptureModeRelaxed) return false;
+  bool breaks = false;
+  std::lock_guard guard(captures_lock);
+  for (const Capture& one : captures) {
+    const bool is_own = one.thread == std::this_thread::get_id() && one.mode != cudaStreamCaptureModeRelaxed;
+    const bool is_global = one.mode == cudaStreamCaptureModeGlobal && capture_mode == cudaStreamCaptureModeGlobal;
+    if (is_own || is_global) breaks = one.graph->is_broken = true;
+  }
+  return breaks;
+}
+
+bool is_broken(const std::shared_ptr<Graph>& capture) { return capture && capture->is_broken; }
+
+cudaStreamCaptureStatus status_of(const std::shared_ptr<Graph>& capture) {
+  if (!capture) return cudaStreamCaptureStatusNone;
+  return capture->is_broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+}
 
 std::mutex kernels_lock;
 std::map<const void*, std::string>& kernels() {  // host function -> name
@@ -190,6 +224,7 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
     std::lock_guard guard(kernels_lock);
     if (const auto found = kernels().find(function); found != kernels().end()) name = found->second;
   }
+  if (is_broken(stream_of(stream)->capture)) return failed(cudaErrorStreamCaptureInvalidated);
   launch_kernel(name, grid, block, shared_bytes, stream_of(stream), call.correlation(), arguments);
   return cudaSuccess;
 }
@@ -340,6 +375,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() {
   RUNTIME(cudaDeviceSynchronize_v3020);
+  if (breaks_a_capture()) return failed(cudaErrorStreamCaptureUnsupported);
   const Nanoseconds begin = now();
   wait_for_device(current_device());
   trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_CONTEXT_SYNCHRONIZE, call.correlation(), 0, nullptr, begin, now());
@@ -394,6 +430,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 
 cudaError_t cudaMalloc(void** pointer, size_t size) {
   RUNTIME(cudaMalloc_v3020);
+  if (breaks_a_capture()) return failed(cudaErrorStreamCaptureUnsupported);
   *pointer = allocate(size, current_device());
   return *pointer ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
@@ -554,6 +591,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (breaks_a_capture()) return failed(cudaErrorStreamCaptureUnsupported);
   if (is_lost()) return cudaErrorLaunchFailure;
   return is_complete(*event_of(event)) ? cudaSuccess : cudaErrorNotReady;
 }
@@ -577,17 +615,15 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 // --- graphs ----------------------------------------------------------------------------------------------------------
 
-namespace {
-std::atomic<unsigned long long> next_capture{0};
-}
-
-cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
   Stream* stream = stream_of(handle);
   if (stream->capture) return failed(cudaErrorIllegalState);
   stream->capture = std::make_shared<Graph>();
-  stream->capture->id = ++next_capture;
   stream->capture->origin = stream;
   stream->capture->streams.push_back(stream);
+  std::lock_guard guard(captures_lock);
+  stream->capture->id = ++next_capture;
+  captures.push_back({stream->capture, mode, std::this_thread::get_id()});
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
@@ -595,16 +631,20 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   if (!stream->capture || stream->capture->origin != stream) return failed(cudaErrorIllegalState);
   const std::shared_ptr<Graph> found = stream->capture;
   for (Stream* one : found->streams) one->capture.reset();
+  {
+    std::lock_guard guard(captures_lock);
+    captures.erase(std::find_if(captures.begin(), captures.end(), [&](const Capture& one) { return one.graph == found; }));
+  }
+  if (found->is_broken) return failed(cudaErrorStreamCaptureInvalidated);
   *graph = reinterpret_cast<cudaGraph_t>(new std::shared_ptr<Graph>(found));
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = stream_of(stream)->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = status_of(stream_of(stream)->capture);
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-  std::swap(current, *mode);
+  std::swap(capture_mode, *mode);
   return cudaSuccess;
 }
 #if CUDART_VERSION >= 13000
@@ -617,7 +657,7 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t handle, cudaStreamCaptureSt
   const void** edges = nullptr;
 #endif
   std::shared_ptr<Graph>& found = stream_of(handle)->capture;
-  *status = found ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = status_of(found);
   if (id) *id = found ? found->id : 0;
   if (graph) *graph = found ? reinterpret_cast<cudaGraph_t>(&found) : nullptr;
   if (dependencies) *dependencies = nullptr;
