@@ -266,6 +266,7 @@ class _Reading:
             "stack": np.array(self._stacks()),
             "id": record_id,
         }
+        trace.dump.launching = {int(record_id[entry]) for entry in launching}
         trace.calls.extend({name: values[keep] for name, values in found.items()})
 
     def _launching(self, pg_id: _Column, seq: _Column, p2p_seq: _Column, seems_over: _Column) -> list[int]:

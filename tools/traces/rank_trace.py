@@ -229,6 +229,8 @@ class DumpState:
     """Index of the group -> the highest collective_seq_id on any of its entries, those of P2P included."""
     with_p2p: set[int] = field(default_factory=set)
     """Groups on which there have been P2P calls, whether or not they are among the entries."""
+    launching: set[int] = field(default_factory=set)
+    """Ids of the calls in whose launch the rank is: NCCL may block there until the other ranks come."""
     active_only: bool = False
     """Completed calls were left out of the dump."""
     wrapped: bool = False

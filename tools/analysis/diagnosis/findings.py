@@ -54,8 +54,8 @@ KINDS: dict[str, Kind] = {
     ),
     "reduce_op_mismatch": Kind("ranks made a collective with different reductions", "compare op= at that line"),
     "opposite_order": Kind(
-        "ranks entered groups in an order in which each waits for the other",
-        "make every rank enter these groups in one order, or put the calls on one stream",
+        "ranks made their calls in an order in which each waits for the other",
+        "let every rank make these calls in one order",
     ),
     "not_started": Kind(
         "all ranks made the collective, and on some it never began to run",
@@ -75,7 +75,8 @@ KINDS: dict[str, Kind] = {
     ),
     "p2p_unmatched": Kind(
         "a send or receive that the other rank does not answer",
-        "look for the send or receive that rank {culprits} did not make, or made in another order",
+        "compare the sends and receives of rank {culprits} with those of their peers: one is left out, or comes in "
+        "another order",
     ),
     "p2p_size_mismatch": Kind(
         "a send and its receive have different numbers of elements or types",

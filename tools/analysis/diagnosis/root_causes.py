@@ -374,16 +374,27 @@ def find_cycles(search: Search) -> None:
             op, odd = skipped
             kind, stuck = "p2p_unmatched" if op.is_p2p else MISSING, op.waiting
             text = f"{rank_text(odd)} went past it: {text}"
-        elif not p2p:
-            kind, odd = "opposite_order", _odd_in_order(cycle, ops)
-            stuck = [rank for one in ops for rank in one.waiting]
         elif len(p2p) == len(ops):
             kind, stuck, odd = "p2p_wait_cycle", cycle, _odd_in_cycle(search, cycle)
+        elif all(_is_being_answered(search, one) for one in p2p):
+            kind, odd = "opposite_order", _odd_in_order(cycle, ops)
+            stuck = [rank for one in ops for rank in one.waiting]
         else:
             # Either the answer was left out, or the collective: without calls like these before, nobody can tell.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
         waiting = sorted(set(stuck).difference(odd))
         search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text), ops)
+
+
+def _is_being_answered(search: Search, op: StuckOp) -> bool:
+    """Whether the other rank of each send or receive is in the launch of the call that answers it: NCCL connects the
+    two ranks there, and may wait for what else runs on the GPU."""
+    for rank in op.waiting:
+        other, row = search.pairing.partner.get((rank, search.graph.blocked[rank]), (rank, -1))
+        trace = search.job.ranks[other]
+        if row < 0 or trace.calls.id[row] not in trace.dump.launching:
+            return False
+    return True
 
 
 def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
