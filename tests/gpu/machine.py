@@ -43,7 +43,7 @@ class Way:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-_ONE_GPU = {
+ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -52,8 +52,9 @@ _ONE_GPU = {
     "NCCL_DEBUG": "WARN",
     "NCCL_CUMEM_HOST_ENABLE": "0",
 }
+"""For ranks that share one GPU, each of which is a host of its own to NCCL (NCCL_HOSTID)."""
 GLOO = Way("gloo")
-OWN_HOSTS = Way("own hosts", own_host=True, env=_ONE_GPU)
+OWN_HOSTS = Way("own hosts", own_host=True, env=ONE_GPU)
 AS_THEY_ARE = Way("as they are", env={"NCCL_DEBUG": "WARN"})
 """NCCL refuses two ranks on one GPU."""
 ONE_RANK = Way("one rank", ranks=1, env={"NCCL_DEBUG": "WARN"})

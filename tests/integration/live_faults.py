@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from crossrank.instrument.torch_dumps import uses_nccl2
+from tests.gpu.machine import ONE_GPU, STAND_IN
 from tests.integration import forked_jobs
 
 ABSENT = ("missing_rank",)
@@ -48,8 +49,9 @@ _KERNELS = ("compiled", "python")
 
 
 def device_of(rank: int) -> torch.device:
-    """That of a rank; a new thread knows no default device, and begins on the first GPU."""
-    return torch.device(DEVICE, rank if DEVICE == "cuda" else 0)
+    """That of a rank, which may be that of others too; a new thread knows no default device, and begins on the first
+    GPU."""
+    return torch.device(DEVICE, rank % torch.cuda.device_count() if DEVICE == "cuda" else 0)
 
 
 _FOLDER = "LIVE_FAULTS_FOLDER"
@@ -90,6 +92,9 @@ class Fault:
 
     with_gloo: bool = True
     """Whether it is one without a GPU."""
+
+    by_stand_in: bool = False
+    """Whether a stand-in for a GPU makes it."""
 
     with_nccl2: bool = True
     """Whether torch's recorder shows it with `ProcessGroupNCCL2`: that notes no starts, and no ends once a rank is in
@@ -406,7 +411,7 @@ def waits_in_a_thread_beside_training(rank: int) -> None:
     metrics = dist.new_group(group_desc="metrics")
 
     def average() -> None:
-        with torch.cuda.stream(torch.cuda.Stream(rank)) if DEVICE == "cuda" else nullcontext():
+        with torch.cuda.stream(torch.cuda.Stream(device_of(rank))) if DEVICE == "cuda" else nullcontext():
             for step in range(4):
                 if (rank, step) == (1, 2):
                     time.sleep(600)  # rank 1
@@ -798,6 +803,7 @@ FAULTS: list[Fault] = [
         job=runs_a_kernel_that_never_ends,
         kinds=("all_joined_not_completed",),
         with_gloo=False,
+        by_stand_in=True,
         line_with_nccl=False,
     ),
     Fault(
@@ -807,10 +813,17 @@ FAULTS: list[Fault] = [
         kinds=("not_started",),
         timing=True,
         with_gloo=False,
+        by_stand_in=True,
         with_nccl2=False,
     ),
-    Fault(job=loses_its_gpu, culprits=(1,), kinds=RAISED, delays=DELAYS, with_gloo=False),
-    Fault(job=gets_an_error_of_nccl, kinds=("all_joined_not_completed",), with_gloo=False, line_with_nccl=False),
+    Fault(job=loses_its_gpu, culprits=(1,), kinds=RAISED, delays=DELAYS, with_gloo=False, by_stand_in=True),
+    Fault(
+        job=gets_an_error_of_nccl,
+        kinds=("all_joined_not_completed",),
+        with_gloo=False,
+        by_stand_in=True,
+        line_with_nccl=False,
+    ),
     Fault(job=two_at_once, ranks=8, culprits=(1, 6), kinds=ANOTHER_WAY),
     Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ABORTED, delays=DELAYS),
     Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
@@ -860,6 +873,8 @@ LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
 SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
 FAULTS = [fault for fault in FAULTS if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
+if not STAND_IN:
+    FAULTS = [fault for fault in FAULTS if not fault.by_stand_in]
 if DEVICE == "cuda" and uses_nccl2():
     FAULTS = [fault for fault in FAULTS if fault.with_nccl2]
 BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
@@ -871,7 +886,9 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
     os.environ["TRACING_KERNEL"] = _KERNELS[rank % 2]
     store = dist.FileStore(str(folder / "store"), fault.ranks)
     if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
+        if torch.cuda.device_count() < fault.ranks:
+            os.environ.update(ONE_GPU, NCCL_HOSTID=f"rank-{rank}")
+        torch.cuda.set_device(device_of(rank))
         torch.set_default_device(DEVICE)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     timeout = timedelta(seconds=fault.timeout)

@@ -45,7 +45,7 @@ def test_overlap_and_exposed_communication_are_those_of_the_log(
 ) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
     monkeypatch.setenv("STAND_IN_KERNELS", ".=1500")
-    monkeypatch.setenv("STAND_IN_NCCL_LATENCY_US", "4000")
+    monkeypatch.setenv("STAND_IN_NCCL_LATENCY_US", "8000")
     ended = jobs.ranks(
         tmp_path,
         jobs.write_script(tmp_path, JOB),
@@ -61,7 +61,7 @@ def test_overlap_and_exposed_communication_are_those_of_the_log(
         assert said[rank]["iterations"] == ITERATIONS
         for name, ms in truth.items():
             assert said[rank][name] == pytest.approx(ms, rel=0.01, abs=0.01), (rank, name, said[rank], truth)
-        assert 0.05 < truth["exposed_ms"] / truth["communication_ms"] < 0.9  # some is hidden, and some is not
+        assert 0.05 < truth["exposed_ms"] / truth["communication_ms"] < 0.9  # longer than all kernels
 
 
 def of_window(log: Path, rank: int) -> dict[str, float]:
