@@ -95,7 +95,7 @@ def test_the_rank_that_stayed_away_is_named(run: Path, hang: str, capsys: pytest
 def test_a_send_that_is_still_being_launched_is_no_send_that_was_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rank 0 makes an asynchronous barrier and then sends, rank 1 receives before the barrier. The kernel of the barrier
+    """Rank 0 makes an asynchronous barrier and then sends, rank 1 receives before the barrier. The barrier's kernel
     runs on rank 0's GPU for ever while its host connects the two ranks for the send."""
     code, found = answer(capsys, "diagnose", FIXTURES / "h200" / "hang-order")
     (cause,) = found["findings"]

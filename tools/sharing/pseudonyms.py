@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ntpath
 import re
 from functools import lru_cache
 
@@ -72,7 +73,8 @@ class Pseudonyms:
         return True
 
     def path(self, path: str) -> str:
-        """A path: of a library the part from there on, of any other file a name with its extension."""
+        """A path: of a library the part from there on, of any other file names of its folder and of the file, which is
+        the same wherever a path begins, with its extension."""
         if path.startswith("<") or not path:
             return path if self._is_public(path) else self.name("file", path)
         made = library_path(path) or ""
@@ -81,7 +83,9 @@ class Pseudonyms:
         else:
             # Of another library it stays that it is one.
             packages = "/site-packages/" if PACKAGES.search(path) else ""
-            made = packages + self.name("file", path) + (".py" if path.endswith(".py") else "")
+            folder, file = ntpath.split(path)
+            made = packages + (self.name("folder", folder) + "/" if folder else "")
+            made += self.name("file", file) + (".py" if file.endswith(".py") else "")
         if made != path:
             self.replaced[path] = made
         return made

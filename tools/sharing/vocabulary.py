@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import signal
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -163,7 +164,8 @@ PATTERNS = {
     ),
     "state": re.compile(r"scheduled|started|completed|timed_out|failed"),
     "reason": re.compile(
-        r"|hang|SIG[A-Z0-9]+|window|disable|exit|abort|atexit|exception|job ended|end of the job|minimize"
+        "|hang|window|disable|exit|abort|atexit|exception|job ended|end of the job|minimize|"
+        + "|".join(one.name for one in signal.Signals)
     ),
     "locality": re.compile(r"intra_node|nvlink_domain|cross_node|unknown"),
     "schema": re.compile(r"crossrank-comms \d+"),
@@ -208,7 +210,7 @@ _PACKAGES = frozenset(_PACKAGES_TEXT.split())
 _LIBRARY = re.compile(
     r".*?[/\\](?:(?P<kept>(?:site|dist)-packages)[/\\](?P<package>[\w.]+)(?P<inner>(?:[/\\][\w.-]+)*)|"
     r"lib[/\\](?P<python>python\d[.\d]{0,5})[/\\](?!site-|dist-)(?P<module>[\w.-]+)(?P<rest>(?:[/\\][\w.-]+)*)|"
-    r"(?P<own>torch|crossrank)(?P<below>(?:[/\\][\w.-]+)+))",
+    r"(?P<own>torch|crossrank)(?!.*[/\\](?:site|dist)-packages[/\\])(?P<below>(?:[/\\][\w.-]+)+))",
     re.DOTALL,
 )
 
@@ -220,6 +222,8 @@ def library_path(path: str) -> str | None:
     '/site-packages/torch/nn/modules/module.py'
     >>> library_path("/usr/lib/python3.11/threading.py"), library_path("/srv/torch/secret/model.py")
     ('/lib/python3.11/threading.py', None)
+    >>> library_path("/opt/torch/.venv/lib/python3.12/site-packages/torch/distributed/utils.py")
+    '/site-packages/torch/distributed/utils.py'
     """
     match = _LIBRARY.fullmatch(path)
     if match is None or ".." in path:
@@ -266,7 +270,7 @@ WORDS = frozenset(_MESSAGE_WORDS.split()) | {
 """Words of messages that stay: what torch.distributed and its backends say when communication fails."""
 
 
-_FREE = frozenset(("op", "value", "dtype", "category", "reason", "thread", "fact", "event type", "memory", "label"))
+_FREE = frozenset(("op", "value", "dtype", "category", "thread", "fact", "event type", "memory", "label"))
 _FREE |= {"device name", "function", "group"}
 """Kinds whose patterns leave room for words."""
 

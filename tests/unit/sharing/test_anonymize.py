@@ -345,8 +345,9 @@ def test_paths_of_libraries_lose_what_is_before_them(path: str, kept: str) -> No
 @pytest.mark.parametrize(
     ("path", "shape"),
     [
-        ("/home/alice/train.py", r"file-\w{12}\.py"),
-        ("/x/lib/python3.11/site-packages/acme_ops/moe.py", r"/site-packages/file-\w{12}\.py"),
+        ("train.py", r"file-\w{12}\.py"),
+        ("/home/alice/train.py", r"folder-\w{12}/file-\w{12}\.py"),
+        ("/x/lib/python3.11/site-packages/acme_ops/moe.py", r"/site-packages/folder-\w{12}/file-\w{12}\.py"),
         ("<string from alice>", r"file-\w{12}"),
     ],
 )

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from crossrank.comm import OPERATIONS, is_p2p
+from crossrank.tools.analysis.diagnosis.main_threads import is_destroying_groups, waits_elsewhere, waits_in_call
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, SCHEDULED, RankTrace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from crossrank.tools.traces.flight_recorder import Frame
 
 CLEARLY_STALE = 3
 """Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
@@ -123,6 +126,28 @@ class JobState(Job):
         return best
 
     @cached_property
+    def held_in(self) -> dict[int, int]:
+        """Rank -> row of its last call, in which its host is held, where nothing else says which calls are over. NCCL
+        makes a communicator, or connects ranks, in the first call that needs it."""
+        return {
+            rank: len(trace.calls) - 1
+            for rank, trace in self.ranks.items()
+            if len(trace.calls) and ends_unknown(trace) and waits_in_call(trace.ending, *self._last_call(rank))
+        }
+
+    def waits_unrecorded(self, rank: int) -> bool:
+        """Whether the main thread of a rank hung inside torch.distributed in something other than its last call."""
+        trace = self.ranks[rank]
+        if ends_unknown(trace) and is_destroying_groups(trace.ending):  # it waits for the end of calls
+            return False
+        return waits_elsewhere(trace.ending, *self._last_call(rank))
+
+    def _last_call(self, rank: int) -> tuple[tuple[Frame, ...], int]:
+        """Where and when a rank made its last call; nowhere where it made none."""
+        calls = self.ranks[rank].calls
+        return (self.stack(rank, len(calls) - 1) if len(calls) else ()), max(calls.called, default=0)
+
+    @cached_property
     def over(self) -> dict[int, int]:
         """Index of a group -> the last of its collectives that is over on every rank."""
         return {group.index: self._released(group) for group in self.groups}
@@ -139,7 +164,10 @@ class JobState(Job):
             made_by_all = min(self.enqueued(group, rank) or 0 for rank in present)
             retired = max(self._last_in_state(group, rank, RETIRED) for rank in present)
             if all(self.ranks[rank].source == "comms" or ends_unknown(self.ranks[rank]) for rank in present):
-                retired = made_by_all  # nothing says that a call ended
+                held = [self._held_on(group, rank) for rank in present]
+                retired = min(
+                    [made_by_all, *(number - 1 for number in held if number)]
+                )  # nothing else says that one ended
             last = max(last, min(retired, made_by_all))
         while last > 0:
             op = next((self.signature(rank, row).op for rank, row in self.rows_of(group, last)), None)
@@ -147,6 +175,13 @@ class JobState(Job):
                 break
             last -= 1
         return last
+
+    def _held_on(self, group: ProcessGroup, rank: int) -> int | None:
+        """The number of the collective of a group that the host of a rank is held in."""
+        row = self.held_in.get(rank)
+        if row is None or self.group_at(rank, row) is not group or is_p2p(self.signature(rank, row)):
+            return None
+        return self.ranks[rank].calls.number[row]
 
     @staticmethod
     def rows_of(group: ProcessGroup, number: int) -> Iterator[tuple[int, int]]:

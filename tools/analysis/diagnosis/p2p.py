@@ -112,6 +112,7 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
             continue
         # gloo reports no state: once both sides have called, the two will get through.
         stateless = numbered or (ends_unknown(send.trace) and ends_unknown(receive.trace))
+        stateless = stateless and all(job.held_in.get(rank) != held for rank, held in (a, b))
         if stateless or receive.calls.state[other_row] == COMPLETED:
             pairing.done.add(a)
         if stateless or send.calls.state[row] == COMPLETED:

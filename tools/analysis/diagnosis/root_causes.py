@@ -25,7 +25,7 @@ from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, erro
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, ends_unknown, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
-from crossrank.tools.analysis.diagnosis.stacks import place_of_call, waits_unrecorded
+from crossrank.tools.analysis.diagnosis.stacks import place_of_call
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph, strongly_connected_components
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import STARTED
@@ -71,7 +71,7 @@ class Search:
     @cached_property
     def waiting_unrecorded(self) -> set[int]:
         """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
-        found = {rank for rank in self._idle if waits_unrecorded(self.job, rank)}
+        found = {rank for rank in self._idle if self.job.waits_unrecorded(rank)}
         return set() if found == self._idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
 
     @property
@@ -205,7 +205,11 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         on_gloo = all(job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
         gone = aborted.intersection(group.ranks).difference(mismatch.ranks) if on_gloo else set()
         runs_ahead = all(ends_unknown(job.ranks[rank]) for rank in mismatch.ranks)
-        behind_it = [op for op in behind_it if runs_ahead or not op.absent & search.silent - gone]
+        behind_it = [
+            op
+            for op in behind_it
+            if runs_ahead or _has_more_calls(search, op, mismatch) or not op.absent & search.silent - gone
+        ]
         about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
         culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
         finding = finding_on(
@@ -225,6 +229,13 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
             text = f"{rank_text(gone)} left nothing of this call: {why}"
             follows = finding_on(group, "dump_missing", **about, waiting_ranks=sorted(gone), text=text, because_of=root)
             search.consequences.append(follows)
+
+
+def _has_more_calls(search: Search, op: StuckOp, mismatch: Mismatch) -> bool:
+    """Whether those who made other calls wait in one that the others, who ended well, never had to make."""
+    traces = [search.job.ranks.get(rank) for rank in op.absent]
+    ended_well = all(one is not None and one.ending.has_left and not one.ending.has_raised for one in traces)
+    return ended_well and set(op.waiting) <= set(mismatch.culprits)
 
 
 def _may_be_aborted(job: JobState, rank: int) -> bool:
@@ -316,7 +327,9 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
     elif any(rank not in ranks for rank in op.group.ranks):
         who = "every member with a dump made the call"
     shows = "the dumps do not show who holds it up"
-    if all(is_torchs_own(ranks[rank]) for rank in waiting):
+    if all(search.job.held_in.get(rank) == graph.blocked[rank] for rank in waiting):
+        shows = "their hosts are still in it: NCCL connects ranks in the first call that needs it"
+    elif all(is_torchs_own(ranks[rank]) for rank in waiting):
         shows = "who holds it up torch's own dumps cannot tell: they hold neither roots nor which process has ended"
     return "all_joined_not_completed", set(), f"{who}; {shows}"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import takewhile
-from pathlib import PurePath
 
 from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, error_text, group_text
-from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.main_threads import is_users, line_of, main_stack
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack
@@ -20,14 +20,6 @@ _MOST_FRAMES = 12
 _INNER_FRAMES = 4
 """Frames of libraries that are shown below the user's: what the user's line has called."""
 _COMMUNICATES = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
-_WAITS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|c10d_logger|rendezvous)\.py$")
-"""Files of functions that wait for other ranks, by calls or through the store."""
-_LIBRARY = re.compile(
-    r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |[/\\]torch[/\\]", re.IGNORECASE
-)
-"""Paths of code that is not the user's: torch and other packages, and Python's own."""
-_LONG = 2_000_000_000
-"""ns after its last call from which a rank that was ended inside torch.distributed is taken to have waited there."""
 
 
 def add_places(job: JobState, graph: WaitForGraph, findings: Sequence[Finding]) -> None:
@@ -66,10 +58,10 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     if row is None and len(trace.calls):
         row, what = len(trace.calls) - 1, "the last call it made"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
-    main = _stack_of_culprit(ending) if is_culprit else _main_stack(ending)
+    main = _stack_of_culprit(ending) if is_culprit else main_stack(ending)
     # At the end of a recording the main thread is where it ends, and not where the rank was.
     is_leaving = ending.reason in ("exit", "disable")
-    lost = main is not None and bool(frames) and not any(map(_is_users, main.frames))  # reporting an exception
+    lost = main is not None and bool(frames) and not any(map(is_users, main.frames))  # reporting an exception
     of_call = place_of_call(job, rank, row, role, what) if row is not None else None
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
@@ -86,8 +78,8 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
 
 def _is_in(frames: Sequence[Frame], call: Sequence[Frame]) -> bool:
     """Whether a thread is in a call, by the innermost line of the user that made it."""
-    lines = _lines([frame for frame in call if _is_users(frame)])
-    return not lines or lines[0] in _lines(frames)
+    line = next((line_of(frame) for frame in call if is_users(frame)), None)
+    return line is None or line in map(line_of, frames)
 
 
 def place_of_call(job: JobState, rank: int, row: int, role: str, what: str) -> Place | None:
@@ -107,22 +99,18 @@ def _row_of(job: JobState, finding: Finding, rank: int) -> int | None:
     return dict(job.rows_of(group, finding.collective_seq_id or 0)).get(rank) if group is not None else None
 
 
-def _main_stack(ending: Ending) -> OwnStack | None:
-    return next((stack for stack in ending.stacks if stack.thread == MAIN_THREAD), None)
-
-
 def _stack_of_culprit(ending: Ending) -> OwnStack | None:
     """The thread that does something else than communicate: the main one, unless it communicates and another not."""
-    main = _main_stack(ending)
+    main = main_stack(ending)
     if main is None or not _communicates(main):
         return main
-    busy = (stack for stack in ending.stacks if any(map(_is_users, stack.frames)) and not _communicates(stack))
+    busy = (stack for stack in ending.stacks if any(map(is_users, stack.frames)) and not _communicates(stack))
     return next(busy, main)
 
 
 def _communicates(stack: OwnStack) -> bool:
     """Whether what the user's innermost line called is in torch.distributed."""
-    called = takewhile(lambda frame: not _is_users(frame), stack.frames)
+    called = takewhile(lambda frame: not is_users(frame), stack.frames)
     return any(_COMMUNICATES.search(frame.filename) for frame in called)
 
 
@@ -132,39 +120,7 @@ def frame_texts(frames: Sequence[Frame]) -> list[str]:
     With FSDP or DDP dozens of the frameworks' frames lie between the call and the user's line. The recorder's own
     frames are left out.
     """
-    users = [frame for frame in frames if _is_users(frame)]
-    inner = [frame for frame in frames if not _is_users(frame) and RECORDER not in frame.filename]
+    users = [frame for frame in frames if is_users(frame)]
+    inner = [frame for frame in frames if not is_users(frame) and RECORDER not in frame.filename]
     most = _INNER_FRAMES if users else _MOST_FRAMES
     return [f"{frame.name} ({frame.filename}:{frame.line})" for frame in users[:_MOST_FRAMES] + inner[:most]]
-
-
-def _is_users(frame: Frame) -> bool:
-    return _LIBRARY.search(frame.filename) is None and RECORDER not in frame.filename
-
-
-def waits_unrecorded(job: JobState, rank: int) -> bool:
-    """Whether the main thread of a rank hung inside torch.distributed in something other than its last call.
-
-    Ranks that make a group, or look for a key of the store, wait for the others in what no recorder notes. The dumps
-    of crossrank have the stacks of the threads, and those show it.
-    """
-    trace = job.ranks[rank]
-    ending, main = trace.ending, _main_stack(trace.ending)
-    idle = (ending.taken_at or 0) - max(trace.calls.called, default=0)
-    hung = ending.reason == "hang" or (ending.was_terminated and idle > _LONG)
-    if main is None or ending.error is not None or not hung:
-        return False
-    frames = [frame for frame in main.frames if RECORDER not in frame.filename]
-    inner = list(takewhile(lambda frame: _WAITS.search(frame.filename), frames))
-    if not inner or len(inner) == len(frames):
-        return False
-    if ends_unknown(trace) and inner[-1].name == "destroy_process_group":  # it waits for the end of calls
-        return False
-    caller, *_ = _lines(frames[len(inner) :])
-    last_call = job.stack(rank, len(trace.calls) - 1) if len(trace.calls) else ()
-    return caller not in _lines(last_call)
-
-
-def _lines(frames: Sequence[Frame]) -> list[tuple[str, int]]:
-    """File and line of each frame. A record has a path without its folders."""
-    return [(PurePath(frame.filename).name, frame.line) for frame in frames]

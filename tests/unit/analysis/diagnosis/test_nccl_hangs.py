@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from crossrank.tools.cli import main
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 from tests.unit.graph.linking.public_traces import needs_traces, public
+
+H200 = Path(__file__).parents[3] / "fixtures" / "h200"
 
 
 @needs_traces
@@ -29,7 +32,26 @@ from tests.unit.graph.linking.public_traces import needs_traces, public
     ],
 )
 def test_a_hang_on_nccl_names_its_culprit_or_says_what_is_missing(
-    job: str, files: str, verdict: str, suspects: list[int]
+    job: str, files: str, verdict: str, suspects: list[int], tmp_path: Path
 ) -> None:
-    found = diagnosis_of(Path(public("nccl_live"), job, files))
-    assert (found.verdict, found.suspect_ranks) == (verdict, suspects)
+    recording = Path(public("nccl_live"), job, files)
+    assert main(["anonymize", str(recording), "-o", str(tmp_path / "anonymous")]) == 0
+    for folder in (recording, tmp_path / "anonymous"):
+        found = diagnosis_of(folder)
+        assert (found.verdict, found.suspect_ranks) == (verdict, suspects)
+
+
+@pytest.mark.parametrize(
+    ("recording", "kind", "op", "suspects", "waiting"),
+    [
+        # Every host is in the first call of its group or pair when the hang is noticed: NCCL connects the ranks.
+        ("hang-communicator", "all_joined_not_completed", "all_reduce", [], [0, 1, 2, 3]),
+        ("hang-connection", "all_joined_not_completed", "send", [], [0, 1]),
+        # Rank 0 runs its model once more than the others, whose calls end with what it calls then.
+        ("hang-other-operations", "type_mismatch", "reduce_scatter", [0], []),
+    ],
+)
+def test_what_an_h200_showed(recording: str, kind: str, op: str, suspects: list[int], waiting: list[int]) -> None:
+    found = diagnosis_of(H200 / recording)
+    (cause,) = found.findings
+    assert (cause.kind, cause.op, cause.culprit_ranks, cause.waiting_ranks) == (kind, op, suspects, waiting)

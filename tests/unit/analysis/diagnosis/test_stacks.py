@@ -9,7 +9,7 @@ import pytest
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Finding
-from crossrank.tools.analysis.diagnosis.stacks import frame_texts, waits_unrecorded
+from crossrank.tools.analysis.diagnosis.stacks import frame_texts
 from crossrank.tools.output.diagnosis.verdict import next_step
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
@@ -169,7 +169,7 @@ def test_a_rank_hung_inside_torch_distributed_in_something_else_than_its_last_ca
     ]
     facts = {"reason": reason, "taken_at": SECOND + after, "stacks": [OwnStack(thread="MainThread", frames=own)]}
 
-    assert waits_unrecorded(job(rank(0, *(calls if line else []), ending=facts | ending)), 0) == waits
+    assert job(rank(0, *(calls if line else []), ending=facts | ending)).waits_unrecorded(0) == waits
 
 
 @pytest.mark.parametrize(("backend", "shown"), [("nccl", 2), ("gloo", 1)])
