@@ -310,7 +310,8 @@ def ring() -> None:
 
 
 def barrier() -> None:
-    """An asynchronous barrier around a send."""
+    """An asynchronous barrier around a send, on a pair that is connected before: NCCL does not connect two ranks while
+    a kernel on their GPU waits for one of them."""
     begin(60)
     crossrank.enable()
     a = torch.ones(1 << 10, device=DEVICE)
@@ -318,6 +319,8 @@ def barrier() -> None:
     dist.barrier()
     synchronize()
     other = dist.new_group()
+    dist.send(a, 1, group=other) if RANK == 0 else dist.recv(a, 0, group=other)
+    synchronize()
     for _ in range(2):
         if RANK == 0:
             work = dist.barrier(async_op=True)

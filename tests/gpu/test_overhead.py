@@ -24,4 +24,4 @@ def test_a_call_and_a_step_cost_little_more(kernel: str, tmp_path: Path, note: A
     note(**found)
     if CUDA:  # a machine without a GPU is shared with other tests
         assert found["added_us"] < 25
-        assert abs(found["step_ratio"] - 1) < 0.03
+        assert found["step_ratio"] < 1.03

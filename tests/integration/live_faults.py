@@ -885,20 +885,22 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
     os.environ[_FOLDER] = str(folder)
     os.environ["TRACING_KERNEL"] = _KERNELS[rank % 2]
     store = dist.FileStore(str(folder / "store"), fault.ranks)
+    slower = 1
     if DEVICE == "cuda":
         if torch.cuda.device_count() < fault.ranks:
             os.environ.update(ONE_GPU, NCCL_HOSTID=f"rank-{rank}")
+            slower = 1 if STAND_IN else 5  # processes take turns on a GPU: NCCL connects them in seconds
         torch.cuda.set_device(device_of(rank))
         torch.set_default_device(DEVICE)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
-    timeout = timedelta(seconds=fault.timeout)
+    timeout = timedelta(seconds=fault.timeout * slower)
     bound = device_of(rank) if fault.eager else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=fault.ranks, timeout=timeout, device_id=bound)
     crossrank.enable(
         tracing=fault.tracing,
         directory=folder / "recording",
         node=f"node-{rank * fault.nodes // fault.ranks}",
-        hang_seconds=fault.hang_seconds,
+        hang_seconds=fault.hang_seconds * slower,
         timing=fault.timing,
     )
     fault.job(rank)

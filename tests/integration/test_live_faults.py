@@ -175,7 +175,8 @@ def parts_of(job: Job, fault: Fault, folder: Path) -> Iterator[tuple[str, Path]]
     yield "our records", folder / "ours"
     for rank in {*fault.culprits[:1], *sorted(fault.innocent)[-1:]}:
         part = folder / f"without {rank}"
-        shutil.copytree(job.recording, part, ignore=shutil.ignore_patterns("*.part", f"rank-{rank}.*", "verdict.json"))
+        others = shutil.ignore_patterns("*.part", f"{DIAGNOSING}*", f"rank-{rank}.*", "verdict.json")
+        shutil.copytree(job.recording, part, ignore=others)
         yield f"without rank {rank}", part
 
 
