@@ -165,9 +165,9 @@ def _replay(
         return _probe(_resized(recorded, given), given, one, lead), None
     plan = _changed(recorded, given, lead.place.world_size if lead is not None else None)
     if given.compute:
-        from crossrank.replay.run.operations import leave_out_missing
+        from crossrank.replay.run.operations import leave_out_refused
 
-        leave_out_missing(plan, given.imports)
+        leave_out_refused(plan, given.imports)
     if given.save_plan is not None:
         save_plan(plan, given.save_plan)
     if given.dry_run:

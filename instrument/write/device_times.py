@@ -117,6 +117,8 @@ class DeviceTimes:
         self._read()
         while self._answered < self._asked and time.monotonic() < until:
             time.sleep(_LOOKS / 5)
+        if self._answered < self._asked:
+            self._complain("torch's flight recorder did not answer within %g s at the end", _PATIENCE)
         self._stopped = True
 
     def stop(self) -> None:

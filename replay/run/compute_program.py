@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from crossrank.replay.results.measure import Computed
 from crossrank.replay.run.device_streams import DeviceStreams
 from crossrank.replay.run.fill import fill_blocks
 from crossrank.replay.run.host_time import gaps_of, host_times, shortened, slowness
-from crossrank.replay.run.operations import MISSING, find_operations
+from crossrank.replay.run.operations import find_operations, refusal
 from crossrank.replay.run.pacing import idle, make_busy
 from crossrank.replay.run.program import Bound, OwnTensors, Program
 from crossrank.tools.traces.kineto import read_kineto
@@ -67,7 +67,7 @@ class ComputeProgram:
         plan: ComputePlan,
         device: torch.device,
         *,
-        imports: Iterable[str] = (),
+        imports: Sequence[str] = (),
         scale: float = 1.0,
         indices: str = "uniform",
         seed: int = 0,
@@ -92,7 +92,7 @@ class ComputeProgram:
         """When each step of the last pass began, in ns."""
         self._steps = set(plan.steps)
         self._operations = find_operations(plan.schemas, imports)
-        self._defaults = [_defaults(one) for one in self._operations]
+        self._defaults = [_defaults(one.operation) for one in self._operations]
         self._blocks = fill_blocks(plan.blocks, device, indices, seed)
         self._generator = torch.Generator().manual_seed(seed)
         for number, slot in enumerate(plan.slots):
@@ -314,12 +314,11 @@ class ComputeProgram:
                 "kept": self.streams.kept,
             }
         for number, one in enumerate(self._operations):
-            if one is not None:
-                self._names[f"f{number}"] = one._op
-        missing = {number for number, one in enumerate(self._operations) if one is None}
+            if one.operation is not None:
+                self._names[f"f{number}"] = one.operation._op
         for place, operation in enumerate(self.plan.operations):
-            if operation.schema in missing:  # rank 0 has it, and this machine lacks it
-                self.failed[place] = MISSING
+            if operation.runs and (reason := refusal(self._operations[operation.schema], operation)):
+                self.failed[place] = reason  # rank 0 has it, and this machine lacks it; or somebody else sent the plan
 
     def _compile(self) -> None:
         self._parts, self._clocked = [], []

@@ -12,7 +12,7 @@ from torch.nn import functional
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan, Slot, coverage_of
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.operations import find_operations
+from crossrank.replay.run.operations import MISSING, find_operations
 from tests.unit.replay.compute.windows import CPU, compute_of, program_of, slot_of
 
 
@@ -204,8 +204,8 @@ def test_numbers_that_json_lacks_are_given_as_they_were(tmp_path: Path, value: f
 
 def test_an_operation_that_this_torch_lacks_is_found_out_before_anything_runs() -> None:
     known, unknown = find_operations(["aten::relu(Tensor self) -> Tensor", "nobody::has(Tensor x) -> Tensor"])
-    assert known is torch.ops.aten.relu.default
-    assert unknown is None
+    assert known.operation is torch.ops.aten.relu.default
+    assert (unknown.operation, unknown.reason) == (None, MISSING)
     with pytest.raises(CrossrankError, match=r"--import no\.such\.module: cannot be imported"):
         find_operations([], ["no.such.module"])
 
@@ -231,4 +231,4 @@ def test_text_of_a_trace_never_becomes_code() -> None:
     program.slots[0] = torch.ones(2)
     program.run_pass(trial=True)
     assert list(program.failed) == [0]
-    assert "rounding_mode" in program.failed[0]
+    assert "not run from a file" in program.failed[0]

@@ -1,0 +1,94 @@
+"""A recording or a plan that names operations which write files: none is written, and the rest is replayed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from tests.gpu.raw_kineto import unpacked
+from tests.integration import jobs
+
+RECORDING = Path(__file__).parents[1] / "fixtures" / "gloo" / "recording"
+FROM_FILE = (
+    "aten::from_file(str filename, bool? shared=None, int? size=0, *, ScalarType? dtype=None, Layout? layout=None, "
+    "Device? device=None, bool? pin_memory=None) -> Tensor"
+)
+FILL = "aten::fill_.Scalar(Tensor(a!) self, Scalar value) -> Tensor(a!)"
+
+
+def replay(*words: str | Path, folder: Path) -> str:
+    command = ["-m", "crossrank", "replay", *words, "--compute", "--repeat", "1", "--warmup", "0"]
+    ended = jobs.fork(command, folder, 120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def with_a_write(trace: dict[str, Any], victim: Path) -> dict[str, Any]:
+    """An execution trace in which the last operations make a file and write into it."""
+    model = [node for node in trace["nodes"] if node["name"] == "aten::ones"][-1]
+    top = max(node["id"] for node in trace["nodes"])
+    last = max(int(one["value"]) for node in trace["nodes"] for one in node["attrs"] if one["name"] == "rf_id")
+    made = [[top + 5, top + 6, 0, 64, 4, "cpu"], [64], "Tensor(float)"]
+
+    def node(number: int, schema: str, inputs: list[list[Any]]) -> dict[str, Any]:
+        given = {"rf_id": last + number, "op_schema": schema}
+        attrs = [one | {"value": given.get(one["name"], one["value"])} for one in model["attrs"]]
+        sides = {
+            side: {
+                "values": [row[0] for row in rows],
+                "shapes": [row[1] for row in rows],
+                "types": [row[2] for row in rows],
+                "strides": [[1] if row[1] else [] for row in rows],
+            }
+            for side, rows in (("inputs", inputs), ("outputs", [made]))
+        }
+        name = schema.partition("(")[0].partition(".")[0]
+        return {"id": top + 10 * number, "name": name, "ctrl_deps": model["ctrl_deps"], **sides, "attrs": attrs}
+
+    arguments = [(str(victim), "String"), (True, "Bool"), (64, "Int"), (6, "Int"), ("<None>", "None")]
+    arguments += [("cpu", "Device"), (False, "Bool")]
+    write = [node(1, FROM_FILE, [[value, [], kind] for value, kind in arguments])]
+    write += [node(2, FILL, [made, [7.0, [], "Double"]])]
+    return trace | {"nodes": trace["nodes"] + write}
+
+
+def test_an_execution_trace_writes_no_file(tmp_path: Path) -> None:
+    victim, recording = tmp_path / "profile", tmp_path / "recording"
+    shutil.copytree(RECORDING, recording)
+    path = recording / "rank-0.et.json.zst"
+    path.write_bytes(zstandard.compress(json.dumps(with_a_write(json.loads(unpacked(path)), victim)).encode()))
+    said = replay(recording, folder=tmp_path)
+    assert not victim.exists()
+    assert "1 x aten::from_file (0 ms): may do more than compute on tensors: not run from a file" in said
+
+
+def test_a_plan_writes_no_file(tmp_path: Path) -> None:
+    victim, plan = tmp_path / "profile", tmp_path / "plan.json"
+    replay(RECORDING, "--dry-run", "--save-plan", plan, folder=tmp_path)
+    content = json.loads(plan.read_text())
+    for rank in content["ranks"]:
+        compute = rank["compute"]
+        compute["schemas"].append(FROM_FILE)
+        first = next(one for one in compute["operations"] if one.get("results") and one.get("schema", -1) >= 0)
+        arguments = [str(victim), True, 64, 6, None, {"device": "cpu"}, False]
+        first.update(name="aten::from_file", schema=len(compute["schemas"]) - 1, arguments=arguments)
+    plan.write_text(json.dumps(content))
+    said = replay(plan, folder=tmp_path)
+    assert not victim.exists()
+    assert "2 x aten::from_file" in said
+
+
+@pytest.mark.parametrize("schema", ["aten::add._qualified_op_name(Tensor self) -> Tensor", "what?"])
+def test_a_schema_that_is_none_is_left_out_and_named(schema: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    replay(RECORDING, "--dry-run", "--save-plan", plan, folder=tmp_path)
+    content = json.loads(plan.read_text())
+    content["ranks"][0]["compute"]["schemas"] = [schema] * len(content["ranks"][0]["compute"]["schemas"])
+    plan.write_text(json.dumps(content))
+    said = replay(plan, "--dry-run", folder=tmp_path)
+    assert "this torch has no such operation" in said
