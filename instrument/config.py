@@ -65,6 +65,13 @@ class Config:
     vm_id: str | None = None
 
 
+_LARGEST_RING = 1 << 20
+"""Calls: some 180 MB."""
+_LEAST_SECONDS, _MOST_SECONDS = 0.1, 10_000_000
+_DIGITS = 15
+"""Of an iteration at most; a longer number is a mistake."""
+
+
 def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Config:
     """The configuration from the arguments of `enable()` (None = not given) and the environment.
 
@@ -94,7 +101,7 @@ def parse_window(text: str) -> Window:
     Window(start=10, stop=12, every=100)
     """
     parts = text.split(":")
-    if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
+    if len(parts) not in (2, 3) or not all(p.isascii() and p.isdigit() and len(p) <= _DIGITS for p in parts):
         raise ValueError(" is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000")
     start, stop = int(parts[0]), int(parts[1])
     every = int(parts[2]) if len(parts) == 3 else None
@@ -128,17 +135,20 @@ def _folder(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ValueError(" is not a whole number above 0")
-    return int(text)
+def _ring(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < _DIGITS and 0 < (calls := int(text)) <= _LARGEST_RING:
+        return calls
+    raise ValueError(f" is not a whole number from 1 to {_LARGEST_RING:,}")
 
 
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < float("inf"):
+        seconds = float(text)
+        if seconds == 0 or _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             return seconds
-    raise ValueError(" is not a number of seconds; 0 turns the hang watch off")
+    raise ValueError(
+        f" is not a number of seconds from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,}; 0 turns the hang watch off"
+    )
 
 
 # Field of `Config`: what reads its text, with a `ValueError` that says what is wrong; its variable, and that of the
@@ -156,7 +166,7 @@ SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "nsys": (_on_off, ("TRACING_NSYS",)),
     "kernel": (_one_of("auto", "compiled", "python"), ("TRACING_KERNEL",)),
     "node": (str, ("TRACING_NODE",)),
-    "ring": (_positive, ("TRACING_RING",)),
+    "ring": (_ring, ("TRACING_RING",)),
     "gpu_serial": (str, ("GPU_SERIAL",)),
     "vm_id": (str, ("VM_ID",)),
 }

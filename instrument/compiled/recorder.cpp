@@ -400,31 +400,44 @@ PyObject *nccl_recorder(PyObject *, PyObject *) {
   return PyBytes_FromStringAndSize(found.data(), static_cast<Py_ssize_t>(found.size()));
 }
 
+// A function as Python calls it: what C++ throws in it is an exception of Python.
+template <PyObject *(*function)(PyObject *, PyObject *)>
+PyObject *entry(PyObject *self, PyObject *arguments) {
+  try {
+    return function(self, arguments);
+  } catch (const std::bad_alloc &) {
+    return PyErr_NoMemory();
+  } catch (const std::exception &error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
 PyMethodDef methods[] = {
-    {"install", install, METH_VARARGS, nullptr},
-    {"uninstall", uninstall, METH_NOARGS, nullptr},
-    {"begin", begin, METH_VARARGS, nullptr},
-    {"set", set, METH_VARARGS, nullptr},
-    {"has_nvtx", has_nvtx, METH_NOARGS, nullptr},
-    {"set_marker", set_marker, METH_VARARGS, nullptr},
-    {"know_code", know_code, METH_VARARGS, nullptr},
-    {"forget_code", forget_code, METH_VARARGS, nullptr},
-    {"add_site", add_object, METH_O, nullptr},
-    {"add_group", add_object, METH_O, nullptr},
-    {"clear_sites", clear_sites, METH_NOARGS, nullptr},
-    {"forget_group", forget_group, METH_O, nullptr},
-    {"start_coalescing", start_coalescing, METH_NOARGS, nullptr},
-    {"end_coalescing", end_coalescing, METH_NOARGS, nullptr},
-    {"descriptor", descriptor, METH_O, nullptr},
-    {"device", device, METH_O, nullptr},
-    {"scalar_types", scalar_types, METH_NOARGS, nullptr},
-    {"take", take, METH_O, nullptr},
-    {"take_spans", take_spans, METH_O, nullptr},
-    {"recording_wait", recording_wait, METH_VARARGS, nullptr},
-    {"nccl_recorder", nccl_recorder, METH_NOARGS, nullptr},
-    {"note_work", note_work, METH_VARARGS, nullptr},
-    {"watch_backward", watch_backward, METH_O, nullptr},
-    {"state", state, METH_NOARGS, nullptr},
+    {"install", entry<install>, METH_VARARGS, nullptr},
+    {"uninstall", entry<uninstall>, METH_NOARGS, nullptr},
+    {"begin", entry<begin>, METH_VARARGS, nullptr},
+    {"set", entry<set>, METH_VARARGS, nullptr},
+    {"has_nvtx", entry<has_nvtx>, METH_NOARGS, nullptr},
+    {"set_marker", entry<set_marker>, METH_VARARGS, nullptr},
+    {"know_code", entry<know_code>, METH_VARARGS, nullptr},
+    {"forget_code", entry<forget_code>, METH_VARARGS, nullptr},
+    {"add_site", entry<add_object>, METH_O, nullptr},
+    {"add_group", entry<add_object>, METH_O, nullptr},
+    {"clear_sites", entry<clear_sites>, METH_NOARGS, nullptr},
+    {"forget_group", entry<forget_group>, METH_O, nullptr},
+    {"start_coalescing", entry<start_coalescing>, METH_NOARGS, nullptr},
+    {"end_coalescing", entry<end_coalescing>, METH_NOARGS, nullptr},
+    {"descriptor", entry<descriptor>, METH_O, nullptr},
+    {"device", entry<device>, METH_O, nullptr},
+    {"scalar_types", entry<scalar_types>, METH_NOARGS, nullptr},
+    {"take", entry<take>, METH_O, nullptr},
+    {"take_spans", entry<take_spans>, METH_O, nullptr},
+    {"recording_wait", entry<recording_wait>, METH_VARARGS, nullptr},
+    {"nccl_recorder", entry<nccl_recorder>, METH_NOARGS, nullptr},
+    {"note_work", entry<note_work>, METH_VARARGS, nullptr},
+    {"watch_backward", entry<watch_backward>, METH_O, nullptr},
+    {"state", entry<state>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

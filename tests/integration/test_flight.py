@@ -105,7 +105,7 @@ def test_the_watch_for_hangs_can_be_switched_off(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     bad = jobs.python(tmp_path, "crossrank.enable()", TRACING_HANG_SECONDS="soon")
     assert bad.stderr == (
-        "crossrank: tracing is off: TRACING_HANG_SECONDS='soon' is not a number of seconds; "
+        "crossrank: tracing is off: TRACING_HANG_SECONDS='soon' is not a number of seconds from 0.1 to 10,000,000; "
         "0 turns the hang watch off\n"
     )
 

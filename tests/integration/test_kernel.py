@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import msgspec
@@ -289,3 +290,15 @@ def test_inspect_says_which_kernel_recorded(tmp_path: Path) -> None:
     assert jobs.python(tmp_path, ONE_CALL).returncode == 0
     result = jobs.fork(["-m", "crossrank", "inspect", RECORDING], tmp_path)
     assert "kernel compiled" in result.stdout
+
+
+def test_what_cpp_throws_is_an_exception_of_python(tmp_path: Path) -> None:
+    script = """
+    recording = crossrank.enable()
+    try:
+        recording._session.recorder.native.begin(1 << 60)
+    except MemoryError:
+        print("no memory")
+    """
+    result = jobs.python(tmp_path, textwrap.dedent(script), TRACING_KERNEL="compiled")
+    assert (result.returncode, result.stdout) == (0, "no memory\n"), result.stderr

@@ -425,7 +425,10 @@ def test_a_failure_inside_the_recorder_is_counted_and_the_call_goes_through(two_
             {"TRACING_DIR": "s3://bucket/run"},
             "TRACING_DIR='s3://bucket/run' is a URL; name a folder, and copy it when the job has ended",
         ),
-        ({"TRACING_RING": "0"}, "TRACING_RING='0' is not a whole number above 0"),
+        (
+            {"TRACING_RING": "999999999999999999"},
+            "TRACING_RING='999999999999999999' is not a whole number from 1 to 1,048,576",
+        ),
     ],
 )
 def test_a_bad_value_is_one_line_and_training_goes_on(variables: dict[str, str], message: str, tmp_path: Path) -> None:

@@ -77,7 +77,21 @@ def test_an_argument_wins_over_the_variable_and_the_new_name_over_the_alias() ->
             {"TRACING_WINDOW": "1:5:3"},
             "TRACING_WINDOW='1:5:3': EVERY counts from START to the next START and must be at least 4",
         ),
-        ({"TRACING_RING": "-1"}, "TRACING_RING='-1' is not a whole number above 0"),
+        ({"TRACING_RING": "-1"}, "TRACING_RING='-1' is not a whole number from 1 to 1,048,576"),
+        ({"TRACING_RING": "30000000"}, "TRACING_RING='30000000' is not a whole number from 1 to 1,048,576"),
+        (
+            {"TRACING_WINDOW": "1:9999999999999999999"},
+            "TRACING_WINDOW='1:9999999999999999999' is not START:STOP or START:STOP:EVERY in iterations, for example "
+            "10:12 or 10:12:1000",
+        ),
+        *(
+            (
+                {"TRACING_HANG_SECONDS": text},
+                f"TRACING_HANG_SECONDS='{text}' is not a number of seconds from 0.1 to 10,000,000; 0 turns the hang "
+                "watch off",
+            )
+            for text in ("0.001", "1e300", "nan", "-1")
+        ),
     ],
 )
 def test_a_bad_value_names_variable_value_and_allowed_set(variables: dict[str, str], message: str) -> None:
