@@ -272,6 +272,7 @@ class WaitTensorKernel : public c10::OperatorKernel {
       handle.redispatchBoxed(keys & kBehindOurs, stack);
       return;
     }
+    const WaitUnderWay guard(id);
     int64_t begin = now_ns();
     try {
       handle.redispatchBoxed(keys & kBehindOurs, stack);

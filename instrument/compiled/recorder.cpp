@@ -347,6 +347,7 @@ PyObject *wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject
   all.insert(all.end(), args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
   bool active = to.active;
   int64_t id = active ? call_of_work.find(value_of(work)) : CallOf::kNoCall, begin = now_ns();
+  const WaitUnderWay guard(id);
   PyObject *result = PyObject_Vectorcall(unbound_wait, all.data(), count + 1, names);
   if (active) waited(id, begin, Of::kWork, result == nullptr);
   return result;
@@ -385,6 +386,19 @@ PyObject *state(PyObject *, PyObject *) {
                        static_cast<Py_ssize_t>(ring == nullptr ? 0 : ring->length()), "dropped", to.dropped.load(),
                        "spans_dropped", to.spans_dropped.load(), "errors", to.errors.load(), "first_error",
                        PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
+}
+
+// waits(): the ids of the calls that threads wait for at this moment, -1 for one that is not known.
+PyObject *waits(PyObject *, PyObject *) {
+  PyObject *list = PyList_New(0);
+  for (auto &slot : waits_under_way.slots) {
+    int64_t id = slot.load(std::memory_order_relaxed);
+    if (list == nullptr || id == WaitsUnderWay::kFree) continue;
+    PyObject *number = PyLong_FromLongLong(id);
+    if (number == nullptr || PyList_Append(list, number) < 0) Py_CLEAR(list);
+    Py_XDECREF(number);
+  }
+  return list;
 }
 
 // nccl_recorder(): torch's flight recorder of NCCL's calls as JSON, empty where this process has none.
@@ -434,6 +448,7 @@ PyMethodDef methods[] = {
     {"take", entry<take>, METH_O, nullptr},
     {"take_spans", entry<take_spans>, METH_O, nullptr},
     {"recording_wait", entry<recording_wait>, METH_VARARGS, nullptr},
+    {"waits", entry<waits>, METH_NOARGS, nullptr},
     {"nccl_recorder", entry<nccl_recorder>, METH_NOARGS, nullptr},
     {"note_work", entry<note_work>, METH_VARARGS, nullptr},
     {"watch_backward", entry<watch_backward>, METH_O, nullptr},
@@ -458,6 +473,7 @@ void in_child() {
   to.active = false;
   to.ring = nullptr;  // left behind: a thread of the parent may have been putting a row in
   to.spans = nullptr;
+  waits_under_way.clear();
   generation.fetch_add(1);
   after_fork();
 }

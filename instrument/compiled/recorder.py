@@ -121,6 +121,10 @@ class CompiledRecorder(Recorder):
     def take_spans(self, most: int) -> list[Wait | Ran]:
         return [span_of(*span) for span in self.native.take_spans(most)]
 
+    def waits_under_way(self) -> list[int]:
+        found: list[int] = self.native.waits()
+        return found
+
     def nccl_recorder(self) -> bytes:
         content: bytes = self.native.nccl_recorder()  # without the interpreter's lock
         return content

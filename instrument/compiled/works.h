@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 
@@ -72,5 +73,42 @@ class CallOf {
 // Never destroyed, as all that threads may still use while the process exits.
 inline CallOf &call_of_work = *new CallOf;
 inline CallOf &call_of_storage = *new CallOf;
+
+// The calls that threads wait for at this moment: -1 where it is not known which.
+class WaitsUnderWay {
+ public:
+  static constexpr int64_t kFree = INT64_MIN;
+
+  WaitsUnderWay() { clear(); }
+
+  void clear() {
+    for (auto &slot : slots) slot = kFree;
+  }
+
+  // The slot of a wait that begins; null where more threads wait than there are slots.
+  std::atomic<int64_t> *take(int64_t id) {
+    for (auto &slot : slots) {
+      int64_t expected = kFree;
+      if (slot.load(std::memory_order_relaxed) == kFree && slot.compare_exchange_strong(expected, id)) return &slot;
+    }
+    return nullptr;
+  }
+
+  std::array<std::atomic<int64_t>, 64> slots;
+};
+inline auto &waits_under_way = *new WaitsUnderWay;
+
+class WaitUnderWay {
+ public:
+  explicit WaitUnderWay(int64_t id) : slot_(waits_under_way.take(id)) {}
+  ~WaitUnderWay() {
+    if (slot_ != nullptr) slot_->store(WaitsUnderWay::kFree, std::memory_order_relaxed);
+  }
+  WaitUnderWay(const WaitUnderWay &) = delete;
+  WaitUnderWay &operator=(const WaitUnderWay &) = delete;
+
+ private:
+  std::atomic<int64_t> *slot_;
+};
 
 }  // namespace crossrank

@@ -71,6 +71,7 @@ class PythonRecorder(Recorder):
         self._coalescing = 0  # threads that gather a batch; changed under the lock
         self._dropped = self._spans_dropped = 0  # so are these
         self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
+        self._under_way: dict[int, int] = {}  # thread -> the call that it waits for
         self._last_of_pass: dict[int, int] = {}  # of each backward pass under way: the last call that C++ made in it
         self._backward_code: CodeType | None = None
         self._call_of_work = _CallOf()
@@ -178,18 +179,22 @@ class PythonRecorder(Recorder):
                     self._spans_dropped += 1
 
     def recording_wait(self, original: Callable[..., Any]) -> object:
-        find, waited = self._call_of_work.find, self._waited
+        find, waited, under_way = self._call_of_work.find, self._waited, self._under_way
 
         @functools.wraps(original)
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(work, *args, **kwargs)
             record_id, begin = find(_address(work)), monotonic_ns()
+            thread = get_native_id()
+            under_way[thread] = record_id
             try:
                 result = original(work, *args, **kwargs)
             except BaseException:
                 waited(record_id, begin, _IN_WORK, True)
                 raise
+            finally:
+                under_way.pop(thread, None)
             waited(record_id, begin, _IN_WORK, False)
             return result
 
@@ -213,14 +218,20 @@ class PythonRecorder(Recorder):
             record_id = storages.take(_storage(tensor))
         if record_id == NO_CALL:
             return redispatch(keys, tensor)
-        begin = monotonic_ns()
+        begin, thread = monotonic_ns(), get_native_id()
+        self._under_way[thread] = record_id
         try:
             result = redispatch(keys, tensor)
         except BaseException:
             self._waited(record_id, begin, _IN_TENSOR, True)
             raise
+        finally:
+            self._under_way.pop(thread, None)
         self._waited(record_id, begin, _IN_TENSOR, False)
         return result
+
+    def waits_under_way(self) -> list[int]:
+        return list(self._under_way.values())
 
     def counts(self) -> CallCounts:
         # Read from the counter's repr: `next` would use an id up.

@@ -112,6 +112,10 @@ class Recorder(ABC):
         frame, or that has none, was made by C++, as DDP's reducer does. The reducer waits for its calls when all is
         computed, which Python does not see: the pass is followed by callbacks of autograd's engine."""
 
+    @abstractmethod
+    def waits_under_way(self) -> list[int]:
+        """The ids of the calls that threads wait for at this moment; -1 for one that is not known."""
+
     def nccl_recorder(self) -> bytes:
         """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""
         dump = nccl_dump()

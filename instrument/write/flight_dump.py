@@ -112,6 +112,7 @@ class FlightDumps:
             "clock": now,
             "groups": session.groups.describe(),
             "calls": session.writer.recent() if session.writer is not None else [],
+            "waits": session.recorder.waits_under_way(),
             "stacks": stacks(),
         }
 

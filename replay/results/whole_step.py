@@ -64,7 +64,7 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         profiled_ms=median(profiled) / 1e6 if profiled else None,
         profiled_operations_ms=fmean(within) / 1e6 if within else None,
         profiled_between_ms=fmean(between) / 1e6 if between else None,
-        exposed_ms=fmean(waited) / 1e6,
+        exposed_ms=median(waited) / 1e6,
         recorded_exposed_ms=fmean(exposed) / 1e6 if exposed else None,
         host_ms=fmean(host) / 1e6,
         host_once_ms=fmean(once) / 1e6,

@@ -54,8 +54,10 @@ _WORDS = frozenset(_WORDS_TEXT.split())
 """Every text that an operation on tensors takes as a choice."""
 _EQUATION = re.compile(r"[A-Za-z., \->]{1,200}")
 _SIZES = frozenset(("size", "shape", "output_size", "repeats", "sizes", "pad", "padding"))
-_LENGTHS = _SIZES | {"end", "steps", "n", "m", "row", "col", "minlength", "num_classes", "window_length"}
+_LENGTHS = _SIZES | {"steps", "n", "m", "row", "col", "minlength", "num_classes", "window_length"}
 """Arguments that say how large a tensor becomes."""
+
+_RANGES = ("aten::arange", "aten::range")
 
 
 class Found(NamedTuple):
@@ -125,7 +127,9 @@ def refusal(found: Found, operation: ComputeOperation) -> str:
         equation = schema.name == "aten::einsum" and argument.name == "equation"
         if not all(_is_plain(text) or (equation and _EQUATION.fullmatch(text)) for text in _texts(value)):
             return _STRANGE_ARGUMENT
-        elements = _elements(argument.name, value)
+        # The end of a slice is beyond its tensor where it goes to the last row.
+        name = "size" if argument.name == "end" and schema.name in _RANGES else argument.name
+        elements = _elements(name, value)
         if elements > most:
             return f"asks for a tensor of {elements:,} elements, and this machine has {most:,} bytes of memory"
     return ""

@@ -113,7 +113,8 @@ def test_every_operation_and_every_call_of_a_window_runs_again(
     assert step["steps"] == len(STEPS)
     # Of eight steps the first has no begin, and one on each side of the window is left out: three are, on each rank.
     assert step["recorded_steps"] == 2 * 3
-    assert 0 < step["exposed_ms"] < step["replayed_ms"] <= step["replayed_p95_ms"]
+    assert 0 < step["exposed_ms"] <= step["replayed_p95_ms"]
+    assert step["replayed_ms"] <= step["replayed_p95_ms"]
     assert step["operations"][0]["replayed_us"] >= step["operations"][-1]["replayed_us"] > 0
     named = {row["name"]: row for row in step["operations"]}
     assert named["aten::addcdiv_"]["count"] == len(list(_model().parameters()))

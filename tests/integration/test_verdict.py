@@ -146,14 +146,46 @@ def test_a_job_that_goes_on_after_it_was_said_to_end_ends_as_it_was_said(tmp_pat
         assert f"rank {rank} ends with exit code {EXIT_CODE}" in ended.stderr
 
 
-def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(tmp_path: Path) -> None:
-    source = "look_elsewhere()\ntrain_step()\nsys.stdout.write('trained\\n')\n"
-    ended = run(tmp_path, source, TRACING_ON_HANG="abort")
+EARLY_RECEIVE = """
+receive = dist.irecv(torch.empty(8), 1 - rank)
+look_elsewhere()
+send = dist.isend(torch.ones(8), 1 - rank)
+receive.wait()
+send.wait()
+"""
+BESIDE_COMPUTATION = """
+work = dist.all_reduce(torch.ones(8), async_op=True) if rank == 0 else None
+look_elsewhere()
+work.wait() if work is not None else train_step()
+"""
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "python"])
+@pytest.mark.parametrize(
+    "silence", ["look_elsewhere()\n", EARLY_RECEIVE, BESIDE_COMPUTATION], ids=["idle", "early receive", "asynchronous"]
+)
+def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(silence: str, kernel: str, tmp_path: Path) -> None:
+    source = f"{silence}train_step()\nsys.stdout.write('trained\\n')\n"
+    ended = run(tmp_path, source, TRACING_ON_HANG="abort", TRACING_KERNEL=kernel)
     assert (ended.codes, ended.stdout.count("trained\n")) == ([0, 0], 2), ended.stderr
     assert "the job hangs" not in ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("crossrank: no communication")]
     assert len(lines) == 1
     assert lines[0].endswith("has what every rank did last (verdict: ok)")
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "python"])
+def test_a_rank_that_waits_for_a_work_of_its_own_hangs(kernel: str, tmp_path: Path) -> None:
+    source = """
+receive = dist.irecv(torch.empty(8), 0) if rank == 1 else None
+receive.wait() if receive is not None else look_elsewhere()
+if rank == 0:
+    dist.send(torch.ones(8), 1)
+"""
+    ended = run(tmp_path, source, TRACING_KERNEL=kernel)
+    assert ended.codes == [0, 0], ended.stderr
+    assert ended.stderr.count("crossrank: the job hangs") == 1
+    assert re.search(r"p2p_unmatched.*culprit +rank 0\n +waiting +rank 1\n", ended.stderr, re.DOTALL), ended.stderr
 
 
 def test_ranks_of_nodes_that_share_no_folder_are_not_accused(tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ FLIGHT = fields(
                 "clock": _CLOCK,
                 "groups": each(GROUP),
                 "calls": each(RECORD),
+                "waits": each(number),
                 "stacks": each(fields("stack", {"thread": text("thread"), "frames": FRAMES})),
             },
         ),

@@ -69,6 +69,8 @@ class Ending:
     """Exceptions that ended other threads than the main one; the process goes on."""
     stacks: list[OwnStack] = field(default_factory=list)
     """Where the threads were when the dump was taken."""
+    waits: list[int] | None = None
+    """The calls that they waited for, -1 for one that is not known; None = not known whether they did."""
 
     def take_exceptions(self, exceptions: Sequence[Raised], error: str | None = None) -> None:
         """Note what ended the process and its threads; `error` is what is known of a file that lists none."""

@@ -100,6 +100,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         trace.host, trace.world_size = moment.host, moment.world_size
         ending = trace.ending
         ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
+        ending.waits = moment.waits
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])
     if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):

@@ -178,6 +178,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     groups: Annotated[list[Group], _MANY] = []
     calls: Annotated[list[CommRecord], _MANY] = []
     """The last calls that were recorded, whether or not they left the node; gloo's P2P is known from here alone."""
+    waits: Annotated[list[Int], _MANY] | None = None
+    """Ids of the calls that threads of Python wait for, -1 for one that is not known; None in older dumps."""
     stacks: Annotated[list[OwnStack], _MANY] = []
 
 

@@ -173,7 +173,7 @@ class StepComparison(msgspec.Struct, kw_only=True):
     profiled_between_ms: float | None
     """Of such a step, what lies between operations and is no waiting: the host's own time, and the profiler's."""
     exposed_ms: float
-    """Time of a step in which the host waited for communication in the replay, mean over ranks and passes."""
+    """Time of a step in which the host waited for communication in the replay, median over ranks and passes."""
     recorded_exposed_ms: float | None
     """The same in the window, as far as it is recorded."""
     host_ms: float

@@ -115,6 +115,8 @@ def _notes(
             f"{rank_text(short)} has more calls open than its ring holds: the one that it is stuck in "
             "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
         )
+    if free := [rank for rank in job.ranks if job.open_rows[rank] and job.waits_for_none(rank)]:
+        yield f"{rank_text(free)} has begun calls that are not over, and waits for none of them"
     if blind := [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]:
         yield (
             f"the dumps of {rank_text(blind)} are torch's own, of gloo: they hold no sends and receives, and a "

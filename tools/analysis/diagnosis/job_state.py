@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from crossrank.comm import OPERATIONS, is_p2p
-from crossrank.tools.analysis.diagnosis.main_threads import is_destroying_groups, waits_elsewhere, waits_in_call
+from crossrank.tools.analysis.diagnosis.main_threads import (
+    is_destroying_groups,
+    may_wait,
+    waits_elsewhere,
+    waits_in_call,
+)
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, SCHEDULED, RankTrace
@@ -134,6 +139,11 @@ class JobState(Job):
             for rank, trace in self.ranks.items()
             if len(trace.calls) and ends_unknown(trace) and waits_in_call(trace.ending, *self._last_call(rank))
         }
+
+    def waits_for_none(self, rank: int) -> bool:
+        """Whether a rank on gloo, where hosts wait for communication themselves, is seen to wait for none."""
+        trace = self.ranks[rank]
+        return trace.backend == GLOO and not may_wait(trace.ending)
 
     def waits_unrecorded(self, rank: int) -> bool:
         """Whether the main thread of a rank hung inside torch.distributed in something other than its last call."""

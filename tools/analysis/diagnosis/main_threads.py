@@ -1,4 +1,4 @@
-"""Where the main threads of ranks were when a job hung, by the stacks in crossrank's own dumps."""
+"""Where the threads of ranks were when a job hung, by the stacks and waits in crossrank's own dumps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ _WAITS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|c10d_logg
 """Files of functions that wait for other ranks, by calls or through the store."""
 _CALLS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|utils)\.py$")
 """Files of functions that C++ makes calls for."""
+_MAY_WAIT = re.compile(
+    r"[/\\]torch[/\\](distributed|autograd|futures|nn[/\\]parallel)[/\\]|[/\\]torch[/\\](_tensor|_ops)\.py$"
+)
+"""Files of functions in which C++ may wait for communication."""
 _LONG = 2_000_000_000
 """ns after its last call from which a rank that was ended inside torch.distributed is taken to have waited there."""
 
@@ -28,6 +32,18 @@ def main_stack(ending: Ending) -> OwnStack | None:
 
 def is_users(frame: Frame) -> bool:
     return _LIBRARY.search(frame.filename) is None and RECORDER not in frame.filename
+
+
+def may_wait(ending: Ending) -> bool:
+    """Whether a thread of a rank that hung waits for communication, or may do so in C++; True where nothing shows it.
+
+    A call may have begun long before anybody waits for it: a receive that is posted early, one that runs beside
+    computation.
+    """
+    if ending.waits is None or ending.reason not in ("hang", "SIGUSR1") or not ending.stacks:
+        return True
+    innermost = [stack.frames[0].filename for stack in ending.stacks if stack.frames]
+    return bool(ending.waits) or any(map(_MAY_WAIT.search, innermost))
 
 
 def waits_in_call(ending: Ending, call: Sequence[Frame], called: int) -> bool:

@@ -89,8 +89,8 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
     blocked: dict[int, int] = {}
     missed_ends: dict[int, int] = {}
     for rank, trace in job.ranks.items():
-        if trace.ending.has_raised:
-            continue  # it is not in a call: it left
+        if trace.ending.has_raised or job.waits_for_none(rank):
+            continue  # it is not in a call: it left, or does something else
         row, missed = _first_open_row(job, rank, pairing)
         if missed and reports_ends(trace):
             missed_ends[rank] = missed

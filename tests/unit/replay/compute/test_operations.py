@@ -26,6 +26,9 @@ ARANGE = (
 )
 EINSUM = "aten::einsum(str equation, Tensor[] tensors, *, int[]? path=None) -> Tensor"
 ADD = "aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"
+SLICE = (
+    "aten::slice.Tensor(Tensor(a) self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor(a)"
+)
 TENSOR = {"slot": 0}
 
 
@@ -83,6 +86,10 @@ def test_more_arguments_than_the_schema_has_are_not_given() -> None:
 def test_a_tensor_larger_than_the_memory_is_not_made(schema: str, size: Any) -> None:
     assert "elements, and this machine has" in why_not(schema, size)
     assert why_not(schema, [4] if schema == ONES else 4) == ""
+
+
+def test_a_slice_to_the_last_row_is_no_large_tensor() -> None:
+    assert why_not(SLICE, TENSOR, 0, 500, (1 << 63) - 1) == ""
 
 
 def test_the_operations_of_an_imported_module_run_and_no_others(
