@@ -12,8 +12,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from math import isfinite, prod
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -33,31 +33,42 @@ _NEEDS = {
 _NAMESPACES = frozenset(("aten", "prims", "fsdp", "mkldnn"))
 _FUNCTIONAL = frozenset(("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"))
 """What is no communication by itself: communication is replayed from the records of calls."""
-_TORCHS_OWN = re.compile(
-    r"c10d\w*|_c10d\w*|symm_mem|_?quantized|quantization|onednn|mkl|mkldnn_prepacked|sparse|static_runtime|inductor\w*|"
-    r"profiler|rngprims|debug\w*|export|prim\w*|_\w+|cuda|torch\w*|higher_order|triton\w*"
-)
-"""Namespaces of torch that no import of the user's makes allowed."""
+_TORCHS_OWN_TEXT = """
+aten prims prim fsdp mkldnn c10d _c10d_functional c10d_functional _c10d_functional_autograd symm_mem quantized
+_quantized quantization onednn mkl mkldnn_prepacked sparse static_runtime inductor inductor_prims profiler rngprims
+debugprims debug_mode_ops export _test _dtensor _native cuda torch higher_order triton torchbind rpc
+"""
+_TORCHS_OWN = frozenset(_TORCHS_OWN_TEXT.split())
+"""Namespaces of torch, which no import of the user's makes allowed."""
 _REFUSED = re.compile(
-    r"from_file|save|load|_?print|_?(?:functional_)?assert\w*|set|set_data|_resize_output|sparse_resize\w*|"
-    r"resize_as_sparse|_copy_from_and_resize|_unsafe_(?!view$)\w+|_sparse_\w+_unsafe|_reinterpret\w*|_nested_\w+|"
-    r"_test_\w+|_cufft_\w+|record_stream|requires_grad|_backward|retain_grad|_version"
+    r"from_file|save|load|_?print|_?(?:functional_)?assert\w*|set|set_data|_resize_output|resize_as_sparse|"
+    r"_copy_from_and_resize|_unsafe_(?!view$)\w+|_reinterpret\w*|_nested_\w+|_test_\w+|_cufft_\w+|record_stream|"
+    r"requires_grad|_backward|retain_grad|_version|\w*sparse\w*|_?indices|_?values|c?col_indices|c?row_indices|"
+    r"_convert_indices\w*|_coalesced|fbgemm_\w+|_wrapped_\w+|quantized_\w+|data_ptr|_nbytes|_get_mkldnn\w*|"
+    r"_cumm(?:ax|in)_helper|_sobol_\w+|_?segment_reduce\w*|_nnpack_\w+"
 )
-"""Names in `aten`, without the underscore that stands for "in place": they write, end the process, or take memory for
-tensors that are not there."""
+"""Names, without the underscore that stands for "in place": they write, end the process, hold addresses in tensors, or
+use memory by indices and sizes that they do not check."""
 _WORDS_TEXT = """
 none tanh trunc floor mean sum prod amax amin max min constant reflect replicate circular same valid ij xy linear lower
 higher midpoint nearest left right reduced complete r backward forward ortho L U gelsy gelsd gelss gels gesvd gesvdj
-gesvda fro nuc relu silu gelu hardswish swish sigmoid hardtanh add
+gesvda fro nuc relu silu gelu hardswish swish sigmoid hardtanh add multiply mul sub div leaky_relu
 """
-_WORDS = frozenset(_WORDS_TEXT.split())
+_WORDS = frozenset(("", *_WORDS_TEXT.split()))
 """Every text that an operation on tensors takes as a choice."""
 _EQUATION = re.compile(r"[A-Za-z., \->]{1,200}")
-_SIZES = frozenset(("size", "shape", "output_size", "repeats", "sizes", "pad", "padding"))
+_CHOICE = re.compile(r"\w{0,32}")
+"""A text that an operation of the user's own may take, unless it is the name of a file."""
+_FILE = re.compile(r"file|path|name$", re.IGNORECASE)
+_SIZES = frozenset(("size", "shape", "output_size", "repeats", "sizes"))
 _LENGTHS = _SIZES | {"steps", "n", "m", "row", "col", "minlength", "num_classes", "window_length"}
 """Arguments that say how large a tensor becomes."""
 
 _RANGES = ("aten::arange", "aten::range")
+_LARGEST = 1 << 63
+_SCHEMA = re.compile(r"(\w+)::(\w+)(?:\.(\w+))?\(")
+_TYPES = frozenset((*range(12), 15, *range(23, 30), 44))
+"""Codes of types of elements (c10/core/ScalarType.h) but those of quantized ones."""
 
 
 class Found(NamedTuple):
@@ -86,27 +97,36 @@ def _made_by(module: str) -> frozenset[str]:
     except Exception as error:
         raise CrossrankError(f"--import {module}: cannot be imported ({one_line(error)}); install it here") from error
     after = torch._C._dispatch_get_all_op_names()
-    mine = after if is_known else set(after) - before
-    names = {name.partition(".")[0] for name in mine}
-    return frozenset(name for name in names if _TORCHS_OWN.fullmatch(name.partition("::")[0]) is None)
+    names = {name.partition(".")[0] for name in (after if is_known else set(after) - before)}
+    return frozenset(name for name in names if name.partition("::")[0] not in _TORCHS_OWN)
 
 
 def _find(text: str, imported: frozenset[str]) -> Found:
-    try:
-        schema = torch._C.parse_schema(text)
-        namespace, _, name = schema.name.partition("::")
-        if not _computes(namespace, name, imported):
-            is_torchs = namespace in _NAMESPACES or _TORCHS_OWN.fullmatch(namespace)
-            return Found(None, _NO_COMPUTATION if is_torchs else MISSING)
-        if namespace in _NEEDS:
-            importlib.import_module(_NEEDS[namespace])
-        packet = getattr(getattr(torch.ops, namespace), name)
-        found = getattr(packet, schema.overload_name or "default")
-    except (RuntimeError, AttributeError):
+    # torch's own parser of schemas takes any memory and any depth.
+    match = _SCHEMA.match(text)
+    if match is None:
         return Found(None, MISSING)
+    namespace, name, overload = match.groups()
+    if not _computes(namespace, name, imported):
+        return Found(None, _NO_COMPUTATION if namespace in _TORCHS_OWN else MISSING)
+    if namespace in _NEEDS:
+        importlib.import_module(_NEEDS[namespace])
+    found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload or "default", None)
     # An attribute of the packet may be no operation, and TorchScript has operations of its own.
-    is_operation = isinstance(found, torch._ops.OpOverload) and torch._C._dispatch_has_kernel(found.name())
-    return Found(found) if is_operation else Found(None, MISSING)
+    if not isinstance(found, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(found.name()):
+        return Found(None, MISSING)
+    return Found(_WithinStorage(found) if found.name() == "aten::_reshape_alias" else found)
+
+
+class _WithinStorage:
+    """`_reshape_alias`, which does not look whether its result lies in its tensor's memory, as a view that does."""
+
+    def __init__(self, operation: Any) -> None:
+        self._schema = operation._schema
+
+    @staticmethod
+    def _op(tensor: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
+        return tensor.as_strided(size, stride, tensor.storage_offset())
 
 
 def _computes(namespace: str, name: str, imported: frozenset[str]) -> bool:
@@ -122,34 +142,61 @@ def refusal(found: Found, operation: ComputeOperation) -> str:
     schema = found.operation._schema
     if len(operation.arguments) > len(schema.arguments):
         return _STRANGE_ARGUMENT
-    most = _memory()
-    for argument, value in zip(schema.arguments, operation.arguments, strict=False):
-        equation = schema.name == "aten::einsum" and argument.name == "equation"
-        if not all(_is_plain(text) or (equation and _EQUATION.fullmatch(text)) for text in _texts(value)):
-            return _STRANGE_ARGUMENT
-        # The end of a slice is beyond its tensor where it goes to the last row.
-        name = "size" if argument.name == "end" and schema.name in _RANGES else argument.name
-        elements = _elements(name, value)
-        if elements > most:
-            return f"asks for a tensor of {elements:,} elements, and this machine has {most:,} bytes of memory"
+    is_own = schema.name.partition("::")[0] not in _TORCHS_OWN
+    if not all(map(functools.partial(_is_plain, schema.name, is_own), schema.arguments, operation.arguments)):
+        return _STRANGE_ARGUMENT
+    elements, most = _elements(schema, operation.arguments), _memory()
+    if elements > most:
+        return f"asks for a tensor of more than {most:,} elements, and this machine has so many bytes of memory"
     return ""
 
 
-def _texts(value: Any) -> list[str]:
+def _is_plain(name: str, is_own: bool, argument: Any, value: Any) -> bool:
+    """Whether a value is of the kind that an argument takes: sizes are no tensors, texts are choices."""
+    if argument.name == "requires_grad" and value:
+        return False
+    if argument.name in ("dtype", "out_dtype") and isinstance(value, int) and not is_own:
+        return value in _TYPES
+    is_number = "int" in str(argument.type) and "Tensor" not in str(argument.type)
+    for one in _flat(value):
+        if isinstance(one, dict) and "slot" in one and is_number:
+            return False
+        if isinstance(one, str) and one not in _WORDS:
+            is_equation = name == "aten::einsum" and argument.name == "equation" and _EQUATION.fullmatch(one)
+            is_choice = is_own and _CHOICE.fullmatch(one) and not _FILE.search(argument.name)
+            if not (is_equation or is_choice):
+                return False
+    return True
+
+
+def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, list):
-        return [text for one in value for text in _texts(one)]
-    return [value] if isinstance(value, str) else []
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value
 
 
-def _is_plain(text: str) -> bool:
-    return text in _WORDS
-
-
-def _elements(name: str, value: Any) -> int:
-    """Of a tensor whose size an argument gives; 0 for any other argument."""
-    if name in _SIZES and isinstance(value, list) and all(isinstance(one, int) for one in value):
-        return prod(max(one, 1) for one in value)
-    return abs(round(value)) if name in _LENGTHS and isinstance(value, int | float) and isfinite(value) else 0
+def _elements(schema: Any, arguments: Sequence[Any]) -> int:
+    """Of the largest tensor that arguments ask for by a size; 0 where none does. A view takes no memory."""
+    if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
+        return 0
+    given = {one.name: value for one, value in zip(schema.arguments, arguments, strict=False)}
+    most = 0
+    for name, value in given.items():
+        if name in _SIZES and isinstance(value, list) and all(isinstance(one, int) for one in value):
+            most = max(most, prod(max(one, 1) for one in value))
+        elif name in _LENGTHS and isinstance(value, int):
+            most = max(most, abs(value))
+    lengths = [given.get(name) for name in ("n", "m", "row", "col")]
+    most = max(most, prod(max(abs(one), 1) for one in lengths if isinstance(one, int)))
+    if schema.name in _RANGES:
+        begin, end, step = (given.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1)))
+        if all(isinstance(one, int | float) and abs(one) < _LARGEST for one in (begin, end, step)) and step:
+            most = max(most, int(abs(end - begin) / abs(step)))
+        else:
+            most = _LARGEST
+    return most
 
 
 def _memory() -> int:

@@ -52,6 +52,11 @@ def why_not(schema: str, *arguments: Any) -> str:
         "inductor::_reinterpret_tensor(Tensor self, int[] size, int[] stride, int offset) -> Tensor",
         "_c10d_functional::all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor",
         "c10d::barrier(Tensor tensor) -> Tensor",
+        "aten::_wrapped_linear_prepack(Tensor weight, Tensor scale, Tensor zero_point, Tensor bias) -> Tensor",
+        "aten::fbgemm_pack_gemm_matrix_fp16(Tensor input) -> Tensor",
+        "mkldnn::data_ptr(Tensor mkldnn_tensor) -> int",
+        "aten::_sparse_coo_tensor_with_dims_and_tensors(int sparse_dim) -> Tensor",
+        "aten::_cummax_helper(Tensor self, Tensor(a!) values, Tensor(b!) indices, int dim) -> ()",
     ],
 )
 def test_an_operation_that_may_do_more_than_compute_is_not_run(schema: str) -> None:
@@ -60,7 +65,13 @@ def test_an_operation_that_may_do_more_than_compute_is_not_run(schema: str) -> N
 
 @pytest.mark.parametrize(
     "schema",
-    ["aten::add._qualified_op_name(Tensor self) -> Tensor", "no schema", "aten::nobody_has(Tensor self) -> Tensor"],
+    [
+        "aten::add._qualified_op_name(Tensor self) -> Tensor",
+        "no schema",
+        "aten::nobody_has(Tensor self) -> Tensor",
+        "aten::x(" + "(" * 20_000,
+        "acme::x(Tensor a) -> Tensor",
+    ],
 )
 def test_what_is_no_operation_is_missing(schema: str) -> None:
     assert why_not(schema) == MISSING
@@ -82,9 +93,29 @@ def test_more_arguments_than_the_schema_has_are_not_given() -> None:
     assert why_not(ADD, TENSOR, TENSOR, 1, 2) == "is given what no computation takes: not run from a file"
 
 
-@pytest.mark.parametrize(("schema", "size"), [(ONES, [1 << 20, 1 << 30]), (ARANGE, 1e18), (ARANGE, 1 << 62)])
+@pytest.mark.parametrize("code", [-1, 12, 99])
+def test_a_type_that_is_none_is_not_given(code: int) -> None:
+    assert why_not(ONES, [4], code) == "is given what no computation takes: not run from a file"
+    assert why_not(ONES, [4], 6) == ""
+
+
+def test_a_size_is_no_tensor_and_a_gradient_is_not_asked_for() -> None:
+    assert why_not(ONES, [TENSOR]) == "is given what no computation takes: not run from a file"
+    assert why_not(ADD, TENSOR, TENSOR) == ""
+    assert why_not("prims::empty(SymInt[] shape)", [4], 6, {"device": "cpu"}, True) != ""
+
+
+def test_a_view_lies_in_the_memory_of_its_tensor() -> None:
+    (found,) = find_operations(["aten::_reshape_alias(Tensor(a) self, SymInt[] size, SymInt[] stride) -> Tensor(a)"])
+    assert found.operation._op(torch.arange(4), [2], [2]).tolist() == [0, 2]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        found.operation._op(torch.arange(4), [12], [1])
+    assert why_not("aten::expand(Tensor(a) self, SymInt[] size) -> Tensor(a)", TENSOR, [1 << 20, 1 << 20]) == ""
+
+
+@pytest.mark.parametrize(("schema", "size"), [(ONES, [1 << 20, 1 << 30]), (ARANGE, 1e18), (ARANGE, 10**400)])
 def test_a_tensor_larger_than_the_memory_is_not_made(schema: str, size: Any) -> None:
-    assert "elements, and this machine has" in why_not(schema, size)
+    assert "elements, and this machine has so many bytes" in why_not(schema, size)
     assert why_not(schema, [4] if schema == ONES else 4) == ""
 
 
