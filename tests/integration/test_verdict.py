@@ -162,16 +162,20 @@ work.wait() if work is not None else train_step()
 
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
 @pytest.mark.parametrize(
-    "silence", ["look_elsewhere()\n", EARLY_RECEIVE, BESIDE_COMPUTATION], ids=["idle", "early receive", "asynchronous"]
+    ("silence", "verdict"),
+    [("look_elsewhere()\n", "ok"), (EARLY_RECEIVE, "incomplete"), (BESIDE_COMPUTATION, "incomplete")],
+    ids=["idle", "early receive", "asynchronous"],
 )
-def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(silence: str, kernel: str, tmp_path: Path) -> None:
+def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(
+    silence: str, verdict: str, kernel: str, tmp_path: Path
+) -> None:
     source = f"{silence}train_step()\nsys.stdout.write('trained\\n')\n"
     ended = run(tmp_path, source, TRACING_ON_HANG="abort", TRACING_KERNEL=kernel)
     assert (ended.codes, ended.stdout.count("trained\n")) == ([0, 0], 2), ended.stderr
     assert "the job hangs" not in ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("crossrank: no communication")]
     assert len(lines) == 1
-    assert lines[0].endswith("has what every rank did last (verdict: ok)")
+    assert lines[0].endswith(f"has what every rank did last (verdict: {verdict})")
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
@@ -186,6 +190,19 @@ if rank == 0:
     assert ended.codes == [0, 0], ended.stderr
     assert ended.stderr.count("crossrank: the job hangs") == 1
     assert re.search(r"p2p_unmatched.*culprit +rank 0\n +waiting +rank 1\n", ended.stderr, re.DOTALL), ended.stderr
+
+
+def test_a_rank_that_asks_again_and_again_is_neither_ok_nor_a_culprit(tmp_path: Path) -> None:
+    source = """
+if rank == 0:
+    look_elsewhere()
+work = dist.all_reduce(torch.ones(8), async_op=True)
+while not work.is_completed():
+    time.sleep(0.01)
+"""
+    ended = run(tmp_path, source, TRACING_ON_HANG="abort")
+    assert ended.codes == [0, 0], ended.stderr
+    assert verdict_of(tmp_path) == ("incomplete", [])
 
 
 def test_ranks_of_nodes_that_share_no_folder_are_not_accused(tmp_path: Path) -> None:

@@ -261,6 +261,16 @@ def find_unended_calls(search: Search) -> None:
         search.add_root(finding)
 
 
+def find_unknown_waits(search: Search) -> None:
+    """A silent job in which ranks have begun calls, and no wait for one is seen."""
+    if search.may_wait_otherwise and not search.roots:
+        text = (
+            f"{rank_text(search.may_wait_otherwise)} has begun calls that are not over; whether it waits for them "
+            "nothing shows"
+        )
+        search.add_root(finding_on(search.world, "not_recorded", text=text))
+
+
 def find_unknown_ends(search: Search) -> None:
     """A silent job in which every call was made by all of its ranks, and nothing says which calls are over."""
     ranks = search.job.ranks

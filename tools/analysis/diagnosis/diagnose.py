@@ -86,6 +86,7 @@ def _find_causes(search: Search) -> None:
     absent_ranks.find_raised_exceptions(search)
     absent_ranks.find_unended_calls(search)
     absent_ranks.find_unknown_ends(search)
+    absent_ranks.find_unknown_waits(search)
     # The root that showed first comes first: a fault is sooner the cause of a later one than the other way round.
     order = sorted(range(len(search.roots)), key=search.began.__getitem__)
     search.roots = [search.roots[index] for index in order]
@@ -115,8 +116,6 @@ def _notes(
             f"{rank_text(short)} has more calls open than its ring holds: the one that it is stuck in "
             "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
         )
-    if free := [rank for rank in job.ranks if job.open_rows[rank] and job.waits_for_none(rank)]:
-        yield f"{rank_text(free)} has begun calls that are not over, and waits for none of them"
     if blind := [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]:
         yield (
             f"the dumps of {rank_text(blind)} are torch's own, of gloo: they hold no sends and receives, and a "

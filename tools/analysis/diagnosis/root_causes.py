@@ -66,7 +66,14 @@ class Search:
 
     @cached_property
     def _idle(self) -> set[int]:
-        return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
+        return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys() - self.may_wait_otherwise
+
+    @cached_property
+    def may_wait_otherwise(self) -> set[int]:
+        """Ranks that have begun calls and are seen to wait for none of them: they may wait in a way that nothing shows,
+        such as asking again and again whether one is over."""
+        job = self.job
+        return {rank for rank in job.ranks if job.open_rows[rank] and job.waits_for_none(rank)}
 
     @cached_property
     def waiting_unrecorded(self) -> set[int]:
