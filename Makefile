@@ -76,8 +76,8 @@ gpu-cpu: $(STAMP)
 	CROSSRANK_GPU_TESTS=cpu $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
 
 # What needs CUDA and NCCL, on a stand-in for both: tests/stand_in/README.md. Its environment has PyTorch's CUDA build,
-# which takes 5 GB, and the oldest
-# versions of everything else that crossrank says it runs with. Outside CI the live faults run once more, with an NCCL of which each call blocks in its launch.
+# which takes 5 GB, and the oldest versions of everything else that crossrank says it runs with. Outside CI the live
+# faults run once more, with an NCCL of which each call blocks in its launch.
 STAND_IN := .stand-in/environment
 WITH_GPUS := PATH="$(CURDIR)/$(STAND_IN)/bin:$$PATH" tests/stand_in/with_gpus
 stand-in: $(STAND_IN)/installed
