@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,11 @@ def network_cards() -> int:
         if count := len(list(devices)):
             return count
     return 1
+
+
+def memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def give_memory_back() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from crossrank.errors import CrossrankError, one_line
+from crossrank.machine import memory
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation
 from crossrank.replay.plan.plan import Plan
 
@@ -61,9 +61,9 @@ _CHOICE = re.compile(r"\w{0,32}")
 """A text that an operation of the user's own may take, unless it is the name of a file."""
 _FILE = re.compile(r"file|path|name$", re.IGNORECASE)
 _SIZES = frozenset(("size", "shape", "output_size", "repeats", "sizes"))
-_LENGTHS = _SIZES | {"steps", "n", "m", "row", "col", "minlength", "num_classes", "window_length"}
-"""Arguments that say how large a tensor becomes."""
-
+_LENGTHS = _SIZES | {"steps", "minlength", "num_classes", "window_length"}
+_SIDES = ("n", "m", "row", "col")
+"""Arguments that say how large a tensor becomes, or one of its sides."""
 _RANGES = ("aten::arange", "aten::range")
 _LARGEST = 1 << 63
 _SCHEMA = re.compile(r"(\w+)::(\w+)(?:\.(\w+))?\(")
@@ -145,7 +145,7 @@ def refusal(found: Found, operation: ComputeOperation) -> str:
     is_own = schema.name.partition("::")[0] not in _TORCHS_OWN
     if not all(map(functools.partial(_is_plain, schema.name, is_own), schema.arguments, operation.arguments)):
         return _STRANGE_ARGUMENT
-    elements, most = _elements(schema, operation.arguments), _memory()
+    elements, most = _elements(schema, operation.arguments), memory()
     if elements > most:
         return f"asks for a tensor of more than {most:,} elements, and this machine has so many bytes of memory"
     return ""
@@ -188,8 +188,8 @@ def _elements(schema: Any, arguments: Sequence[Any]) -> int:
             most = max(most, prod(max(one, 1) for one in value))
         elif name in _LENGTHS and isinstance(value, int):
             most = max(most, abs(value))
-    lengths = [given.get(name) for name in ("n", "m", "row", "col")]
-    most = max(most, prod(max(abs(one), 1) for one in lengths if isinstance(one, int)))
+    sides = [given.get(name) for name in _SIDES]
+    most = max(most, prod(max(abs(one), 1) for one in sides if isinstance(one, int)))
     if schema.name in _RANGES:
         begin, end, step = (given.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1)))
         if all(isinstance(one, int | float) and abs(one) < _LARGEST for one in (begin, end, step)) and step:
@@ -197,10 +197,6 @@ def _elements(schema: Any, arguments: Sequence[Any]) -> int:
         else:
             most = _LARGEST
     return most
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def leave_out_refused(plan: Plan, imports: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
+from crossrank import machine
 from crossrank.budget import OBJECTS, ROWS, Budget
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_chunks
@@ -136,7 +136,7 @@ class _Reader(Generic[Content]):
 
     def _stream(self) -> None:
         """Hand on the rows, and leave the last ones and what follows the list in `_rest`."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = machine.memory()
         size = 0
         for chunk in read_chunks(self.path, self.issues):
             size += len(chunk)
