@@ -8,6 +8,7 @@ may have `base` of a thing, a larger one `per_byte` more for every byte that it 
 from __future__ import annotations
 
 import os
+import stat
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -81,3 +82,18 @@ class Budget:
             return ranks
         self.spend(MEMBERS, len(ranks))
         return list(ranks)
+
+
+def read_small(path: str | os.PathLike[str], most: int = 16 << 20) -> bytes:
+    """The content of a regular file that programs write for each other, such as a verdict.
+
+    A pipe would be waited for, and a device has no end: raises `BudgetError` for them and for more than `most` bytes,
+    `OSError` where the file cannot be read.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise BudgetError(os.fspath(path), "is no regular file; it is not read")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise BudgetError(os.fspath(path), f"is refused: it holds more than {most:,} bytes")
+    return content

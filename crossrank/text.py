@@ -131,7 +131,7 @@ def writable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
 def csv_text(value: object) -> object:
@@ -140,7 +140,7 @@ def csv_text(value: object) -> object:
     >>> csv_text("=1+1"), csv_text("sum"), csv_text(-1)
     ("'=1+1", 'sum', -1)
     """
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def from_csv_text(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from crossrank.errors import CrossrankError
 
+KEY = "CROSSRANK_REPLAY_KEY"
 DEFAULT_PORT = 29500
 _INIT_METHODS = "give tcp://HOST:PORT, file:///PATH or env://, with ?rank=R&world_size=N where no launcher says them"
 """What torch and PARAM use where no other is given."""
@@ -40,6 +42,8 @@ class RankInfo:
     """torchrun's agent already listens at `host`:`port`."""
     file: str = ""
     """All meet in this file, and not at `host`:`port`."""
+    key: bytes = b""
+    """Of the seals on what the ranks send each other."""
     attempt: str = ""
     """What tells this start of the processes from an earlier one that used the same store."""
 
@@ -72,6 +76,7 @@ def detect_launcher(
             host="" if file else host or environment.get("MASTER_ADDR") or _first_host(environment, launcher, alone),
             port=port,
             file=file,
+            key=os.fsencode(environment.get(KEY, "")),
             attempt="/".join(environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")),
             agent_store=has_agent and not is_given,
         )

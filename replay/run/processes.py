@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver as forkserver
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -53,7 +54,8 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
     Raises `Failed` with the state of every rank where one of them died, failed or hung.
     """
     store = listen("127.0.0.1", 0, settings.timeout_s)
-    rendezvous = Rendezvous(store, plan.world_size)
+    key = secrets.token_bytes(32)
+    rendezvous = Rendezvous(store, plan.world_size, key=key)
     rendezvous.send_plan(plan, settings)
     # Variables that torch reads when it is imported need processes that import it anew.
     context: Any = multiprocessing.get_context("spawn" if environment else "forkserver")
@@ -62,7 +64,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
         _start_fork_server()
     processes: list[BaseProcess] = []
     for rank in range(plan.world_size):
-        arguments = (rank, plan.world_size, store.port, settings.timeout_s)
+        arguments = (rank, plan.world_size, store.port, key, settings.timeout_s)
         processes.append(context.Process(target=_rank, args=arguments, name=f"rank {rank}", daemon=True))
     try:
         with _variables(environment or {}):
@@ -125,7 +127,7 @@ def _results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> list[RankR
             raise Failed(_last_states(rendezvous, [process.exitcode for process in processes]))
 
 
-def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
+def _rank(rank: int, world_size: int, port: int, key: bytes, timeout_s: float) -> None:
     """Runs in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends all
     threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
@@ -133,8 +135,9 @@ def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
     timeout = timedelta(seconds=timeout_s)
-    first, second = (TCPStore("127.0.0.1", port, is_master=False, timeout=timeout) for _ in range(2))
-    code, _ = run_rank(rank, rank, Rendezvous(first, world_size), Rendezvous(second, world_size))
+    stores = (TCPStore("127.0.0.1", port, is_master=False, timeout=timeout) for _ in range(2))
+    first, second = (Rendezvous(store, world_size, key=key) for store in stores)
+    code, _ = run_rank(rank, rank, first, second)
     leave(code)
 
 
@@ -142,6 +145,10 @@ def _end_with_parent() -> None:
     parent = cast("BaseProcess", multiprocessing.parent_process())
     wait([parent.sentinel])
     os._exit(1)
+
+
+def _rendezvous(place: RankInfo, store: Store, turn: int = 0) -> Rendezvous:
+    return Rendezvous(store, place.world_size, turn, key=place.key)
 
 
 class Lead:
@@ -157,9 +164,9 @@ class Lead:
         """Send `plan` out, do this rank's part, and gather the results. Raises `Failed` where a rank failed."""
         if self._store is None:
             self._store = host_store(self.place, self._timeout_s)
-        rendezvous = Rendezvous(self._store, plan.world_size, self._turn)
+        rendezvous = _rendezvous(self.place, self._store, self._turn)
         rendezvous.send_plan(plan, settings)
-        second = Rendezvous(connect(self.place, self._timeout_s), plan.world_size, self._turn)
+        second = _rendezvous(self.place, connect(self.place, self._timeout_s), self._turn)
 
         def final_report() -> None:
             states = _last_states(second)
@@ -181,7 +188,7 @@ class Lead:
         """Where each rank runs; waits for all. Raises `CrossrankError` where one does not come."""
         if self._store is None:
             self._store = host_store(self.place, self._timeout_s)
-        rendezvous = Rendezvous(self._store, self.place.world_size)
+        rendezvous = _rendezvous(self.place, self._store)
         rendezvous.tell_machine(self.place.rank)
         return rendezvous.machines(self._timeout_s)
 
@@ -189,7 +196,7 @@ class Lead:
         """Let the other ranks go, which wait for a plan that does not come."""
         try:
             self._store = self._store or host_store(self.place, _REFUSAL_S)
-            Rendezvous(self._store, self.place.world_size, self._turn).abort()
+            _rendezvous(self.place, self._store, self._turn).abort()
             self._wait_for_others(_LAST_TO_COME_S)
         except (CrossrankError, RuntimeError):
             return  # nobody can be waiting
@@ -197,7 +204,7 @@ class Lead:
     def end(self) -> None:
         """Let the other ranks go: all is done."""
         if self._store is not None:
-            Rendezvous(self._store, self.place.world_size, self._turn).send_end()
+            _rendezvous(self.place, self._store, self._turn).send_end()
             self._wait_for_others(_LAST_TO_LEAVE_S)
 
     def _wait_for_others(self, most_s: float) -> None:
@@ -212,11 +219,11 @@ class Lead:
 def serve(place: RankInfo, timeout_s: float) -> int:
     """Any other rank: replays what rank 0 sends until that has no more; returns the exit code."""
     store = host_store(place, timeout_s)
-    Rendezvous(store, place.world_size).tell_machine(place.rank)
+    _rendezvous(place, store).tell_machine(place.rank)
     turn = 0
     while True:
-        rendezvous = Rendezvous(store, place.world_size, turn)
-        second = Rendezvous(connect(place, timeout_s), place.world_size, turn)
+        rendezvous = _rendezvous(place, store, turn)
+        second = _rendezvous(place, connect(place, timeout_s), turn)
         try:
             with term_to_pipe() as term:
                 code, result = run_rank(place.rank, place.local_rank, rendezvous, second, term=term)

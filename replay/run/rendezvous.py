@@ -2,12 +2,15 @@
 
 The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
 the agent does, elsewhere rank 0. Whoever can connect to it can change what is replayed, so where the ranks meet on the
-loopback interface it listens there alone; torch's own server listens on every interface. Each rank keeps its state
-there, so that one that dies or hangs can be reported.
+loopback interface it listens there alone; torch's own server listens on every interface. What is put there carries an
+HMAC of a key that the ranks have from the process that started them, or from the variable `CROSSRANK_REPLAY_KEY` where
+a launcher did: what anybody else puts there ends the replay. Each rank keeps its state there, so that one that dies or
+hangs can be reported.
 """
 
 from __future__ import annotations
 
+import hmac
 import socket
 import time
 from datetime import timedelta
@@ -121,10 +124,12 @@ def connect(place: RankInfo, timeout_s: float) -> Store:
 class Rendezvous:
     """The store with the names that a replay uses in it."""
 
-    def __init__(self, store: Store, world_size: int, turn: int = 0) -> None:
-        """`turn` numbers the replays that share a store."""
+    def __init__(self, store: Store, world_size: int, turn: int = 0, *, key: bytes = b"") -> None:
+        """`turn` numbers the replays that share a store; whoever lacks `key` can put nothing there that is taken."""
         self.store = PrefixStore(f"crossrank/{turn}", store)
         self.world_size = world_size
+        self._turn = turn
+        self._key = key
 
     def send_plan(self, plan: Plan, settings: Settings) -> None:
         """Give every rank its part."""
@@ -174,7 +179,7 @@ class Rendezvous:
     def states(self) -> dict[int, State]:
         """The last state of every rank that has reported one."""
         keys = {rank: f"state/{rank}" for rank in range(self.world_size)}
-        return {rank: self._get(key, State) for rank, key in keys.items() if self.store.check([key])}
+        return {rank: self._get(key, State, is_sealed=False) for rank, key in keys.items() if self.store.check([key])}
 
     def results(self) -> list[RankResult]:
         """The results of all ranks; waits for them."""
@@ -191,7 +196,24 @@ class Rendezvous:
         return self.store.check([ABORT])
 
     def put(self, key: str, value: object) -> None:
-        self.store.set(key, zstandard.compress(msgspec.msgpack.encode(value)))  # type: ignore[arg-type]
+        content = zstandard.compress(msgspec.msgpack.encode(value))
+        self.store.set(key, self._seal(key, content) + content)  # type: ignore[arg-type]
 
-    def _get(self, key: str, content: type[Content]) -> Content:
-        return msgspec.msgpack.decode(zstandard.decompress(self.store.get(key)), type=content)
+    def _get(self, key: str, content: type[Content], *, is_sealed: bool = True) -> Content:
+        """What was put under `key`. Raises `CrossrankError` where none of the ranks put it there; what a rank says of
+        its state (`is_sealed=False`) is only shown."""
+        found = self.store.get(key)
+        seal, packed = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
+        if is_sealed and not hmac.compare_digest(seal, self._seal(key, packed)):
+            raise CrossrankError(
+                f"the store of this replay holds a {key!r} that none of its ranks put there, or ranks have different "
+                "keys; give all of them one CROSSRANK_REPLAY_KEY, and start again"
+            )
+        return msgspec.msgpack.decode(zstandard.decompress(packed), type=content)
+
+    def _seal(self, key: str, content: bytes) -> bytes:
+        return hmac.digest(self._key, f"{self._turn}/{key}/".encode() + content, _HASH)
+
+
+_HASH = "sha256"
+_SEAL_BYTES = 32

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import zstandard
+from torch.distributed import HashStore
 
+from crossrank.errors import CrossrankError
+from crossrank.replay.run.rendezvous import Rendezvous, WorkItem
 from tests.gpu.raw_kineto import unpacked
 from tests.integration import jobs
 
@@ -92,3 +95,25 @@ def test_a_schema_that_is_none_is_left_out_and_named(schema: str, tmp_path: Path
     plan.write_text(json.dumps(content))
     said = replay(plan, "--dry-run", folder=tmp_path)
     assert "this torch has no such operation" in said
+
+
+@pytest.mark.parametrize("key", [b"", b"another"])
+def test_a_work_item_that_no_rank_put_there_ends_the_replay(key: bytes) -> None:
+    store = HashStore()
+    ours, stranger = Rendezvous(store, 2, key=b"secret"), Rendezvous(store, 2, key=key)
+    ours.put("work/0", WorkItem(world_size=2))
+    assert ours.work_item(0).world_size == 2
+
+    stranger.put("work/0", WorkItem(world_size=2))
+
+    with pytest.raises(CrossrankError, match="holds a 'work/0' that none of its ranks put there"):
+        ours.work_item(0)
+
+
+def test_an_item_of_one_rank_is_none_of_another() -> None:
+    ours = Rendezvous(HashStore(), 2, key=b"secret")
+    ours.put("work/0", WorkItem(world_size=2))
+    ours.store.set("work/1", ours.store.get("work/0"))
+
+    with pytest.raises(CrossrankError, match="'work/1'"):
+        ours.work_item(1)

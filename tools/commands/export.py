@@ -13,7 +13,7 @@ import orjson
 import crossrank
 from crossrank.atomic_file import join, make_folder
 from crossrank.errors import CrossrankError
-from crossrank.text import plural, printable
+from crossrank.text import FORMULA, plural, printable
 from crossrank.tools.commands.options import (
     add_shared,
     add_source,
@@ -39,9 +39,24 @@ from crossrank.tools.traces.rank_trace import HostWaits, RankTrace
 if TYPE_CHECKING:
     import polars as pl
 
+
+def _write_csv(frame: pl.DataFrame, path: str) -> None:
+    """As `csv_text` has it, names that come from files are no formulas for a spreadsheet."""
+    import polars as pl
+
+    texts = [name for name, kind in frame.schema.items() if kind in (pl.String, pl.Categorical, pl.Enum)]
+    columns = [pl.col(name).cast(pl.String) for name in texts]
+    is_formula = [pl.any_horizontal(column.str.starts_with(one) for one in FORMULA) for column in columns]
+    safe = [
+        pl.when(found).then(pl.lit("'") + column).otherwise(column).alias(name)
+        for name, column, found in zip(texts, columns, is_formula, strict=True)
+    ]
+    frame.with_columns(safe).write_csv(path)
+
+
 _WRITERS: dict[str, tuple[str, Callable[[pl.DataFrame, str], object]]] = {
     "parquet": ("parquet", lambda frame, path: frame.write_parquet(path)),
-    "csv": ("csv", lambda frame, path: frame.write_csv(path)),
+    "csv": ("csv", _write_csv),
     "arrow": ("arrow", lambda frame, path: frame.write_ipc(path)),
 }
 """Format -> (ending of its files, what writes one)."""
@@ -187,4 +202,4 @@ def _ends_of(trace: RankTrace) -> RankTrace:
     """What tells that ranks are of one run."""
     last = len(trace) - 1
     calls = trace.calls.take(sorted({0, last}) if last >= 0 else [])
-    return replace(trace, calls=calls, waits=None, host_waits=HostWaits(), busy=Busy(), unawaited=set())
+    return replace(trace, calls=calls, waits=None, host_waits=HostWaits(), busy=Busy(), unawaited=set(), awaited=set())

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from crossrank.budget import BudgetError
+from crossrank.budget import BudgetError, read_small
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.recording import COMMS, OVER, RANK_FOLDER, VERDICT, is_url, list_recording
+from crossrank.recording import COMMS, OVER, RANK_FOLDER, SLOW, VERDICT, is_url, list_recording
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.live import LiveFile, Snapshot, snapshot
 from crossrank.tools.commands.options import complain
@@ -98,12 +98,16 @@ class _Job:
         path = Path(self.folder, VERDICT)
         try:
             written = path.stat().st_mtime
-            found = msgspec.json.decode(path.read_bytes(), type=Diagnosis)
+            found = msgspec.json.decode(read_small(path), type=Diagnosis)
+            self.problems.pop(str(path), None)
+        except BudgetError as error:
+            self.problems[str(path)] = str(error)
+            return ""
         except (OSError, *BROKEN):
             return ""
         calls = [(file, file.calls[-1]) for _, file in self._files.values() if file.calls]
         goes_on = any((file.wall(call.t) or 0) / 1e9 > written for file, call in calls)
-        return "" if goes_on or found.verdict == OVER else hang_text(found)
+        return "" if goes_on or found.verdict in (OVER, SLOW) else hang_text(found)
 
 
 def _is_faulty(found: Snapshot) -> bool:
