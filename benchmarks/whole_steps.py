@@ -3,8 +3,9 @@
     python benchmarks/whole_steps.py [--pairs N] [KIND …]
 
 Ten jobs (`whole_step_jobs.py`) train on two gloo ranks with one thread each. Each is recorded once, with a window of
-two steps. Then the job, which neither records nor is profiled, and the replay run in turns; each pair gives one ratio
-of their median steps, and of the memory of their processes.
+two steps. Then the job, which neither records nor is profiled, and the replay run in turns. Each replay gives one
+ratio: its median step against the mean of the job's just before and just after it, so that a machine whose speed drifts
+is the same for both.
 Below: what an operation costs in a replay and in a Python loop, and how long it takes to read a window of many steps.
 """
 
@@ -21,6 +22,7 @@ import time
 import timeit
 from collections.abc import Callable
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,11 @@ KINDS = {
     "checkpointed": 24,
     "convolutions": 80,
     "experts": 80,
-    "lstm": 400,
+    "lstm": 80,
     "autocast": 24,
     "accumulated": 24,
     "compiled": 80,
-    "llama": 16,
+    "llama": 24,
 }
 """Job -> how many steps it takes: about five seconds."""
 REPLAY = ["--repeat", "15"]
@@ -63,20 +65,29 @@ print(json.dumps([took, peak, len(read_execution_trace(given.et).nodes), len(com
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", default=[*KINDS], metavar="KIND", help=f"{', '.join(KINDS)} (all)")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of job and replay (5)")
+    parser.add_argument("--pairs", type=int, default=5, help="replays, each between two runs of the job (5)")
     arguments = parser.parse_args()
     print(f"torch {version('torch')}, Python {sys.version.split()[0]}, {os.cpu_count()} cores, 2 gloo ranks\n")
     with tempfile.TemporaryDirectory() as folder:
-        print(f"A step of training, job and replay in turns: medians of {arguments.pairs} pairs (least..most)")
+        print(f"A step of training, job and replay in turns: medians of {arguments.pairs} replays (least..most)")
         print(f"  {'':12} {'job ms':>8} {'replay ms':>10} {'replay / job':>22} {'memory, replay / job':>22}")
         for kind in arguments.kinds:
             recording = Path(folder, kind)
             job(kind, recording, WINDOW)
-            pairs = [(job(kind), replay(recording)) for _ in range(arguments.pairs)]
-            steps, memory = ([after[place] / before[place] for before, after in pairs] for place in (0, 1))
+            jobs, replays = [job(kind)], []
+            for _ in range(arguments.pairs):
+                replays.append(replay(recording))
+                jobs.append(job(kind))
+            steps, memory = (
+                [
+                    2 * one[place] / (before[place] + after[place])
+                    for one, (before, after) in zip(replays, pairwise(jobs), strict=True)
+                ]
+                for place in (0, 1)
+            )
             print(
-                f"  {kind:12} {statistics.median(one[0] for one, _ in pairs):>8.1f} "
-                f"{statistics.median(one[0] for _, one in pairs):>10.1f} {spread(steps):>22} {spread(memory):>22}",
+                f"  {kind:12} {statistics.median(one[0] for one in jobs):>8.1f} "
+                f"{statistics.median(one[0] for one in replays):>10.1f} {spread(steps):>22} {spread(memory):>22}",
                 flush=True,
             )
         print("\nAn operation (aten::add of 4 floats), us: median of 9")
