@@ -5,7 +5,8 @@
 
 From here on every collective and P2P call of this process is recorded, whoever makes it. `crossrank.step()` ends
 an iteration (otherwise the optimizers' steps are counted), `with crossrank.window():` records execution trace and
-Kineto of a block, `crossrank.disable()` finishes the files; leaving the process does so too.
+Kineto of a block, `with crossrank.expect_pause():` keeps the ranks that wait for this one meanwhile from reporting a
+hang, `crossrank.disable()` finishes the files; leaving the process does so too.
 
     job = crossrank.load("/data/run1")      # in a notebook: tables of calls, collectives, steps, and answers
 
@@ -18,11 +19,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crossrank.instrument.api import disable, enable, enabled, step, window
+    from crossrank.instrument.api import disable, enable, enabled, expect_pause, step, window
     from crossrank.tools.api import load
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable", "enabled", "load", "step", "window"]
+__all__ = ["__version__", "disable", "enable", "enabled", "expect_pause", "load", "step", "window"]
 
 
 def __getattr__(name: str) -> Any:

@@ -44,8 +44,14 @@ VERDICT = "verdict.json"
 OVER = "over"
 """The verdict in it of a job that went on: what was found is beside it."""
 
+SLOW = "slow"
+"""The verdict in it while the ranks that others wait for move, or are not known: what was found is beside it."""
+
 DIAGNOSING = ".diagnosing-"
 """How the name of a lock begins that one process of a node holds while it diagnoses a hang."""
+PAUSING = ".pausing-"
+"""How the name of a file begins by which a rank says that the others will wait for it: its rank follows, and in it are
+the seconds since 1970 until when."""
 
 RANGE = "crossrank#"
 """Name of the range around a recorded launch in both traces of a window; the record's id follows."""
@@ -195,7 +201,7 @@ def list_recording(path: str) -> Listing:
                     size=size if isinstance(size, int) else 0,
                 )
             )
-        elif name != VERDICT and not name.startswith(DIAGNOSING):
+        elif name != VERDICT and not name.startswith((DIAGNOSING, PAUSING)):
             names["partial" if _TEMPORARY.fullmatch(name) else "unrecognized"].append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
     return Listing(files=tuple(files), **{kind: tuple(sorted(found)) for kind, found in names.items()})

@@ -126,6 +126,16 @@ def window() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+def expect_pause(seconds: float = 1800) -> contextlib.AbstractContextManager[None]:
+    """A `with` block in which the other ranks wait for this one: an evaluation on one rank, a long save.
+
+    No rank reports a hang before the block ends, or `seconds` are over. Does nothing where tracing is off.
+    """
+    if _current is not None:
+        return _current.hangs.expect_pause(seconds)
+    return contextlib.nullcontext()
+
+
 def _after_fork_in_child() -> None:
     global _current, _lock
     _lock = threading.RLock()  # a thread that does not exist here may hold the parent's

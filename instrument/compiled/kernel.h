@@ -64,9 +64,10 @@ inline bool on_cpu(const Kind &kind) {
   return device != kNone && static_cast<c10::DeviceType>(device >> 32) == c10::DeviceType::CPU;
 }
 
-// The last call that C++ made in each backward pass, by the number of the pass; a pass among others may lose its place.
+// The last call that C++ made in each backward pass, by the number of the pass, and the thread that waits at the end of
+// the pass; a pass among others may lose its place.
 struct LastOfPass {
-  std::atomic<int64_t> pass{-1}, call{kNone};
+  std::atomic<int64_t> pass{-1}, call{kNone}, waiting_thread{kNone};
 };
 inline std::array<LastOfPass, 16> &last_of_pass = *new std::array<LastOfPass, 16>;
 
@@ -81,6 +82,7 @@ inline void follow_backward(int64_t id) {
   LastOfPass &last = last_of_pass[pass % last_of_pass.size()];
   last.call.store(id, std::memory_order_relaxed);
   if (last.pass.exchange(pass) == pass) return;
+  last.waiting_thread = kNone;
   try {
     auto &engine = torch::autograd::Engine::get_default_engine();
     engine.queue_callback([&engine, &last, pass, session = to.session.load()] {
@@ -88,7 +90,11 @@ inline void follow_backward(int64_t id) {
       if (last.pass.load() != pass || session != to.session || !to.active) return;
       try {
         Span span{session, call, begin, 0, tables_of_thread().thread, Of::kBackward, false};
-        engine.queue_callback([span] { leave_span(span); });
+        engine.queue_callback([span, &last] {
+          last.waiting_thread = kNone;
+          leave_span(span);
+        });
+        last.waiting_thread = span.thread;
       } catch (const std::exception &) {  // as below
       }
     });
@@ -218,7 +224,10 @@ class Kernel : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
     Launch launch = record(op_, *stack);
+    bool gives_work = !handle.schema().returns().empty();
     try {
+      std::optional<WaitUnderWay> guard;
+      if (!gives_work && launch.id != kNone) guard.emplace(launch.id, tables_of_thread().thread);
       handle.redispatchBoxed(keys & kBehindOurs, stack);
     } FORCED_UNWIND catch (...) {
       AsideError aside(launch.opened.by_python);
@@ -226,7 +235,7 @@ class Kernel : public c10::OperatorKernel {
       throw;
     }
     close(launch.opened);
-    if (launch.id != kNone) launched(launch, !handle.schema().returns().empty(), *stack);
+    if (launch.id != kNone) launched(launch, gives_work, *stack);
   }
 
  private:
@@ -272,7 +281,7 @@ class WaitTensorKernel : public c10::OperatorKernel {
       handle.redispatchBoxed(keys & kBehindOurs, stack);
       return;
     }
-    const WaitUnderWay guard(id);
+    const WaitUnderWay guard(id, tables_of_thread().thread);
     int64_t begin = now_ns();
     try {
       handle.redispatchBoxed(keys & kBehindOurs, stack);

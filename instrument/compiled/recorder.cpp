@@ -336,19 +336,23 @@ PyObject *watch_backward(PyObject *, PyObject *code) {
   Py_RETURN_NONE;
 }
 
-PyObject *unbound_wait = nullptr;
+PyObject *unbound_wait = nullptr, *unbound_future_wait = nullptr;
 
 // The value of an object of pybind11's, which stands behind its head: of a Work, the address of the one in C++.
 const void *value_of(PyObject *object) { return reinterpret_cast<void **>(reinterpret_cast<char *>(object) + sizeof(PyObject))[0]; }
 
+PyObject *call_method(PyObject *unbound, PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  std::vector<PyObject *> all{self};
+  all.insert(all.end(), args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
+  return PyObject_Vectorcall(unbound, all.data(), count + 1, names);
+}
+
 // What takes the place of `Work.wait`.
 PyObject *wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject *names) {
-  std::vector<PyObject *> all{work};
-  all.insert(all.end(), args, args + count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names)));
   bool active = to.active;
   int64_t id = active ? call_of_work.find(value_of(work)) : CallOf::kNoCall, begin = now_ns();
-  const WaitUnderWay guard(id);
-  PyObject *result = PyObject_Vectorcall(unbound_wait, all.data(), count + 1, names);
+  const WaitUnderWay guard(id, tables_of_thread().thread);
+  PyObject *result = call_method(unbound_wait, work, args, count, names);
   if (active) waited(id, begin, Of::kWork, result == nullptr);
   return result;
 }
@@ -356,14 +360,30 @@ PyObject *wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject
 PyMethodDef wait_method = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(wait)),
                            METH_FASTCALL | METH_KEYWORDS, nullptr};
 
-// recording_wait(Work, wait): a method for that class, which calls the function `wait` and records how long that takes.
-PyObject *recording_wait(PyObject *, PyObject *args) {
-  PyTypeObject *work;
+// What takes the place of `Future.wait`: of what the future is nothing says, so it is no wait on record.
+PyObject *future_wait(PyObject *future, PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  const WaitUnderWay guard(CallOf::kNoCall, tables_of_thread().thread);
+  return call_method(unbound_future_wait, future, args, count, names);
+}
+
+PyMethodDef future_wait_method = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(future_wait)),
+                                  METH_FASTCALL | METH_KEYWORDS, nullptr};
+
+PyObject *method_around(PyObject *args, PyMethodDef *method, PyObject *&unbound) {
+  PyTypeObject *of;
   PyObject *original;
-  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &work, &original)) return nullptr;
+  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &of, &original)) return nullptr;
   Py_INCREF(original);
-  Py_XSETREF(unbound_wait, original);
-  return PyDescr_NewMethod(work, &wait_method);
+  Py_XSETREF(unbound, original);
+  return PyDescr_NewMethod(of, method);
+}
+
+// recording_wait(Work, wait): a method for that class, which calls the function `wait` and records how long that takes.
+PyObject *recording_wait(PyObject *, PyObject *args) { return method_around(args, &wait_method, unbound_wait); }
+
+// noting_wait(Future, wait): likewise, but it says alone that a wait is under way.
+PyObject *noting_wait(PyObject *, PyObject *args) {
+  return method_around(args, &future_wait_method, unbound_future_wait);
 }
 
 // note_work(work, id): waits for it are waits for that call.
@@ -388,16 +408,20 @@ PyObject *state(PyObject *, PyObject *) {
                        PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
 }
 
-// waits(): the ids of the calls that threads wait for at this moment, -1 for one that is not known.
+// waits(): what threads wait for at this moment as (call, thread), a call of -1 where it is not known.
 PyObject *waits(PyObject *, PyObject *) {
   PyObject *list = PyList_New(0);
-  for (auto &slot : waits_under_way.slots) {
-    int64_t id = slot.load(std::memory_order_relaxed);
-    if (list == nullptr || id == WaitsUnderWay::kFree) continue;
-    PyObject *number = PyLong_FromLongLong(id);
-    if (number == nullptr || PyList_Append(list, number) < 0) Py_CLEAR(list);
-    Py_XDECREF(number);
-  }
+  auto add = [&list](int64_t call, int64_t thread) {
+    PyObject *one = list == nullptr ? nullptr : Py_BuildValue("LL", call, thread);
+    if (one == nullptr || PyList_Append(list, one) < 0) Py_CLEAR(list);
+    Py_XDECREF(one);
+  };
+  for (auto &place : waits_under_way)
+    if (int64_t call = place.call.load(std::memory_order_relaxed); call != WaitOfThread::kFree)
+      add(call, place.thread.load(std::memory_order_relaxed));
+  for (auto &pass : last_of_pass)
+    if (int64_t thread = pass.waiting_thread.load(std::memory_order_relaxed); thread != kNone)
+      add(pass.call.load(std::memory_order_relaxed), thread);
   return list;
 }
 
@@ -448,6 +472,7 @@ PyMethodDef methods[] = {
     {"take", entry<take>, METH_O, nullptr},
     {"take_spans", entry<take_spans>, METH_O, nullptr},
     {"recording_wait", entry<recording_wait>, METH_VARARGS, nullptr},
+    {"noting_wait", entry<noting_wait>, METH_VARARGS, nullptr},
     {"waits", entry<waits>, METH_NOARGS, nullptr},
     {"nccl_recorder", entry<nccl_recorder>, METH_NOARGS, nullptr},
     {"note_work", entry<note_work>, METH_VARARGS, nullptr},
@@ -473,7 +498,8 @@ void in_child() {
   to.active = false;
   to.ring = nullptr;  // left behind: a thread of the parent may have been putting a row in
   to.spans = nullptr;
-  waits_under_way.clear();
+  for (auto &place : waits_under_way) place.call = WaitOfThread::kFree;
+  for (auto &pass : last_of_pass) pass.waiting_thread = kNone;
   generation.fetch_add(1);
   after_fork();
 }

@@ -121,8 +121,8 @@ class CompiledRecorder(Recorder):
     def take_spans(self, most: int) -> list[Wait | Ran]:
         return [span_of(*span) for span in self.native.take_spans(most)]
 
-    def waits_under_way(self) -> list[int]:
-        found: list[int] = self.native.waits()
+    def waits_under_way(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = self.native.waits()
         return found
 
     def nccl_recorder(self) -> bytes:
@@ -131,6 +131,10 @@ class CompiledRecorder(Recorder):
 
     def recording_wait(self, original: Callable[..., Any]) -> object:
         method: object = self.native.recording_wait(dist.Work, original)
+        return method
+
+    def noting_wait(self, original: Callable[..., Any]) -> object:
+        method: object = self.native.noting_wait(torch._C.Future, original)
         return method
 
     def note_work(self, work: dist.Work, record_id: int) -> None:

@@ -74,41 +74,35 @@ class CallOf {
 inline CallOf &call_of_work = *new CallOf;
 inline CallOf &call_of_storage = *new CallOf;
 
-// The calls that threads wait for at this moment: -1 where it is not known which.
-class WaitsUnderWay {
- public:
+// The calls that threads wait for at this moment.
+struct WaitOfThread {
   static constexpr int64_t kFree = INT64_MIN;
 
-  WaitsUnderWay() { clear(); }
-
-  void clear() {
-    for (auto &slot : slots) slot = kFree;
-  }
-
-  // The slot of a wait that begins; null where more threads wait than there are slots.
-  std::atomic<int64_t> *take(int64_t id) {
-    for (auto &slot : slots) {
-      int64_t expected = kFree;
-      if (slot.load(std::memory_order_relaxed) == kFree && slot.compare_exchange_strong(expected, id)) return &slot;
-    }
-    return nullptr;
-  }
-
-  std::array<std::atomic<int64_t>, 64> slots;
+  std::atomic<int64_t> call{kFree}, thread{0};
 };
-inline auto &waits_under_way = *new WaitsUnderWay;
+inline auto &waits_under_way = *new std::array<WaitOfThread, 64>;
 
+// Notes that a thread waits for a call, CallOf::kNoCall where it is not known for which, until the guard goes out of scope.
 class WaitUnderWay {
  public:
-  explicit WaitUnderWay(int64_t id) : slot_(waits_under_way.take(id)) {}
+  WaitUnderWay(int64_t call, int64_t thread) {
+    for (auto &place : waits_under_way) {
+      int64_t expected = WaitOfThread::kFree;
+      if (place.call.load(std::memory_order_relaxed) != expected || !place.call.compare_exchange_strong(expected, call))
+        continue;
+      place.thread.store(thread, std::memory_order_relaxed);
+      place_ = &place;
+      return;
+    }
+  }
   ~WaitUnderWay() {
-    if (slot_ != nullptr) slot_->store(WaitsUnderWay::kFree, std::memory_order_relaxed);
+    if (place_ != nullptr) place_->call.store(WaitOfThread::kFree, std::memory_order_relaxed);
   }
   WaitUnderWay(const WaitUnderWay &) = delete;
   WaitUnderWay &operator=(const WaitUnderWay &) = delete;
 
  private:
-  std::atomic<int64_t> *slot_;
+  WaitOfThread *place_ = nullptr;  // null where more threads wait than there are places
 };
 
 }  // namespace crossrank

@@ -5,12 +5,16 @@ into the training log, while the job hangs: rank 0, or another rank of its node 
 node. A verdict that is newer than a rank's dump takes that into account, so whoever finds one does nothing more.
 
 With `TRACING_ON_HANG=abort` every rank ends when the verdict says that a rank waits for another one.
+
+A rank that others wait for may evaluate, or save. While its main thread moves it is called slow, and the job is said to
+hang when the silence has lasted five times as long. `expect_pause` says beforehand that it will take long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import sys
 import time
@@ -18,17 +22,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from crossrank.atomic_file import whole_file
+from crossrank.budget import BudgetError, read_small
 from crossrank.errors import CrossrankError
 from crossrank.instrument import threads
 from crossrank.instrument.hang import verdict
-from crossrank.instrument.hang.verdict import Verdict
+from crossrank.instrument.hang.main_thread import MainThread
 from crossrank.instrument.hang.watch import HangWatch
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
 from crossrank.instrument.write.flight_dump import completed
-from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, VERDICT, file_name, rank_folder
+from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SLOW, VERDICT, file_name, rank_folder
 from crossrank.text import rank_ranges
 
 if TYPE_CHECKING:
@@ -53,6 +59,10 @@ _ENDS_AFTER = 2.0
 """Seconds from the verdict to the end of all ranks: they end together, for what one of them leaves raises in others."""
 _LATEST_END = 15.0
 """Seconds that the files may take to be closed."""
+_FAR = 5.0
+"""Times the patience after which a rank that moves is taken for one that hangs, in a loop without end."""
+_OF_TIMEOUT = 0.8
+"""But at such a share of the timeout of a process group, which aborts the job."""
 
 
 class Hangs:
@@ -61,6 +71,7 @@ class Hangs:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._watch: HangWatch | None = None
+        self._main_thread = MainThread()
         self._said: tuple[Path, int, int] | None = None
         """The verdict that this rank has said, and how many calls were made and over then."""
 
@@ -73,9 +84,30 @@ class Hangs:
                 calls=self._session.recorder.calls,
                 completed=completed,
                 on_hang=self._on_hang,
-                on_look=self._take_back,
+                waits=self._session.recorder.waits_under_way,
+                on_calls=self._on_calls,
+                on_silence=self._main_thread.look,
             )
             self._watch.start()
+
+    def main_thread(self) -> dict[str, bool | float | None]:
+        """What the main thread of this rank was seen to do since its last call."""
+        return {"moves": self._main_thread.moves, "busy": self._main_thread.busy}
+
+    @contextlib.contextmanager
+    def expect_pause(self, seconds: float) -> Iterator[None]:
+        """No rank reports a hang before the block ends, or `seconds` are over."""
+        files, rank = self._session.files, self._session.rank
+        path = files.recording / f"{PAUSING}{rank}" if files is not None else None
+        if path is not None:
+            with self._session.failures.reported("a pause is not known to the other ranks"), whole_file(path) as part:
+                part.write_text(str(time.time() + seconds))
+        try:
+            yield
+        finally:
+            if path is not None:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """No hang is noticed after this."""
@@ -91,17 +123,28 @@ class Hangs:
         seconds = self._session.config.hang_seconds
         return seconds if timeout is None else min(seconds, timeout / 2)
 
-    def _on_hang(self, seconds: float) -> None:
+    def _on_hang(self, seconds: float) -> float | None:
+        """Respond to a silence of so many seconds. Returns after how many to do so again, where it is none yet."""
         session = self._session
         if session.files is None:
-            return
+            return None
+        if pausing := _pausing(session.files.recording):
+            log.info("crossrank: rank %s said that it pauses: no hang is reported", rank_ranges(pausing))
+            return seconds + self._patience()
         session.dumps.write("hang")
         if session.current_world() is None:  # it has destroyed its group: those that wait see to the verdict
-            return
-        silence = _Silence(session, session.files.recording, seconds)
+            return None
+        timeout = session.groups.shortest_timeout()
+        far = min(self._patience() * _FAR, math.inf if timeout is None else timeout * _OF_TIMEOUT)
+        silence = _Silence(session, session.files.recording, seconds, far)
         silence.respond()
         if silence.has_said:
             self._said = session.files.recording / VERDICT, session.recorder.calls(), completed()
+        return far if silence.is_slow else None
+
+    def _on_calls(self) -> None:
+        self._main_thread.forget()
+        self._take_back()
 
     def _take_back(self) -> None:
         """Say that the verdict which this rank has said is over, where calls since then are over too.
@@ -114,7 +157,7 @@ class Hangs:
         if self._session.recorder.calls() - calls < _FEW_CALLS or completed() - over < _FEW_CALLS:
             return
         self._said = None
-        if verdict.take_back(path):
+        if verdict.replace(path, OVER):
             log.warning(
                 "crossrank: communication goes on after all; the verdict above is over, and %s says so",
                 path,
@@ -125,16 +168,23 @@ class Hangs:
 class _Silence:
     """One time during which this rank communicates nothing."""
 
-    def __init__(self, session: Session, folder: Path, seconds: float) -> None:
+    def __init__(self, session: Session, folder: Path, seconds: float, far: float) -> None:
         self._session = session
         self._folder = folder
         self._seconds = seconds
+        self._far = far
         self._calls, self._completed = session.recorder.calls(), completed()
         self._dumped = _changed(self._file(FLIGHT, session.rank)) or time.time_ns()
         self._since = self._dumped - round(seconds * 1e9)
         self._look = max(_LOOK, session.world_size * _LOOK_PER_RANK)
         self.has_said = False
-        """Whether this rank has said that the job hangs."""
+        """Whether this rank has said that the job hangs, or that others wait for a slow rank."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the verdict is that the job may go on."""
+        found = verdict.read(self._folder / VERDICT)
+        return found is not None and found.verdict == SLOW
 
     def respond(self) -> None:
         """See that there is a verdict, and do what it asks for."""
@@ -200,7 +250,10 @@ class _Silence:
         silence = f"no communication for {self._seconds:.3g} s (rank {session.rank})"
         try:
             self._refuse_part_of_job()
-            text = verdict.diagnose(folder, path, session.world_size)
+            text, content = verdict.diagnose(folder, session.world_size)
+            found = verdict.parse(content)
+            doubt = found.may_go_on() if found.is_hang and self._seconds < self._far else ""
+            verdict.publish(path, content, SLOW if doubt else None)
         except CrossrankError as error:
             log.warning(
                 "crossrank: %s: %s; `crossrank diagnose %s` shows from what every rank did last who waits for whom",
@@ -209,11 +262,17 @@ class _Silence:
             )
             verdict.write_none(path)
             return False
-        found = verdict.read(path) or Verdict()
         is_over = self._is_over() or completed() != self._completed
         if earlier is not None and found.says_as(earlier):
             return True
-        if found.is_hang:
+        if doubt and not is_over:
+            self.has_said = True
+            log.warning(
+                "crossrank: %s: %s; the job is said to hang after %.3g s:\n%s",
+                *(doubt, silence, self._far, text),
+                extra=ONE_RANK,
+            )
+        elif found.is_hang:
             state = "hung, and goes on" if is_over else "hangs"
             self.has_said = not is_over
             log.warning("crossrank: the job %s: %s; %s says:\n%s", state, silence, path, text, extra=ONE_RANK)
@@ -276,6 +335,16 @@ class _Silence:
             thread.join(max(0.0, until - time.monotonic()))
         time.sleep(max(0.0, min(latest, given / 1e9 + latest - time.time())))
         os._exit(EXIT_CODE)
+
+
+def _pausing(folder: Path) -> list[int]:
+    """The ranks that said that the others will wait for them, and still do."""
+    found = []
+    for path in folder.glob(f"{PAUSING}*"):
+        with contextlib.suppress(OSError, ValueError, BudgetError):
+            if float(read_small(path)) > time.time():
+                found.append(int(path.name.removeprefix(PAUSING)))
+    return sorted(found)
 
 
 def _changed(path: Path) -> int | None:

@@ -6,14 +6,20 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from crossrank.atomic_file import whole_file
+from crossrank.budget import BudgetError, read_small
 from crossrank.errors import CrossrankError, one_line
-from crossrank.recording import OVER
+from crossrank.recording import OVER, SLOW, VERDICT
+from crossrank.text import rank_ranges
 
+_OF_SOMEBODY = ("missing_rank", "p2p_unmatched", "not_recorded", "dump_missing", "no_entries")
+"""Kinds of findings that are the doing of some rank."""
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
 _FEW_RANKS = 64
@@ -36,7 +42,18 @@ class Verdict(msgspec.Struct):
     @property
     def is_hang(self) -> bool:
         """Whether some rank waits for another."""
-        return any(finding.get("waiting_ranks") for finding in self.findings)
+        return self.verdict not in (OVER, SLOW) and any(finding.get("waiting_ranks") for finding in self.findings)
+
+    def may_go_on(self) -> str:
+        """Why this may be no hang, empty where it is one: the ranks that others wait for move, or nothing says who they
+        are."""
+        waited_for = {rank for one in self.findings for rank in one.get("culprit_ranks", ())}
+        moving = {rank for one in self.findings for rank in one.get("moving_ranks", ())}
+        if all(not one.get("culprit_ranks") and one.get("kind") in _OF_SOMEBODY for one in self.findings):
+            return "ranks wait, and nothing says for whom"
+        if waited_for and waited_for <= moving and all(one.get("culprit_ranks") for one in self.findings):
+            return f"rank {rank_ranges(sorted(waited_for))} is slow: its main thread moves while others wait"
+        return ""
 
     def says_as(self, other: Verdict) -> bool:
         """Whether another one finds the same, wherever its threads were meanwhile."""
@@ -51,29 +68,43 @@ def _essence(findings: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 def read(path: Path) -> Verdict | None:
     """The verdict in a file; None where there is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Verdict)
-    except (OSError, msgspec.MsgspecError):
+        return parse(read_small(path))
+    except (OSError, BudgetError, msgspec.MsgspecError):
         return None
+
+
+def parse(content: bytes) -> Verdict:
+    return msgspec.json.decode(content, type=Verdict)
 
 
 def write_none(path: Path) -> None:
     """Leave word for the other ranks of this folder that there is no diagnosis: they need not try."""
     with contextlib.suppress(OSError):
-        path.write_bytes(msgspec.json.encode(Verdict(verdict="none")))
+        _write(path, msgspec.json.encode(Verdict(verdict="none")))
 
 
-def take_back(path: Path) -> bool:
-    """Write into the file that its verdict is over; whether it was there."""
+def replace(path: Path, verdict: str) -> bool:
+    """Write into the file another verdict than was found there, which stays beside it; whether it was there."""
     try:
-        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        path.write_bytes(msgspec.json.encode(document | {"verdict": OVER, "was": document.get("verdict")}))
-    except (OSError, msgspec.MsgspecError):
+        _write_as(path, read_small(path), verdict)
+    except (OSError, BudgetError, msgspec.MsgspecError):
         return False
     return True
 
 
-def diagnose(folder: Path, output: Path, world_size: int) -> str:
-    """Diagnose what is in `folder`, write it to `output`, and return it as text.
+def _write_as(path: Path, content: bytes, verdict: str) -> None:
+    document = msgspec.json.decode(content, type=dict[str, Any])
+    was = document.get("was", document.get("verdict"))
+    _write(path, msgspec.json.encode(document | {"verdict": verdict, "was": was}))
+
+
+def _write(path: Path, content: bytes) -> None:
+    with whole_file(path) as part:
+        part.write_bytes(content)
+
+
+def diagnose(folder: Path, world_size: int) -> tuple[str, bytes]:
+    """Diagnose what is in `folder`: as text, and as JSON for `publish`.
 
     Raises `CrossrankError` where that cannot be done.
     """
@@ -82,19 +113,35 @@ def diagnose(folder: Path, output: Path, world_size: int) -> str:
     # Nothing of it is for a rank: it must neither record nor join.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACING")}
     try:
-        done = subprocess.run(
-            [*command, *options, "-o", str(output), "--world-size", str(world_size)],
-            env=environment | {"COLUMNS": "120", "TRACING": "NONE"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PATIENCE,
-            check=False,
-        )
+        with tempfile.TemporaryDirectory(prefix="crossrank-") as own:
+            output = Path(own, VERDICT)
+            done = subprocess.run(
+                [*command, *options, "-o", str(output), "--world-size", str(world_size)],
+                env=environment | {"COLUMNS": "120", "TRACING": "NONE"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_PATIENCE,
+                check=False,
+            )
+            if done.returncode in (0, 1):
+                return done.stdout.rstrip(), read_small(output)
     except (OSError, subprocess.SubprocessError) as error:
         raise CrossrankError(f"it could not be diagnosed here ({one_line(error)})") from error
-    if done.returncode not in (0, 1):
-        said = done.stderr.strip().splitlines()
-        raise CrossrankError(f"it could not be diagnosed here ({said[-1] if said else f'exit code {done.returncode}'})")
-    return done.stdout.rstrip()
+    said = done.stderr.strip().splitlines()
+    raise CrossrankError(f"it could not be diagnosed here ({said[-1] if said else f'exit code {done.returncode}'})")
+
+
+def publish(path: Path, content: bytes, verdict: str | None = None) -> None:
+    """Write what `diagnose` found for the other ranks, with another `verdict` where one is given.
+
+    Raises `CrossrankError` where it cannot be written.
+    """
+    try:
+        if verdict is None:
+            _write(path, content)
+        else:
+            _write_as(path, content, verdict)
+    except OSError as error:
+        raise CrossrankError(f"{path} could not be written ({one_line(error)})") from error

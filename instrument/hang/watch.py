@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from crossrank.instrument import threads
 
@@ -29,14 +29,18 @@ class HangWatch:
         *,
         calls: Callable[[], int],
         completed: Callable[[], int],
-        on_hang: Callable[[float], None],
-        on_look: Callable[[], None] = lambda: None,
+        on_hang: Callable[[float], float | None],
+        waits: Callable[[], Iterable[tuple[int, int]]] = lambda: (),
+        on_calls: Callable[[], None] = lambda: None,
+        on_silence: Callable[[], None] = lambda: None,
     ) -> None:
         self._patience = patience
         self._calls = calls
         self._completed = completed
         self._on_hang = on_hang
-        self._on_look = on_look
+        self._waits = waits
+        self._on_calls = on_calls
+        self._on_silence = on_silence
         self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
 
     def start(self) -> None:
@@ -48,15 +52,20 @@ class HangWatch:
     def _watch(self) -> None:
         calls, since = self._calls(), time.monotonic()
         completed: int | None = None
-        reported = False
+        reported, again = False, None
+        waits: set[tuple[int, int]] = set()
         while not self._stopped:
             patience = self._patience()
             time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
             now = time.monotonic()
             if self._calls() != calls:
-                self._on_look()
+                self._on_calls()
                 calls, since, completed, reported = self._calls(), now, None, False
                 continue
+            self._on_silence()
+            if reported and not waits.issuperset(self._waits()):
+                since, completed, reported = now, None, False
+            reported = reported and (again is None or now - since < again)
             if reported or now - since < patience / 2:
                 continue
             over = self._completed()
@@ -64,5 +73,5 @@ class HangWatch:
                 since = now
             completed = over
             if now - since >= patience and not self._stopped:
-                reported = True
-                self._on_hang(now - since)
+                reported, waits = True, set(self._waits())
+                again = self._on_hang(now - since)

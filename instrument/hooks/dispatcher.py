@@ -8,8 +8,9 @@ enabled, records the call and passes it on to the kernel that would have run wit
 There are two kernels: a compiled one (`crossrank.instrument.compiled`), and one in Python for where that cannot be had,
 whose inner edge is `PythonRecorder.before(reader, args)`, `after(token)` and `launched(launch, reader, result)`.
 
-Where a coalesced launch begins and ends, and when a Work is waited for, the dispatcher does not say: two methods of
-ProcessGroup and one of Work are replaced for that. Functional collectives are waited for in an op, `wait_tensor`.
+Where a coalesced launch begins and ends, and when a Work or a Future is waited for, the dispatcher does not say: two
+methods of ProcessGroup and one each of Work and Future are replaced for that. Functional collectives are waited for in
+an op, `wait_tensor`.
 
 What does not pass the dispatcher is not seen: methods called on a Backend object, subclasses of ProcessGroup
 written in Python, torchcomms, symmetric memory, and replays of a CUDA graph; and the waits of C++, such as those of
@@ -61,8 +62,8 @@ class _Kernels:
 
 _kernels: _Kernels | None = None
 _patches = Patches()
-_plain_wait: object = None
-"""`Work.wait` as it was before the first recording of this process."""
+_plain_waits: dict[type, object] = {}
+"""`Work.wait` and `Future.wait` as they were before the first recording of this process."""
 
 
 def ops() -> list[str]:
@@ -183,9 +184,13 @@ def _register(
                     recorder.failed(error)
             if launch is None:
                 return redispatch(keyset & mask, *args)
+            if not reader.gives_work:
+                recorder.begin_wait(launch[0])
             try:
                 result = redispatch(keyset & mask, *args)
             finally:
+                if not reader.gives_work:
+                    recorder.end_wait()
                 if launch[2] is not None:
                     after(launch[2])
             try:
@@ -282,10 +287,16 @@ def _follow_coalescing(recorder: Recorder) -> None:
 
 
 def _follow_waits(recorder: Recorder) -> None:
-    global _plain_wait
-    plain = vars(dist.Work)["wait"]
-    if _plain_wait not in (None, plain):  # what has been put around ours since would be called by it, and call it
-        log.warning("crossrank: waits are not recorded: %r has taken the place of torch.distributed.Work.wait", plain)
-        return
-    _plain_wait = plain
-    _patches.replace(dist.Work, "wait", recorder.recording_wait(dist.Work.wait))
+    around: dict[type, Callable[[Callable[..., Any]], object]] = {
+        dist.Work: recorder.recording_wait,
+        torch._C.Future: recorder.noting_wait,
+    }
+    for owner, make in around.items():
+        plain = vars(owner)["wait"]
+        if _plain_waits.setdefault(owner, plain) is not plain:  # put around ours since: it would call it, and ours it
+            log.warning(
+                "crossrank: waits are not recorded: %r has taken the place of %s.wait", plain, owner.__qualname__
+            )
+            return
+        _patches.replace(owner, "wait", make(owner.wait))  # type: ignore[attr-defined]
+    recorder.follows_waits = True

@@ -71,7 +71,7 @@ class PythonRecorder(Recorder):
         self._coalescing = 0  # threads that gather a batch; changed under the lock
         self._dropped = self._spans_dropped = 0  # so are these
         self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
-        self._under_way: dict[int, int] = {}  # thread -> the call that it waits for
+        self._under_way: dict[int, int] = {}  # thread -> the call that it waits for, NO_CALL where that is not known
         self._last_of_pass: dict[int, int] = {}  # of each backward pass under way: the last call that C++ made in it
         self._backward_code: CodeType | None = None
         self._call_of_work = _CallOf()
@@ -160,9 +160,15 @@ class PythonRecorder(Recorder):
 
             def computed() -> None:
                 call, begin = self._last_of_pass.pop(number, NO_CALL), monotonic_ns()
+
+                def waited() -> None:
+                    self.end_wait()
+                    self._waited(call, begin, _IN_BACKWARD, False)
+
                 if self.active and call != NO_CALL:
                     with suppress(RuntimeError):
-                        queue(lambda: self._waited(call, begin, _IN_BACKWARD, False))
+                        queue(waited)
+                        self.begin_wait(call)
 
             with suppress(RuntimeError):  # no callback can be queued here: the wait is not seen
                 queue(computed)
@@ -179,26 +185,42 @@ class PythonRecorder(Recorder):
                     self._spans_dropped += 1
 
     def recording_wait(self, original: Callable[..., Any]) -> object:
-        find, waited, under_way = self._call_of_work.find, self._waited, self._under_way
-
         @functools.wraps(original)
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(work, *args, **kwargs)
-            record_id, begin = find(_address(work)), monotonic_ns()
-            thread = get_native_id()
-            under_way[thread] = record_id
-            try:
-                result = original(work, *args, **kwargs)
-            except BaseException:
-                waited(record_id, begin, _IN_WORK, True)
-                raise
-            finally:
-                under_way.pop(thread, None)
-            waited(record_id, begin, _IN_WORK, False)
-            return result
+            return self._record_wait(self._call_of_work.find(_address(work)), _IN_WORK, original, work, *args, **kwargs)
 
         return wait
+
+    def noting_wait(self, original: Callable[..., Any]) -> object:
+        @functools.wraps(original)
+        def wait(future: torch._C.Future[Any], *args: Any, **kwargs: Any) -> Any:
+            self.begin_wait(NO_CALL)
+            try:
+                return original(future, *args, **kwargs)
+            finally:
+                self.end_wait()
+
+        return wait
+
+    def _record_wait(self, record_id: int, stood: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin, raised = monotonic_ns(), True
+        self.begin_wait(record_id)
+        try:
+            result = wait(*args, **kwargs)
+            raised = False
+            return result
+        finally:
+            self.end_wait()
+            self._waited(record_id, begin, stood, raised)
+
+    def begin_wait(self, record_id: int) -> None:
+        """This thread waits for a call, until `end_wait`."""
+        self._under_way[get_native_id()] = record_id
+
+    def end_wait(self) -> None:
+        self._under_way.pop(get_native_id(), None)
 
     def functional(self, redispatch: Callable[..., Any], *args: Any) -> Any:
         """Call a functional collective, and note which call is waited for with its results."""
@@ -218,20 +240,10 @@ class PythonRecorder(Recorder):
             record_id = storages.take(_storage(tensor))
         if record_id == NO_CALL:
             return redispatch(keys, tensor)
-        begin, thread = monotonic_ns(), get_native_id()
-        self._under_way[thread] = record_id
-        try:
-            result = redispatch(keys, tensor)
-        except BaseException:
-            self._waited(record_id, begin, _IN_TENSOR, True)
-            raise
-        finally:
-            self._under_way.pop(thread, None)
-        self._waited(record_id, begin, _IN_TENSOR, False)
-        return result
+        return self._record_wait(record_id, _IN_TENSOR, redispatch, keys, tensor)
 
-    def waits_under_way(self) -> list[int]:
-        return list(self._under_way.values())
+    def waits_under_way(self) -> list[tuple[int, int]]:
+        return [(call, thread) for thread, call in list(self._under_way.items())]
 
     def counts(self) -> CallCounts:
         # Read from the counter's repr: `next` would use an id up.

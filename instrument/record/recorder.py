@@ -84,6 +84,7 @@ class Recorder(ABC):
         self.active = True
         self.step = 0
         self.window_open = False
+        self.follows_waits = False  # whether all waits for a Work or a Future are seen
 
     @abstractmethod
     def counts(self) -> CallCounts:
@@ -113,8 +114,8 @@ class Recorder(ABC):
         computed, which Python does not see: the pass is followed by callbacks of autograd's engine."""
 
     @abstractmethod
-    def waits_under_way(self) -> list[int]:
-        """The ids of the calls that threads wait for at this moment; -1 for one that is not known."""
+    def waits_under_way(self) -> list[tuple[int, int]]:
+        """What threads wait for at this moment: (id of a call, thread); -1 for a call that is not known."""
 
     def nccl_recorder(self) -> bytes:
         """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""
@@ -124,6 +125,10 @@ class Recorder(ABC):
     @abstractmethod
     def recording_wait(self, original: Callable[..., Any]) -> object:
         """A method for `Work` in the place of `original`, which it calls and records."""
+
+    @abstractmethod
+    def noting_wait(self, original: Callable[..., Any]) -> object:
+        """A method for `Future` in the place of `original`, which it calls and counts as a wait under way."""
 
     @abstractmethod
     def note_work(self, work: dist.Work, record_id: int) -> None:

@@ -30,6 +30,7 @@ import orjson
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.record.recorder import NO_CALL
 from crossrank.instrument.torch_dumps import every_dump
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.comms_writer import clock
@@ -37,6 +38,7 @@ from crossrank.recording import FLIGHT, file_name
 from crossrank.text import writable
 
 if TYPE_CHECKING:
+    from crossrank.instrument.record.recorder import Recorder
     from crossrank.instrument.session import Session
 
 _COMPILER = "torch._inductor.codecache"
@@ -56,8 +58,8 @@ class FlightDumps:
         # Two threads may dump at once. A fatal signal may interrupt its own thread in here, for good.
         self._once = threading.RLock()
         self._writing = False
-        self._at_hang: tuple[int, int] | None = None
-        """Calls, and how many of them were over, when a hang was noticed."""
+        self._at_hang: tuple[int, int, list[tuple[int, int]]] | None = None
+        """Calls, how many of them were over, and the waits under way, when a hang was noticed."""
 
     def write(self, reason: str) -> None:
         """Write torch's flight recorder as it stands now."""
@@ -76,7 +78,8 @@ class FlightDumps:
             if reason not in ("hang", "SIGUSR1") and self._still_hangs(reason):
                 return
             with session.failures.reported("the flight recorder was not dumped"):
-                progress = session.recorder.calls(), completed()  # before the dump: what ends meanwhile is news
+                # Before the dump: what ends meanwhile is news.
+                progress = session.recorder.calls(), completed(), session.recorder.waits_under_way()
                 files.write(file_name(FLIGHT, session.rank), dump(self._moment(reason)))
                 if reason == "hang":
                     self._at_hang = progress
@@ -87,14 +90,21 @@ class FlightDumps:
     def _still_hangs(self, reason: str) -> bool:
         """Whether what was written of a hang says more than a dump would now.
 
-        The host may have made its last call when its GPU hung: then more calls are over at the end. But an aborted call
-        looks completed as well, so that counts only where the script came to its end.
+        The host may have made its last call when its GPU hung: then more calls are over at the end. On gloo, where
+        hosts wait, no thread is left in the wait that it hung in. But an aborted call looks completed as well, so that
+        counts only where the script came to its end.
         """
         if self._at_hang is None:
             return False
-        calls, over = self._at_hang
-        went_on = reason in ("exit", "disable") and cuda_is_in_use() and not exits.exceptions(reason)
-        return self._session.recorder.calls() == calls and not (went_on and completed() > over)
+        recorder = self._session.recorder
+        calls, over, waits = self._at_hang
+        if recorder.calls() != calls:
+            return False
+        if reason not in ("exit", "disable") or exits.exceptions(reason):
+            return True
+        if cuda_is_in_use():
+            return completed() <= over
+        return not recorder.follows_waits or not set(waits).isdisjoint(recorder.waits_under_way())
 
     def _moment(self, reason: str) -> dict[str, Any]:
         """What a dump says about itself: `Moment` of the tools' reader."""
@@ -112,8 +122,9 @@ class FlightDumps:
             "clock": now,
             "groups": session.groups.describe(),
             "calls": session.writer.recent() if session.writer is not None else [],
-            "waits": session.recorder.waits_under_way(),
+            "waits": _waits(session.recorder) if session.recorder.follows_waits else None,
             "stacks": stacks(),
+            **session.hangs.main_thread(),
         }
 
 
@@ -171,6 +182,16 @@ def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
 def _identity_of(entry: dict[str, Any]) -> str:
     """What distinguishes an entry from every other one of the process."""
     return str([entry.get(name) for name in _IDENTITY])
+
+
+def _waits(recorder: Recorder) -> list[dict[str, Any]]:
+    """What threads of this process wait for: the call, None where it is not known, and the thread."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names[os.getpid()] = threading.main_thread().name  # of a forked process Python knows the parent's number
+    return [
+        {"id": None if call == NO_CALL else call, "thread": writable(names.get(thread, f"thread {thread}"))}
+        for call, thread in recorder.waits_under_way()
+    ]
 
 
 def stacks() -> list[dict[str, Any]]:

@@ -6,16 +6,13 @@ wrong; of the lines so marked for a culprit at least one must be shown. `# every
 
 from __future__ import annotations
 
-import inspect
 import os
 import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,144 +25,27 @@ import crossrank
 from crossrank.instrument.torch_dumps import uses_nccl2
 from tests.gpu.machine import ONE_GPU, STAND_IN
 from tests.integration import forked_jobs
-
-ABSENT = ("missing_rank",)
-RAISED = ("missing_rank", "raised")
-DIED = ("missing_rank", "dump_missing")
-ANOTHER_WAY = ("missing_rank", "extra_collective", "type_mismatch", "size_mismatch")
-"""By what a rank is found that goes another way than the others depends on what its next calls are."""
-ABORTED = (*ANOTHER_WAY, "dump_missing")
-"""gloo aborts processes of a group whose calls do not fit, the one that is wrong or its neighbours."""
-DELAYS = (0.0, 0.4, 3.0)
-"""Seconds after which a launcher terminates the ranks that are left: before they notice anything, while they do, and
-when all of them have raised that their peer is gone."""
-UNANSWERED = ("p2p_unmatched", "p2p_wait_cycle")
-
-DEVICE = os.environ.get("LIVE_FAULTS_DEVICE", "cpu")
-"""`cpu`, with gloo, or `cuda`, with NCCL."""
+from tests.integration.live_fault import (
+    ABORTED,
+    ABSENT,
+    ANOTHER_WAY,
+    DELAYS,
+    DEVICE,
+    DIED,
+    FOLDER,
+    RAISED,
+    UNANSWERED,
+    Fault,
+    batches,
+    device_of,
+    replicated,
+    sharded,
+    wait_for_the_test,
+)
+from tests.integration.more_live_faults import MORE_FAULTS
 
 _KERNELS = ("compiled", "python")
 """Of every job half of the ranks record with one kernel and half with the other."""
-
-
-def device_of(rank: int) -> torch.device:
-    """That of a rank, which may be that of others too; a new thread knows no default device, and begins on the first
-    GPU."""
-    return torch.device(DEVICE, rank % torch.cuda.device_count() if DEVICE == "cuda" else 0)
-
-
-_FOLDER = "LIVE_FAULTS_FOLDER"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """A job and what is true of it."""
-
-    job: Callable[[int], None]
-    ranks: int = 4
-    culprits: tuple[int, ...] = ()
-    kinds: tuple[str, ...] = ()
-    """Kinds that a root finding may have."""
-    involved: tuple[int, ...] = ()
-    """Ranks that must stand in a root finding although nobody can say which of them is to blame: any may be accused."""
-    cannot_dump: tuple[int, ...] = ()
-    """Ranks that live and write nothing while the job hangs."""
-    hangs: bool = True
-    """Whether a user would look at it while it hangs; else it ends on its own."""
-    delays: tuple[float, ...] = (0.0,)
-    """Seconds from the failure of a rank to the end of the others; the job is run once with each."""
-    timeout: float = 120.0
-    """Seconds after which gloo gives up."""
-    hang_seconds: float = 2.5
-    tracing: str = "ALL"
-    nodes: int = 2
-    gives_up_after: float | None = None
-    """Seconds after which the user ends the job without a look at it."""
-    timing: bool = False
-    eager: bool = False
-    """The group is bound to a GPU (`device_id=`), so communicators are made with their groups."""
-    variant: str = ""
-    """What is different from the other row of the same job."""
-    with_nccl: bool = True
-    """Whether it is a fault there, too. With NCCL the host does not wait for a group to be made, tags mean nothing, and
-    there is no monitored barrier. A stand-in for a GPU computes no loss."""
-
-    with_gloo: bool = True
-    """Whether it is one without a GPU."""
-
-    by_stand_in: bool = False
-    """Whether a stand-in for a GPU makes it."""
-
-    with_nccl2: bool = True
-    """Whether torch's recorder shows it with `ProcessGroupNCCL2`: that notes no starts, and no ends once a rank is in
-    `destroy_process_group`."""
-
-    line_with_nccl: bool = True
-    """Whether its line can be shown there. A backward pass on a GPU makes its calls on a thread without Python."""
-
-    @property
-    def name(self) -> str:
-        return "_".join(filter(None, (self.job.__name__, self.variant)))
-
-    @property
-    def innocent(self) -> set[int]:
-        return set(range(self.ranks)) - {*self.culprits, *self.involved}
-
-    def lines(self) -> list[list[str]]:
-        """For each culprit, or for everyone, the `file:line`s of which one must be shown."""
-        marks = [f"# rank {rank}" for rank in self.culprits] or ["# every rank"]
-        source, first = inspect.getsourcelines(self.job)
-        return [
-            [f"live_faults.py:{first + index}" for index, line in enumerate(source) if line.rstrip().endswith(mark)]
-            for mark in marks
-        ]
-
-
-def replicated() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model under DDP, and its optimizer."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-    )
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-class Blocks(nn.Module):
-    """Layers that FSDP2 shards one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.dropped: int | None = None
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        for index, block in enumerate(self.blocks):
-            if index != self.dropped:
-                batch = block(batch)
-        return batch
-
-
-def sharded() -> tuple[Blocks, torch.optim.Optimizer]:
-    """A model under FSDP2, and its optimizer."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    model = Blocks()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def batches(count: int) -> list[torch.Tensor]:
-    return [torch.ones(8, 16) for _ in range(count)]
-
-
-def wait_for_the_test() -> None:
-    """What takes long: it lasts until the job has been looked at."""
-    while not (Path(os.environ[_FOLDER]) / forked_jobs.GO_ON).exists():
-        time.sleep(0.02)
 
 
 # --- ranks that leave ------------------------------------------------------------------------------------------------
@@ -280,7 +160,7 @@ def is_killed(rank: int) -> None:
 
 def is_killed_after_a_long_evaluation(rank: int) -> None:
     """In the evaluation every rank notices that it does not communicate, and what it wrote then is long out of date."""
-    dump = Path(os.environ[_FOLDER]) / "recording" / f"rank-{rank}.flight.json.zst"
+    dump = Path(os.environ[FOLDER]) / "recording" / f"rank-{rank}.flight.json.zst"
     model, optimizer = replicated()
     for step, batch in enumerate(batches(60)):
         if (rank, step) == (2, 50):
@@ -600,7 +480,7 @@ def saves_on_rank_0(rank: int) -> None:
         model(batch).sum().backward()
         optimizer.step()
         if rank == 0 and step == 3:
-            dcp.save({"model": model.state_dict()}, checkpoint_id=Path(os.environ[_FOLDER]) / "checkpoint")  # rank 0
+            dcp.save({"model": model.state_dict()}, checkpoint_id=Path(os.environ[FOLDER]) / "checkpoint")  # rank 0
 
 
 def meets_alone_after_saving(rank: int) -> None:
@@ -609,7 +489,7 @@ def meets_alone_after_saving(rank: int) -> None:
         model(batch).sum().backward()
         optimizer.step()
         if rank == 0 and step == 3:
-            torch.save(model.state_dict(), Path(os.environ[_FOLDER]) / "model.pt")
+            torch.save(model.state_dict(), Path(os.environ[FOLDER]) / "model.pt")
             dist.barrier()  # rank 0
 
 
@@ -731,7 +611,7 @@ def evaluates_for_long(rank: int) -> None:
 
 
 def has_a_slow_rank(rank: int) -> None:
-    going_on = Path(os.environ[_FOLDER]) / forked_jobs.GO_ON
+    going_on = Path(os.environ[FOLDER]) / forked_jobs.GO_ON
     done = torch.zeros(1)
     while not done:
         time.sleep(0.3 if rank == 2 else 0.01)
@@ -872,7 +752,7 @@ LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT)
 LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
 SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
-FAULTS = [fault for fault in FAULTS if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
+FAULTS = [fault for fault in FAULTS + MORE_FAULTS if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
 if not STAND_IN:
     FAULTS = [fault for fault in FAULTS if not fault.by_stand_in]
 if DEVICE == "cuda" and uses_nccl2():
@@ -882,7 +762,7 @@ BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_
 
 def run_rank(name: str, folder: Path, rank: int) -> None:
     fault = BY_NAME[name]
-    os.environ[_FOLDER] = str(folder)
+    os.environ[FOLDER] = str(folder)
     os.environ["TRACING_KERNEL"] = _KERNELS[rank % 2]
     store = dist.FileStore(str(folder / "store"), fault.ranks)
     slower = 1

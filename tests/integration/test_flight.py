@@ -247,7 +247,7 @@ def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_pat
 
 
 AFTER_ITS_GROUP = """
-import time
+import shutil, time
 crossrank.enable(hang_seconds=0.4)
 for _ in range(3):
     dist.all_reduce(torch.ones(4))
@@ -258,6 +258,7 @@ def works_alone():
         time.sleep(0.05)
 
 works_alone()
+shutil.copytree("crossrank-recording", "while it works/crossrank-recording")
 """
 
 
@@ -267,7 +268,8 @@ def test_a_rank_that_goes_on_without_its_group_shows_where_it_is_and_is_healthy(
     result = jobs.python(tmp_path, AFTER_ITS_GROUP)
 
     assert (result.returncode, result.stderr) == (0, "")
-    _, moment = dump_of(tmp_path)
+    _, moment = dump_of(tmp_path / "while it works")
     (main_thread,) = (stack for stack in moment.stacks if stack.thread == "MainThread")
     assert "works_alone" in [frame.name for frame in main_thread.frames]
-    assert main(["diagnose", str(tmp_path / RECORDING)]) == 0, capsys.readouterr().out
+    for folder in (tmp_path, tmp_path / "while it works"):
+        assert main(["diagnose", str(folder / RECORDING)]) == 0, capsys.readouterr().out

@@ -183,12 +183,19 @@ def add_records(
 ) -> None:
     """Append recorded calls, whose times are on `clock`; `last` is the id of a call that the rank
     may not have returned from; `is_cut`: the recording may end before a call that its rank did not wait for is over."""
+    trace = builder.trace
+    ending, awaited = trace.ending, trace.ending.awaited
+    waits_known = ending.waits is not None and ending.reason in ("hang", "SIGUSR1")
     for record in records:
-        unawaited = is_p2p(record) and record.api not in _BLOCKING_P2P
-        is_open = record.id == last or (is_cut and unawaited)
+        blocks = record.api in _BLOCKING_P2P
+        unawaited = is_p2p(record) and not blocks
+        may_block = record.id == last and not (blocks and waits_known)
+        is_open = may_block or record.id in awaited or (is_cut and unawaited)
         row = builder.add(record, called=clock.at(record.t), state=SCHEDULED if is_open else RETIRED)
-        if unawaited:
-            builder.trace.unawaited.add(row)
+        if record.id in awaited:
+            trace.awaited.add(row)
+        elif unawaited:
+            trace.unawaited.add(row)
 
 
 def _count(value: object) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised
+from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised, WaitUnderWay
 
 CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
 """Reasons of our dumps that end a rank wherever it is, so that its last call may not be over: `abort` is that of
@@ -69,8 +69,12 @@ class Ending:
     """Exceptions that ended other threads than the main one; the process goes on."""
     stacks: list[OwnStack] = field(default_factory=list)
     """Where the threads were when the dump was taken."""
-    waits: list[int] | None = None
-    """The calls that they waited for, -1 for one that is not known; None = not known whether they did."""
+    waits: list[WaitUnderWay] | None = None
+    """What they waited for; None = not known whether they did."""
+    moves: bool = False
+    """The main thread was seen to move since the last call."""
+    busy: float | None = None
+    """Share of the time since then in which it had a processor; None = unknown."""
 
     def take_exceptions(self, exceptions: Sequence[Raised], error: str | None = None) -> None:
         """Note what ended the process and its threads; `error` is what is known of a file that lists none."""
@@ -80,6 +84,13 @@ class Ending:
         elif error is not None and not exceptions:
             self.error = error
         self.of_threads = [one for one in exceptions if one.thread != MAIN_THREAD] or self.of_threads
+
+    @property
+    def awaited(self) -> set[int]:
+        """Ids of the calls that the main thread waited for; where it waited for none, those of the other threads."""
+        waits = self.waits or []
+        of_main = [one for one in waits if one.thread == MAIN_THREAD]
+        return {one.id for one in of_main or waits if one.id is not None}
 
     @property
     def taken_by(self) -> int | None:

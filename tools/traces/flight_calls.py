@@ -100,7 +100,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         trace.host, trace.world_size = moment.host, moment.world_size
         ending = trace.ending
         ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
-        ending.waits = moment.waits
+        ending.waits, ending.moves, ending.busy = moment.waits, moment.moves, moment.busy
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])
     if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):
@@ -469,6 +469,7 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     """
     trace, signatures = builder.trace, builder.signatures
     calls, recorded_from, clock = trace.calls, trace.dump.recorded_from, WallClock([moment.clock])
+    awaited = trace.ending.awaited
     by_number: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     for row, (group, number) in enumerate(zip(calls.group, calls.number, strict=True)):
@@ -496,6 +497,8 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
         calls.signature[row] = signatures.of(msgspec.structs.replace(known, **unnoted))
         if not calls.stack[row]:
             calls.stack[row] = builder.stacks.number(stack_of(record))
+        if record.id in awaited:
+            trace.awaited.add(row)
 
 
 def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:

@@ -159,6 +159,14 @@ class OwnStack(msgspec.Struct, frozen=True):
     """The exception that it handles at this moment, in an `except` or a `finally`."""
 
 
+class WaitUnderWay(msgspec.Struct, frozen=True, kw_only=True):
+    """A wait that is under way."""
+
+    id: Int | None
+    """Of the call; None where that is not known."""
+    thread: Text
+
+
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """What crossrank adds to a dump that it takes itself."""
 
@@ -178,8 +186,12 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     groups: Annotated[list[Group], _MANY] = []
     calls: Annotated[list[CommRecord], _MANY] = []
     """The last calls that were recorded, whether or not they left the node; gloo's P2P is known from here alone."""
-    waits: Annotated[list[Int], _MANY] | None = None
-    """Ids of the calls that threads of Python wait for, -1 for one that is not known; None in older dumps."""
+    waits: Annotated[list[WaitUnderWay], _MANY] | None = None
+    """What threads of Python wait for; None where waits are not followed."""
+    moves: bool = False
+    """Whether the main thread was seen to move since the last call."""
+    busy: float | None = None
+    """Share of the time since then in which it had a processor."""
     stacks: Annotated[list[OwnStack], _MANY] = []
 
 

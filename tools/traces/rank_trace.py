@@ -124,6 +124,7 @@ def sort_by_time(trace: RankTrace) -> None:
     called = trace.calls.called
     order = sorted(range(len(called)), key=called.__getitem__)
     trace.unawaited = {new for new, old in enumerate(order) if old in trace.unawaited}
+    trace.awaited = {new for new, old in enumerate(order) if old in trace.awaited}
     trace.calls = trace.calls.take(order)
 
 
@@ -310,6 +311,8 @@ class RankTrace:
     """When the first call behind the iterations that were asked for was made, ns since 1970; None = there is none."""
     unawaited: set[int] = field(default_factory=set)
     """Rows of sends and receives that did not keep their rank from going on to later calls."""
+    awaited: set[int] = field(default_factory=set)
+    """Rows of calls that a thread of the rank waited for when its dump was taken."""
 
     ending: Ending = field(default_factory=Ending)
     dump: DumpState = field(default_factory=DumpState)

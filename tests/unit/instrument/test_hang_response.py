@@ -23,7 +23,7 @@ def silence(rank: int, places: dict[int, str] | None, folder: Path) -> _Silence:
         recorder=SimpleNamespace(calls=lambda: 0),
         topology=None if places is None else SimpleNamespace(places=known),
     )
-    return _Silence(session, folder, 1.0)
+    return _Silence(session, folder, 1.0, 5.0)
 
 
 @pytest.mark.parametrize(

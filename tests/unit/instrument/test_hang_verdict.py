@@ -24,9 +24,9 @@ def test_of_many_ranks_the_last_calls_are_read_and_the_culprit_is_the_same(
     job = SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2])})
     write_moments(job, tmp_path, dict.fromkeys(range(3), Moment()))
 
-    text = verdict.diagnose(tmp_path, tmp_path / "verdict.json", 3)
+    text, content = verdict.diagnose(tmp_path, 3)
 
     assert "missing_rank" in text
-    found = json.loads((tmp_path / "verdict.json").read_bytes())
+    found = json.loads(content)
     assert found["suspect_ranks"] == [1]
     assert any("(--last)" in note for note in found["notes"]) == has_many_ranks

@@ -15,8 +15,11 @@ PATIENCE = 8.0
 class Job:
     """A rank, the clock that its watch reads, and what the watch does."""
 
-    def __init__(self, *, calls: int = 1, does: Callable[[Job], None] = lambda job: None) -> None:
+    def __init__(
+        self, *, calls: int = 1, does: Callable[[Job], None] = lambda job: None, again: float | None = None
+    ) -> None:
         self.calls, self.completed = calls, 0
+        self.waits: list[tuple[int, int]] = []
         self.now, self.end = 0.0, 0.0
         self.asked = 0
         self.hangs: list[float] = []
@@ -25,12 +28,18 @@ class Job:
             lambda: PATIENCE,
             calls=lambda: self.calls,
             completed=self._count_completed,
-            on_hang=lambda _: self.hangs.append(self.now),
+            on_hang=self._on_hang,
+            waits=lambda: self.waits,
         )
+        self._again = again
 
     def run(self, seconds: float) -> None:
         self.end = seconds
         self._watch.start()
+
+    def _on_hang(self, seconds: float) -> float | None:
+        self.hangs.append(self.now)
+        return self._again if seconds < 3 * PATIENCE else None
 
     def _count_completed(self) -> int:
         self.asked += 1
@@ -85,3 +94,18 @@ def test_a_rank_whose_calls_end_does_not_hang(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_rank_that_never_comes_to_its_first_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched(60, monkeypatch, Job(calls=0)).hangs == [PATIENCE]
+
+
+def test_silence_is_reported_again_when_somebody_begins_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_at_20_s(job: Job) -> None:
+        job.waits = [(5, 1)] if job.now >= 20 else []
+
+    job = watched(60, monkeypatch, Job(does=wait_at_20_s))
+
+    assert job.hangs == [PATIENCE, 20 + PATIENCE]
+
+
+def test_silence_of_a_slow_job_is_reported_again_when_it_has_lasted_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = watched(60, monkeypatch, Job(again=5 * PATIENCE))
+
+    assert job.hangs == [PATIENCE, 5 * PATIENCE]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrank.tools.analysis.diagnosis.call_history import is_new, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import WINDOW, has_skipped, is_new, is_usual
 from crossrank.tools.analysis.diagnosis.findings import error_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
@@ -23,7 +23,11 @@ def find_silent_ranks(search: Search) -> None:
     ranks, missed_ends = search.job.ranks, search.graph.missed_ends
     on_gloo = {one.backend for one in ranks.values() if one.source == "flight"} == {"gloo"}
     # A communication that failed ends a rank because of others, and so does the launcher.
-    ended_by_others = {rank for rank in search.silent if ranks[rank].ending.has_failed or _was_ended_next(search, rank)}
+    ended_by_others = {
+        rank
+        for rank in search.silent
+        if ranks[rank].ending.has_failed or (_was_ended_next(search, rank) and not _left_a_call_out(search, rank))
+    }
     silent = search.silent - ended_by_others
     for op, absent in search.by_most_waited_for(silent):
         culprits, exception = absent, None
@@ -97,6 +101,13 @@ def _was_ended_next(search: Search, rank: int) -> bool:
         left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
         for left_at in left
     )
+
+
+def _left_a_call_out(search: Search, rank: int) -> bool:
+    """Whether a rank went past a call that others wait in, where its earlier calls had led to one."""
+    groups = [op.group for op in search.left() if rank in op.absent and not op.is_p2p]
+    rows = range(max(0, len(search.job.ranks[rank].calls) - WINDOW), len(search.job.ranks[rank].calls))
+    return any(has_skipped(search.job, rank, group, row) for group in groups for row in rows)
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:

@@ -43,6 +43,10 @@ def diagnose(
         if short.intersection(finding.culprit_ranks):  # what it is accused by may follow from what fell out of its ring
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
+        ranks = (rank for rank in finding.culprit_ranks if rank in job.ranks)
+        if moving := [rank for rank in ranks if job.ranks[rank].ending.moves]:
+            finding.moving_ranks = moving
+            finding.text += f"; {rank_text(moving)} moves meanwhile: it is slow, or in a loop without end"
     found = search.roots + search.consequences
     for finding in found:
         finding.backend = _backend(job, finding)
@@ -53,7 +57,7 @@ def diagnose(
         verdict="ok" if not found else "incomplete" if lacks_evidence else "error",
         world_size=len(job.world),
         ranks=sorted(job.ranks),
-        suspect_ranks=sorted({rank for finding in search.roots for rank in finding.culprit_ranks}),
+        suspect_ranks=_suspects(search),
         findings=search.roots,
         consequences=search.consequences,
         advisory=search.in_progress + late,
@@ -93,6 +97,13 @@ def _find_causes(search: Search) -> None:
     for finding in search.consequences:
         if finding.because_of is not None:
             finding.because_of = order.index(finding.because_of)
+
+
+def _suspects(search: Search) -> list[int]:
+    """The ranks that roots accuse. A rank without evidence is one only where the evidence accuses nobody: it may wait
+    for the others' culprits as its peers do."""
+    accused = {rank for finding in search.roots for rank in finding.culprit_ranks}
+    return sorted(accused - search.lacking.keys() or accused)
 
 
 def _backend(job: JobState, finding: Finding) -> str:

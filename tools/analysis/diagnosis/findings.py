@@ -166,7 +166,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     role: str
-    """`culprit` or `waiting`; `sender` or `receiver` where it is not known which of them."""
+    """`culprit` or `waiting`; where it is not known which, `sender` or `receiver`, or `member` of a collective."""
     what: str
     frames: list[str]
     """`function (file:line)`: those of the user's code, innermost first, then a few of the libraries that it is in."""
@@ -184,6 +184,8 @@ class Finding(msgspec.Struct, kw_only=True):
     op: str = ""
     culprit_ranks: list[int] = []
     waiting_ranks: list[int] = []
+    moving_ranks: list[int] = []
+    """Culprits whose main thread moved while the others waited: slow, or in a loop without end."""
     text: str = ""
     """What happened, in a sentence."""
     exception: str | None = None
@@ -232,7 +234,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     ranks: list[int]
     """Those whose dumps were used."""
     suspect_ranks: list[int]
-    """All culprits of the root findings."""
+    """The culprits of the root findings, but for ranks without evidence where others are accused."""
     findings: list[Finding]
     consequences: list[Finding]
     advisory: list[Finding]

@@ -19,9 +19,18 @@ _WAITS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|c10d_logg
 _CALLS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|utils)\.py$")
 """Files of functions that C++ makes calls for."""
 _MAY_WAIT = re.compile(
-    r"[/\\]torch[/\\](distributed|autograd|futures|nn[/\\]parallel)[/\\]|[/\\]torch[/\\](_tensor|_ops)\.py$"
+    r"[/\\]torch[/\\]distributed[/\\](?!(tensor|checkpoint|elastic)[/\\])|[/\\]torch[/\\]nn[/\\]parallel[/\\]"
 )
-"""Files of functions in which C++ may wait for communication."""
+"""Files of functions in which C++ may wait for communication that no recorder notes: of a group that is made, of DDP's
+buffers."""
+_MAY_WAIT_IDLE = re.compile(r"[/\\]torch[/\\](autograd[/\\]|_tensor\.py$|_ops\.py$)")
+"""Files of functions that compute in C++, or wait there: of a backward pass, of a custom operation."""
+_BUSY = 0.2
+"""Share of a processor from which a thread computes."""
+_WAITS_FOR_THREAD = re.compile(
+    r"[/\\](threading|queue|selectors|subprocess)\.py$|[/\\](concurrent|asyncio|multiprocessing|ray)[/\\]"
+)
+"""Files of functions in which a thread waits for another one, which may do all of the work."""
 _LONG = 2_000_000_000
 """ns after its last call from which a rank that was ended inside torch.distributed is taken to have waited there."""
 
@@ -35,15 +44,21 @@ def is_users(frame: Frame) -> bool:
 
 
 def may_wait(ending: Ending) -> bool:
-    """Whether a thread of a rank that hung waits for communication, or may do so in C++; True where nothing shows it.
+    """Whether a rank that hung waits for communication, or may do so in C++; True where nothing shows it.
 
     A call may have begun long before anybody waits for it: a receive that is posted early, one that runs beside
-    computation.
+    computation. A thread that listens for messages waits as long as none comes: it keeps its rank only where the main
+    thread waits for it.
     """
-    if ending.waits is None or ending.reason not in ("hang", "SIGUSR1") or not ending.stacks:
+    main = main_stack(ending)
+    if ending.waits is None or ending.reason not in ("hang", "SIGUSR1") or main is None:
         return True
-    innermost = [stack.frames[0].filename for stack in ending.stacks if stack.frames]
-    return bool(ending.waits) or any(map(_MAY_WAIT.search, innermost))
+    waiting = {one.thread for one in ending.waits}
+    waiting |= {one.thread for one in ending.stacks if one.frames and _MAY_WAIT.search(one.frames[0].filename)}
+    innermost = main.frames[0].filename if main.frames else ""
+    if _MAY_WAIT_IDLE.search(innermost) and (ending.busy is None or ending.busy < _BUSY):
+        return True
+    return MAIN_THREAD in waiting or (bool(waiting) and _WAITS_FOR_THREAD.search(innermost) is not None)
 
 
 def waits_in_call(ending: Ending, call: Sequence[Frame], called: int) -> bool:

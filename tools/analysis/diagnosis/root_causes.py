@@ -21,7 +21,15 @@ from crossrank.tools.analysis.diagnosis.call_history import (
     is_usual,
     most_waiters_first,
 )
-from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, error_text, group_text, rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.findings import (
+    Finding,
+    Place,
+    call_text,
+    error_text,
+    group_text,
+    rank_text,
+    ranks_by,
+)
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, ends_unknown, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
@@ -30,6 +38,8 @@ from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGr
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import STARTED
 
+_MOST_PLACES = 4
+"""Different calls of one collective that are shown where nobody can tell which of them is wrong."""
 _SURE = 1_000_000_000
 """ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck. A
 process that died of an exception was stuck however short that was."""
@@ -66,7 +76,8 @@ class Search:
 
     @cached_property
     def _idle(self) -> set[int]:
-        return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys() - self.may_wait_otherwise
+        unknown = self.may_wait_otherwise - self._listening
+        return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys() - unknown
 
     @cached_property
     def may_wait_otherwise(self) -> set[int]:
@@ -74,6 +85,12 @@ class Search:
         such as asking again and again whether one is over."""
         job = self.job
         return {rank for rank in job.ranks if job.open_rows[rank] and job.waits_for_none(rank)}
+
+    @cached_property
+    def _listening(self) -> set[int]:
+        """Those of them whose other threads wait for all of these calls."""
+        job = self.job
+        return {one for one in self.may_wait_otherwise if job.ranks[one].awaited.issuperset(job.open_rows[one])}
 
     @cached_property
     def waiting_unrecorded(self) -> set[int]:
@@ -222,6 +239,8 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         finding = finding_on(
             group, mismatch.kind, **about, culprit_ranks=culprits, waiting_ranks=sorted(stuck), text=text
         )
+        if not culprits:
+            finding.places = _places_of_each_call(job, mismatch)
         same = known.get((mismatch.kind, mismatch.culprits)) if mismatch.culprits else None
         if same is not None:
             finding.because_of = same
@@ -236,6 +255,15 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
             text = f"{rank_text(gone)} left nothing of this call: {why}"
             follows = finding_on(group, "dump_missing", **about, waiting_ranks=sorted(gone), text=text, because_of=root)
             search.consequences.append(follows)
+
+
+def _places_of_each_call(job: JobState, mismatch: Mismatch) -> list[Place]:
+    """Where the first rank of those that made each of the calls made it: nobody can tell which of them is wrong."""
+    first: dict[int, tuple[int, int]] = {}
+    for rank, row in job.rows_of(mismatch.group, mismatch.seq):
+        first.setdefault(job.ranks[rank].calls.signature[row], (rank, row))
+    places = [place_of_call(job, *end, "member", "its call") for end in list(first.values())[:_MOST_PLACES]]
+    return [place for place in places if place is not None]
 
 
 def _has_more_calls(search: Search, op: StuckOp, mismatch: Mismatch) -> bool:

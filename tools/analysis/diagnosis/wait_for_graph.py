@@ -24,7 +24,7 @@ from crossrank.tools.analysis.diagnosis.job_state import JobState, releases_all,
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.ending import Ending
-from crossrank.tools.traces.rank_trace import RETIRED, Calls
+from crossrank.tools.traces.rank_trace import GLOO, RETIRED, Calls
 
 _ENDS_LAST_ON_ROOT = ("gather", "reduce")
 """Operations that the other ranks may leave before the root has what it waits for."""
@@ -113,17 +113,19 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
 def _first_open_row(job: JobState, rank: int, pairing: Pairing) -> tuple[int | None, int]:
     """The first call that has not ended, and the number of those before it whose end only other ranks have seen.
 
-    A send or receive that its rank did not wait for counts where nothing else is open.
+    A send or receive that its rank did not wait for counts where nothing else is open. On gloo, where hosts wait, the
+    calls count that the rank was seen to wait for, where there are such.
     """
     trace, own = job.ranks[rank], job.group_of[rank]
     calls, missed = trace.calls, 0
+    awaited = trace.awaited if trace.backend == GLOO else set()
     unawaited: int | None = None
     for row in job.open_rows[rank]:
         p2p = is_p2p(job.signature(rank, row))
         over = (rank, row) in pairing.done if p2p else calls.number[row] <= job.over[own[calls.group[row]]]
         if over and not _waits_although_over(job, rank, row):
             missed += 1
-        elif row not in trace.unawaited:
+        elif row in awaited or not (awaited or row in trace.unawaited):
             return row, missed
         elif unawaited is None:
             unawaited = row

@@ -52,6 +52,7 @@ class Outcome:
     """Ranks that are accused of something they did."""
     lacking: frozenset[int]
     """Ranks that are named for evidence that is not there."""
+    suspects: frozenset[int]
 
 
 def outcome(found: Diagnosis) -> Outcome:
@@ -59,7 +60,12 @@ def outcome(found: Diagnosis) -> Outcome:
     ranks_of: dict[bool, set[int]] = {False: set(), True: set()}
     for finding in found.findings:
         ranks_of[finding.kind in LACKS_EVIDENCE].update(finding.culprit_ranks)
-    return Outcome(verdict=found.verdict, named=frozenset(ranks_of[False]), lacking=frozenset(ranks_of[True]))
+    return Outcome(
+        verdict=found.verdict,
+        named=frozenset(ranks_of[False]),
+        lacking=frozenset(ranks_of[True]),
+        suspects=frozenset(found.suspect_ranks),
+    )
 
 
 def read_hang(folder: Path) -> tuple[Dumps, frozenset[int]]:

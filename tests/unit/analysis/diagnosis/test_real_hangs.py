@@ -38,6 +38,7 @@ def test_every_faulty_rank_of_a_real_hang_is_named_and_no_other(
     found = outcome(diagnosis_of(tmp_path))
 
     assert (found.verdict, found.named, found.lacking) == ("error", variant.faulty, variant.missing)
+    assert found.suspects == variant.faulty  # a rank whose dump is missing is none while others explain the hang
 
 
 @needs_traces

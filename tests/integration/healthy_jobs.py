@@ -1,0 +1,438 @@
+"""Healthy jobs in which some rank communicates nothing for longer than a hang takes to be noticed.
+
+Each must end as it would without a recording, and nobody may say that it hangs. `pause` is what takes long.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import crossrank
+from tests.integration import forked_jobs
+from tests.integration.live_fault import batches, replicated
+
+HANG_SECONDS = 1.0
+LONG = 3.0
+RANKS = 4
+NEXT = 7
+"""Tag of a message between two ranks."""
+
+
+def pause() -> None:
+    """Sleep at one place, as in one long call of C++."""
+    time.sleep(LONG)
+
+
+def evaluate() -> float:
+    """Compute at several places, as a loop over batches does."""
+    until = time.monotonic() + LONG
+    loss = 0.0
+    while time.monotonic() < until:
+        batch = _load()
+        loss += _forward(batch)
+        _score()
+    return loss
+
+
+def _load() -> torch.Tensor:
+    time.sleep(0.07)
+    return torch.ones(4)
+
+
+def _forward(batch: torch.Tensor) -> float:
+    time.sleep(0.07)
+    return batch.sum().item()
+
+
+def _score() -> None:
+    time.sleep(0.07)
+
+
+# --- calls that begin long before anybody waits for them -------------------------------------------------------------
+
+
+def receives_early(rank: int) -> None:
+    message = torch.zeros(8)
+    request = dist.irecv(message, src=0, tag=NEXT) if rank == 1 else None
+    pause()
+    if rank == 0:
+        dist.send(message + 1, dst=1, tag=NEXT)
+    if request is not None:
+        request.wait()
+        assert message.tolist() == [1] * 8
+
+
+def receives_early_and_computes(rank: int) -> None:
+    message = torch.zeros(8)
+    request = dist.irecv(message, src=0) if rank == 1 else None
+    evaluate()
+    if rank == 0:
+        dist.send(message, dst=1)
+    if request is not None:
+        request.wait()
+
+
+def receives_early_beside_a_backward_pass(rank: int) -> None:
+    message = torch.zeros(8)
+    request = dist.irecv(message, src=0) if rank == 1 else None
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_hook(lambda _: pause())
+    weight.sum().backward()
+    if rank == 0:
+        dist.send(message, dst=1)
+    if request is not None:
+        request.wait()
+
+
+class _LongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        torch.linalg.svd(torch.rand(600, 600))
+        until = time.monotonic() + LONG
+        while time.monotonic() < until:
+            gradient = (gradient * 1.0).clone()
+        return gradient
+
+
+def computes_for_long_in_a_backward_pass(rank: int) -> None:
+    request = dist.irecv(torch.zeros(8), src=(rank - 1) % RANKS)
+    weight = torch.ones(4, requires_grad=True)
+    _LongBackward.apply(weight).sum().backward()  # type: ignore[no-untyped-call]
+    dist.send(torch.zeros(8), dst=(rank + 1) % RANKS)
+    assert request is not None
+    request.wait()
+
+
+def reduced() -> dist.Work:
+    work: dist.Work | None = dist.all_reduce(torch.ones(8), async_op=True)
+    assert work is not None
+    return work
+
+
+def reduces_beside_long_computation(rank: int) -> None:
+    work = reduced()
+    pause()
+    work.wait()
+
+
+def waits_for_a_future_late(rank: int) -> None:
+    future = reduced().get_future().then(lambda done: done.value())
+    pause()
+    future.wait()
+
+
+def begins_a_call_one_after_the_other(rank: int) -> None:
+    """Each rank begins its call when it has the time; nobody needs the result yet."""
+    time.sleep(rank * 0.8)
+    work = reduced()
+    time.sleep((RANKS - rank) * 0.8)
+    work.wait()
+
+
+def receives_a_batch_early(rank: int) -> None:
+    left, right = (rank - 1) % RANKS, (rank + 1) % RANKS
+    first = dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(8), left)])
+    pause()
+    second = dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(8), right)])
+    for request in first + second:
+        request.wait()
+
+
+def asks_again_and_again_whether_it_is_over(rank: int) -> None:
+    if rank == 0:
+        evaluate()
+    work = reduced()
+    while not work.is_completed():
+        time.sleep(0.01)
+
+
+# --- ranks that others wait for, and that work -----------------------------------------------------------------------
+
+
+def evaluates_on_rank_0(rank: int) -> None:
+    if rank == 0:
+        evaluate()
+    dist.barrier()
+
+
+def evaluates_on_rank_0_and_says_so(rank: int) -> None:
+    if rank == 0:
+        with crossrank.expect_pause():
+            pause()
+    dist.barrier()
+
+
+def saves_on_rank_0(rank: int) -> None:
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            until = time.monotonic() + LONG
+            while time.monotonic() < until:
+                torch.save({"weight": torch.ones(1000, 100)}, Path(folder, "model.pt"))
+                torch.load(Path(folder, "model.pt"))
+    dist.all_reduce(torch.ones(8))
+
+
+def has_slow_data_on_one_rank(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(4)):
+        if (rank, step) == (2, 2):
+            evaluate()
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def merges_metrics_on_rank_0(rank: int) -> None:
+    gathered: list[object] | None = [None] * RANKS if rank == 0 else None
+    dist.gather_object({"rank": rank}, gathered)
+    if rank == 0:
+        evaluate()
+    dist.broadcast_object_list([{"best": rank}], src=0)
+
+
+def waits_for_the_first_stage(rank: int) -> None:
+    activations = torch.ones(64)
+    for microbatch in range(3):
+        if rank > 0:
+            dist.recv(activations, src=rank - 1)
+        elif microbatch == 1:
+            evaluate()
+        if rank < RANKS - 1:
+            dist.send(activations, dst=rank + 1)
+
+
+def is_waited_for_in_a_monitored_barrier(rank: int) -> None:
+    if rank == 3:
+        evaluate()
+    dist.monitored_barrier(timeout=timedelta(seconds=30))
+
+
+def waits_for_a_key_that_takes_long(rank: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        evaluate()
+        store.set("ready", "yes")
+    store.wait(["ready"])
+    dist.barrier()
+
+
+def makes_a_group_late(rank: int) -> None:
+    if rank == 1:
+        evaluate()
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(torch.ones(8), group=group)
+
+
+# --- silence in which nobody waits -----------------------------------------------------------------------------------
+
+
+def trains_without_communication(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(3)):
+        with model.no_sync():
+            model(batch).sum().backward()
+            if step == 1:
+                pause()
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def compiles_for_long(rank: int) -> None:
+    pause()
+    dist.all_reduce(torch.ones(8))
+
+
+def works_on_when_its_group_is_gone(rank: int) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    pause()
+
+
+def writes_a_report_when_others_have_ended(rank: int) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        evaluate()
+
+
+def makes_its_groups_anew(rank: int) -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    pause()
+    store = dist.FileStore(os.environ["STORE"] + "-2", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    dist.barrier()
+
+
+def joins_with_uneven_data(rank: int) -> None:
+    from torch.distributed.algorithms.join import Join
+
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    with Join([model]):
+        for _ in range(2 + rank):
+            model(torch.ones(2, 4)).sum().backward()
+    pause()
+    dist.barrier()
+
+
+def records_twice(rank: int) -> None:
+    dist.barrier()
+    crossrank.disable()
+    pause()
+    crossrank.enable(directory=Path(os.environ["STORE"]).parent / "second", hang_seconds=HANG_SECONDS, on_hang="abort")
+    dist.barrier()
+
+
+def stops_by_a_signal(rank: int) -> None:
+    """A scheduler's SIGTERM, which the script takes as the word to save and leave."""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not asked:
+        time.sleep(0.01)
+    pause()
+    dist.barrier()
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+def listens_on_a_thread(rank: int) -> None:
+    """Rank 0 tells the others to stop when it has computed enough."""
+    control = dist.new_group(group_desc="control")
+    told = threading.Event()
+
+    def listen() -> None:
+        dist.recv(torch.zeros(1), src=0, group=control)
+        told.set()
+
+    listener = threading.Thread(target=listen, name="listener")
+    if rank > 0:
+        listener.start()
+    evaluate()
+    if rank == 0:
+        for other in range(1, RANKS):
+            dist.send(torch.zeros(1), dst=other, group=control)
+    else:
+        told.wait()
+        listener.join()
+
+
+def listens_on_a_thread_while_it_sleeps(rank: int) -> None:
+    control = dist.new_group(group_desc="control")
+    listener = threading.Thread(target=functools.partial(dist.recv, torch.zeros(1), 0, control), name="listener")
+    if rank > 0:
+        listener.start()
+    pause()
+    if rank == 0:
+        for other in range(1, RANKS):
+            dist.send(torch.zeros(1), dst=other, group=control)
+    else:
+        listener.join()
+
+
+def averages_metrics_on_a_thread(rank: int) -> None:
+    metrics = dist.new_group(group_desc="metrics")
+
+    def average() -> None:
+        for _ in range(4):
+            time.sleep(0.6)
+            dist.all_reduce(torch.ones(1), group=metrics)
+
+    thread = threading.Thread(target=average, name="metrics")
+    thread.start()
+    pause()
+    thread.join()
+
+
+def saves_beside_training(rank: int) -> None:
+    saving = dist.new_group(group_desc="saving")
+
+    def save() -> None:
+        if rank == 0:
+            evaluate()
+        dist.barrier(group=saving)
+
+    thread = threading.Thread(target=save, name="saver")
+    thread.start()
+    for _ in range(30):
+        dist.all_reduce(torch.ones(8))
+        time.sleep(0.1)
+    thread.join()
+
+
+JOBS: dict[str, Callable[[int], None]] = {
+    job.__name__: job
+    for job in (
+        receives_early,
+        receives_early_and_computes,
+        receives_early_beside_a_backward_pass,
+        computes_for_long_in_a_backward_pass,
+        reduces_beside_long_computation,
+        waits_for_a_future_late,
+        begins_a_call_one_after_the_other,
+        receives_a_batch_early,
+        asks_again_and_again_whether_it_is_over,
+        evaluates_on_rank_0,
+        evaluates_on_rank_0_and_says_so,
+        saves_on_rank_0,
+        has_slow_data_on_one_rank,
+        merges_metrics_on_rank_0,
+        waits_for_the_first_stage,
+        is_waited_for_in_a_monitored_barrier,
+        waits_for_a_key_that_takes_long,
+        makes_a_group_late,
+        trains_without_communication,
+        compiles_for_long,
+        works_on_when_its_group_is_gone,
+        writes_a_report_when_others_have_ended,
+        makes_its_groups_anew,
+        joins_with_uneven_data,
+        records_twice,
+        stops_by_a_signal,
+        listens_on_a_thread,
+        listens_on_a_thread_while_it_sleeps,
+        averages_metrics_on_a_thread,
+        saves_beside_training,
+    )
+}
+
+
+def run_rank(name: str, folder: Path, rank: int) -> None:
+    os.environ["STORE"] = str(folder / "store")
+    os.environ["TRACING_KERNEL"] = ("compiled", "python")[rank % 2]
+    store = dist.FileStore(os.environ["STORE"], RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    crossrank.enable(
+        tracing="ALL", directory=folder / "recording", node="one", hang_seconds=HANG_SECONDS, on_hang="abort"
+    )
+    dist.barrier()
+    JOBS[name](rank)
+    crossrank.disable()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    print("ended well")
+
+
+if __name__ == "__main__":
+    forked_jobs.run_job(run_rank, sys.argv[1], Path(sys.argv[2]), RANKS, float(sys.argv[4]))

@@ -1,0 +1,409 @@
+"""More jobs with faults that users make: of threads and futures, of control flow, of groups and pipelines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.integration.live_fault import (
+    ABORTED,
+    ABSENT,
+    ANOTHER_WAY,
+    DEVICE,
+    FOLDER,
+    RAISED,
+    UNANSWERED,
+    Fault,
+    batches,
+    device_of,
+    replicated,
+    sharded,
+)
+
+# --- waits that begin late, or beside others -------------------------------------------------------------------------
+
+
+def waits_for_a_future(rank: int) -> None:
+    for step in range(4):
+        if (rank, step) == (2, 2):
+            time.sleep(600)  # rank 2
+        work = dist.all_reduce(torch.ones(64), async_op=True)
+        assert work is not None
+        work.get_future().wait()
+
+
+def leaves_others_in_a_future_of_a_hook(rank: int) -> None:
+    model, _ = replicated()
+
+    steps: list[int] = []
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and takes no text
+        if rank == 1 and len(steps) == 3:
+            time.sleep(600)  # rank 1
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+    model.register_comm_hook(None, hook)
+    for batch in batches(4):
+        steps.append(1)
+        model(batch).sum().backward()
+
+
+def sleeps_with_a_receive_open(rank: int) -> None:
+    """Rank 0 has posted a receive from rank 1 that is answered later; it is rank 2 that does not come."""
+    control = dist.new_group(group_desc="control")
+    message = torch.zeros(1)
+    request = dist.irecv(message, src=1, group=control) if rank == 0 else None
+    for step in range(4):
+        if (rank, step) == (2, 2):
+            time.sleep(600)  # rank 2
+        dist.all_reduce(torch.ones(64))
+    if rank == 1:
+        dist.send(message, dst=0, group=control)
+    if request is not None:
+        request.wait()
+
+
+def sleeps_while_others_listen(rank: int) -> None:
+    """Every rank but 0 listens on a thread for what rank 0 never has to say; it is rank 3 that does not come."""
+    control = dist.new_group(group_desc="control")
+
+    def listen() -> None:
+        dist.recv(torch.zeros(1, device=device_of(rank)), src=0, group=control)
+
+    if rank > 0:
+        threading.Thread(target=listen, daemon=True, name="listener").start()
+    for step in range(4):
+        if (rank, step) == (3, 2):
+            time.sleep(600)  # rank 3
+        dist.all_reduce(torch.ones(64))
+
+
+def waits_for_what_it_began_before(rank: int) -> None:
+    """The ranks compute before they wait for what rank 3 never began."""
+    dist.all_reduce(torch.ones(64))
+    if rank == 3:
+        time.sleep(600)  # rank 3
+    work = dist.all_reduce(torch.ones(64), async_op=True)
+    time.sleep(1.5)
+    assert work is not None
+    work.wait()
+
+
+def sleeps_in_a_hook_of_the_backward_pass(rank: int) -> None:
+    model, _ = replicated()
+
+    steps: list[int] = []
+
+    def stall(gradient: torch.Tensor) -> torch.Tensor:
+        if rank == 1 and len(steps) == 3:
+            time.sleep(600)  # rank 1
+        return gradient
+
+    next(model.parameters()).register_hook(stall)
+    for batch in batches(4):
+        steps.append(1)
+        model(batch).sum().backward()
+
+
+def turns_in_a_loop_without_end(rank: int) -> None:
+    def drawn(count: int) -> list[float]:
+        return [float(index * index) for index in range(count)]
+
+    for step in range(4):
+        total = 0.0
+        while (rank, step) == (1, 2):
+            total += sum(drawn(500))  # rank 1
+            total += max(drawn(700))  # rank 1
+            total -= min(drawn(900))  # rank 1
+        dist.all_reduce(torch.ones(64))
+
+
+def waits_for_a_process(rank: int) -> None:
+    for step in range(4):
+        if (rank, step) == (2, 2):
+            subprocess.run(["sleep", "600"], check=True)  # rank 2
+        dist.all_reduce(torch.ones(64))
+
+
+def waits_for_a_file(rank: int) -> None:
+    """Rank 0 waits for a file that rank 1 writes behind the next barrier."""
+    path = Path(os.environ[FOLDER]) / "shards.json"
+    dist.all_reduce(torch.ones(64))
+    while rank == 0 and not path.exists():
+        time.sleep(0.1)  # rank 0
+    dist.barrier()
+    if rank == 1:
+        path.touch()
+
+
+def waits_for_a_key(rank: int) -> None:
+    """Rank 3 asks the store for what nobody sets."""
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(4):
+        if (rank, step) == (3, 2):
+            store.wait(["ready"], timedelta(seconds=600))  # rank 3
+        dist.all_reduce(torch.ones(64))
+
+
+def holds_a_lock_in_its_thread(rank: int) -> None:
+    """On rank 1 a thread keeps the lock that training takes in each step."""
+    lock = threading.Lock()
+
+    def save() -> None:
+        with lock:
+            time.sleep(600)
+
+    for step in range(4):
+        if (rank, step) == (1, 2):
+            threading.Thread(target=save, daemon=True, name="saver").start()
+            time.sleep(0.2)
+        with lock:  # rank 1
+            dist.all_reduce(torch.ones(64))
+
+
+# --- another way through the program ---------------------------------------------------------------------------------
+
+
+def stops_early(rank: int) -> None:
+    for step in range(6):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (1, 2):  # its own loss is good enough
+            break
+    dist.all_reduce(torch.ones(3))  # rank 1
+
+
+def does_a_step_again(rank: int) -> None:
+    """Rank 2 catches an error behind its call, and makes the call again."""
+    for step in range(4):
+        for attempt in range(2):
+            dist.all_reduce(torch.ones(64 + step))  # rank 2
+            if (rank, step, attempt) != (2, 1, 0):
+                break
+    dist.barrier()
+
+
+def broadcasts_where_others_reduce(rank: int) -> None:
+    for step in range(4):
+        if (rank, step) == (1, 2):
+            dist.broadcast(torch.ones(64), src=0)  # rank 1
+        else:
+            dist.all_reduce(torch.ones(64))
+
+
+def gathers_on_itself(rank: int) -> None:
+    for step in range(4):
+        to = 2 if (rank, step) == (2, 2) else 0
+        parts = [torch.zeros(64) for _ in range(4)] if rank == to else None
+        dist.gather(torch.ones(64), parts, dst=to)  # rank 2
+    dist.barrier()
+
+
+def gathers_objects_with_a_guard(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))  # rank 3
+        if step == 2 and rank != 3:
+            dist.all_gather_object([None] * 4, {"rank": rank})
+    dist.barrier()
+
+
+def shares_its_settings_alone(rank: int) -> None:
+    """Rank 0 broadcasts what it has read; the others have read it, too, and do not listen."""
+    for step in range(3):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (0, 1):
+            dist.broadcast_object_list([{"rate": 0.1}], src=0)  # rank 0
+    dist.barrier()
+
+
+def validates_more(rank: int) -> None:
+    """Rank 1 has a larger part of the validation set."""
+    for step in range(2):
+        dist.all_reduce(torch.ones(256))
+        for _ in range(4 if (rank, step) == (1, 1) else 3):
+            dist.reduce(torch.ones(1), dst=0)  # rank 1
+    dist.barrier()
+
+
+def resumes_elsewhere(rank: int) -> None:
+    """Rank 2 has found a checkpoint of the last step, the others none."""
+    for step in range(3 if rank == 2 else 0, 4):
+        dist.all_reduce(torch.ones(64))
+        if step == 3:
+            dist.all_gather([torch.zeros(8) for _ in range(4)], torch.ones(8))  # rank 2
+
+
+def skips_a_layer(rank: int) -> None:
+    """A model of which rank 2 leaves a branch out: its gradients are never ready."""
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(5)):
+        loss = model(batch).sum()
+        if (rank, step) == (2, 2):
+            loss = loss.detach().requires_grad_()
+        loss.backward()  # rank 2
+        optimizer.step()
+        if step == 2:
+            dist.barrier()  # rank 2
+
+
+def tests_under_fsdp_on_one_rank(rank: int) -> None:
+    model, optimizer = sharded()
+    for step, batch in enumerate(batches(5)):
+        model(batch).sum().backward()  # rank 3
+        optimizer.step()
+        if (rank, step) == (3, 2):
+            with torch.no_grad():
+                model(batch)  # rank 3
+
+
+def raises_in_its_loss(rank: int) -> None:
+    model, _ = replicated()
+    for step, batch in enumerate(batches(4)):
+        loss = model(batch).sum()
+        if (rank, step) == (2, 2):
+            raise FloatingPointError("the loss is not a number")  # rank 2
+        loss.backward()
+
+
+def goes_on_when_its_data_ends(rank: int) -> None:
+    """Rank 1 catches the end of its data, and leaves."""
+    data = iter(batches(2 if rank == 1 else 4))
+    for _ in range(4):
+        try:
+            next(data)
+        except StopIteration:
+            return
+        dist.all_reduce(torch.ones(64))  # rank 1
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def leaves_out_a_call_in_a_mesh(rank: int) -> None:
+    mesh = init_device_mesh(DEVICE, (4, 2), mesh_dim_names=("data", "tensor"))
+    for step in range(4):
+        if (rank, step) != (5, 2):
+            dist.all_reduce(torch.ones(32), group=mesh["tensor"].get_group())
+        dist.all_reduce(torch.ones(128), group=mesh["data"].get_group())
+
+
+def takes_the_group_of_the_other_dimension(rank: int) -> None:
+    mesh = init_device_mesh(DEVICE, (4, 2), mesh_dim_names=("data", "tensor"))
+    for step in range(4):
+        dist.all_reduce(torch.ones(32), group=mesh["tensor"].get_group())
+        name = "tensor" if (rank, step) == (6, 2) else "data"
+        dist.all_reduce(torch.ones(128), group=mesh[name].get_group())  # every rank
+
+
+def sleeps_in_a_mesh(rank: int) -> None:
+    mesh = init_device_mesh(DEVICE, (2, 4), mesh_dim_names=("data", "tensor"))
+    for step in range(4):
+        if (rank, step) == (6, 2):
+            time.sleep(600)  # rank 6
+        dist.all_reduce(torch.ones(32), group=mesh["tensor"].get_group())
+        dist.all_reduce(torch.ones(128), group=mesh["data"].get_group())
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def stalls_in_the_middle(rank: int) -> None:
+    activations = torch.ones(256)
+    for microbatch in range(6):
+        if rank > 0:
+            dist.recv(activations, src=rank - 1)
+        if (rank, microbatch) == (2, 3):
+            time.sleep(600)  # rank 2
+        if rank < 3:
+            dist.send(activations, dst=rank + 1)
+    dist.barrier()
+
+
+def leaves_out_a_send_of_a_batch(rank: int) -> None:
+    left, right = (rank - 1) % 4, (rank + 1) % 4
+    for step in range(4):
+        sent, received = torch.ones(64), torch.zeros(64)
+        pairs = [dist.P2POp(dist.irecv, received, left)]
+        if (rank, step) != (1, 2):
+            pairs.append(dist.P2POp(dist.isend, sent, right))
+        for request in dist.batch_isend_irecv(pairs):
+            request.wait()  # every rank
+    dist.barrier()
+
+
+def goes_backward_too_soon(rank: int) -> None:
+    """Rank 1 awaits a gradient of rank 2 where its activations are due."""
+    activations, gradients = torch.ones(256), torch.ones(256)
+    for step in range(4):
+        if rank > 0:
+            dist.recv(activations, src=rank - 1)
+        if (rank, step) == (1, 2):
+            dist.recv(gradients, src=2)  # rank 1
+        if rank < 3:
+            dist.send(activations, dst=rank + 1)
+        if rank < 3 and (rank, step) != (1, 2):
+            dist.recv(gradients, src=rank + 1)
+        if rank > 0:
+            dist.send(gradients, dst=rank - 1)
+
+
+class _Slow(nn.Module):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(600)
+        return batch
+
+
+def stalls_in_its_model(rank: int) -> None:
+    model, optimizer = replicated()
+    slow = _Slow()
+    for step, batch in enumerate(batches(4)):
+        if (rank, step) == (3, 2):
+            batch = slow(batch)  # rank 3
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+MORE_FAULTS: list[Fault] = [
+    Fault(job=waits_for_a_future, culprits=(2,), kinds=ABSENT),
+    Fault(job=leaves_others_in_a_future_of_a_hook, culprits=(1,), kinds=ABSENT),
+    Fault(job=sleeps_with_a_receive_open, culprits=(2,), kinds=ABSENT),
+    Fault(job=sleeps_while_others_listen, culprits=(3,), kinds=ABSENT),
+    Fault(job=waits_for_what_it_began_before, culprits=(3,), kinds=ABSENT),
+    Fault(job=sleeps_in_a_hook_of_the_backward_pass, culprits=(1,), kinds=ABSENT),
+    Fault(job=turns_in_a_loop_without_end, culprits=(1,), kinds=ABSENT),
+    Fault(job=waits_for_a_process, culprits=(2,), kinds=ABSENT),
+    Fault(job=waits_for_a_file, culprits=(0,), kinds=ABSENT),
+    Fault(job=waits_for_a_key, culprits=(3,), kinds=ABSENT),
+    Fault(job=holds_a_lock_in_its_thread, culprits=(1,), kinds=ABSENT),
+    Fault(job=stops_early, culprits=(1,), kinds=ABORTED),
+    Fault(job=does_a_step_again, culprits=(2,), kinds=ABORTED),
+    Fault(job=broadcasts_where_others_reduce, culprits=(1,), kinds=ABORTED),
+    Fault(job=gathers_on_itself, culprits=(2,), kinds=("root_mismatch",)),
+    Fault(job=gathers_objects_with_a_guard, culprits=(3,), kinds=ABORTED),
+    Fault(job=shares_its_settings_alone, culprits=(0,), kinds=ABORTED),
+    Fault(job=validates_more, culprits=(1,), kinds=ABORTED),
+    Fault(job=resumes_elsewhere, culprits=(2,), kinds=ABORTED),
+    Fault(job=skips_a_layer, culprits=(2,), kinds=ABORTED),
+    Fault(job=tests_under_fsdp_on_one_rank, culprits=(3,), kinds=ANOTHER_WAY, line_with_nccl=False),
+    Fault(job=raises_in_its_loss, culprits=(2,), kinds=RAISED),
+    Fault(job=goes_on_when_its_data_ends, culprits=(1,), kinds=RAISED),
+    Fault(job=leaves_out_a_call_in_a_mesh, ranks=8, culprits=(5,), kinds=(*ANOTHER_WAY, "opposite_order")),
+    # The truth is rank 6, and rank 1 below. Between two ranks nothing says which of them is wrong: a line may be new.
+    Fault(job=takes_the_group_of_the_other_dimension, ranks=8, kinds=("size_mismatch",)),
+    Fault(job=sleeps_in_a_mesh, ranks=8, culprits=(6,), kinds=ABSENT),
+    Fault(job=stalls_in_the_middle, culprits=(2,), kinds=UNANSWERED),
+    Fault(job=leaves_out_a_send_of_a_batch, involved=(2,), kinds=(*UNANSWERED, *ABSENT)),
+    Fault(job=goes_backward_too_soon, culprits=(1,), kinds=UNANSWERED),
+    Fault(job=stalls_in_its_model, culprits=(3,), kinds=ABSENT),
+]
+"""The truth of each was written before it was run."""
