@@ -113,7 +113,7 @@ def test_a_work_item_that_no_rank_put_there_ends_the_replay(key: bytes) -> None:
 def test_an_item_of_one_rank_is_none_of_another() -> None:
     ours = Rendezvous(HashStore(), 2, key=b"secret")
     ours.put("work/0", WorkItem(world_size=2))
-    ours.store.set("work/1", ours.store.get("work/0"))
+    ours.store.set("work/1", ours.store.get("work/0"))  # type: ignore[arg-type]
 
     with pytest.raises(CrossrankError, match="'work/1'"):
         ours.work_item(1)

@@ -20,6 +20,7 @@ from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight_recorder import Frame, Raised
 from crossrank.tools.traces.rank_trace import (
     COMPLETED,
+    GLOO,
     RETIRED,
     SCHEDULED,
     RankTrace,
@@ -185,7 +186,8 @@ def add_records(
     may not have returned from; `is_cut`: the recording may end before a call that its rank did not wait for is over."""
     trace = builder.trace
     ending, awaited = trace.ending, trace.ending.awaited
-    waits_known = ending.waits is not None and ending.reason in ("hang", "SIGUSR1")
+    # A launch of NCCL may block, and is no wait.
+    waits_known = trace.backend == GLOO and ending.waits is not None and ending.reason in ("hang", "SIGUSR1")
     for record in records:
         blocks = record.api in _BLOCKING_P2P
         unawaited = is_p2p(record) and not blocks

@@ -59,6 +59,7 @@ _NUMBERS = (
     "time_discovered_started_ns",
     "time_discovered_completed_ns",
 )
+_NO_DTYPE = ("UNKNOWN_SCALAR", "Undefined")
 _CLOSING = "coalesced"
 _Shapes = list[list[int]]
 _Column = NDArray[Any]
@@ -164,9 +165,10 @@ def _backends(dump: FlightDump) -> list[str]:
     return list(dict.fromkeys(whole(backend) for backend, colon, _ in names if colon))
 
 
-def _dtype(name: str) -> str:
+def _dtype(name: str) -> str | None:
+    """A type by torch's name of it; None where there is no tensor, as on the ranks of a gather that get nothing."""
     known = dtype_of(name)
-    return known.name if known is not None else whole(name)
+    return known.name if known is not None else None if name in _NO_DTYPE else whole(name)
 
 
 def _is_active_only(dump: FlightDump, backend: str) -> bool:

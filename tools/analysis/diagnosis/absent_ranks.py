@@ -104,10 +104,12 @@ def _was_ended_next(search: Search, rank: int) -> bool:
 
 
 def _left_a_call_out(search: Search, rank: int) -> bool:
-    """Whether a rank went past a call that others wait in, where its earlier calls had led to one."""
+    """Whether a rank went past a call that others wait in, to one on another group, where its earlier calls had led to
+    it."""
+    job, count = search.job, len(search.job.ranks[rank].calls)
+    rows = [(row, job.group_at(rank, row)) for row in range(max(0, count - WINDOW), count)]
     groups = [op.group for op in search.left() if rank in op.absent and not op.is_p2p]
-    rows = range(max(0, len(search.job.ranks[rank].calls) - WINDOW), len(search.job.ranks[rank].calls))
-    return any(has_skipped(search.job, rank, group, row) for group in groups for row in rows)
+    return any(has_skipped(job, rank, group, row) for group in groups for row, other in rows if other is not group)
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:

@@ -102,6 +102,14 @@ def test_calls_as_torch_makes_them_do_not_contradict_themselves(call: Collective
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
+@pytest.mark.parametrize("name", ["UNKNOWN_SCALAR", "Undefined"])
+def test_a_gather_of_which_nccl_notes_no_type_where_nothing_comes_out_fits(name: str, tmp_path: Path) -> None:
+    root = entry("gather", input_sizes=[[64]], output_sizes=[[64]] * 3)
+    other = entry("gather", input_sizes=[[64]], output_sizes=[], output_dtypes=[name])
+
+    assert found_in(tmp_path, root, other, other)[0][0] == "all_joined_not_completed"
+
+
 def test_roots_of_gather_and_scatter_hold_what_the_others_do_not(tmp_path: Path) -> None:
     groups: Groups = {"0": ("default_pg", [0, 1])}
     programs: Programs = [
