@@ -85,7 +85,7 @@ stand-in: $(STAND_IN)/installed
 	CROSSRANK_GPU_TESTS=cuda STAND_IN_NCCL_GBPS=0.1 $(WITH_GPUS) 1 \
 	  python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
 	LIVE_FAULTS_DEVICE=cuda $(WITH_GPUS) 8 \
-	  python -m pytest -q -n 3 --dist worksteal tests/integration/test_live_faults.py
+	  python -m pytest -q -n 3 --dist worksteal tests/integration/test_live_faults.py tests/integration/test_healthy_jobs.py
 ifndef CI
 	STAND_IN_CONNECT=every LIVE_FAULTS_DEVICE=cuda $(WITH_GPUS) 8 \
 	  python -m pytest -q -n 3 --dist worksteal tests/integration/test_live_faults.py

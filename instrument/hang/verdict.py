@@ -18,7 +18,7 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import OVER, SLOW, VERDICT
 from crossrank.text import rank_ranges
 
-_OF_SOMEBODY = ("missing_rank", "p2p_unmatched", "not_recorded", "dump_missing", "no_entries")
+_OF_SOMEBODY = ("missing_rank", "p2p_unmatched")
 """Kinds of findings that are the doing of some rank."""
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
@@ -46,9 +46,11 @@ class Verdict(msgspec.Struct):
 
     def may_go_on(self) -> str:
         """Why this may be no hang, empty where it is one: the ranks that others wait for move, or nothing says who they
-        are."""
+        are, or what they do."""
         waited_for = {rank for one in self.findings for rank in one.get("culprit_ranks", ())}
         moving = {rank for one in self.findings for rank in one.get("moving_ranks", ())}
+        if self.verdict == "incomplete":
+            return "ranks wait, and evidence of others is missing"
         if all(not one.get("culprit_ranks") and one.get("kind") in _OF_SOMEBODY for one in self.findings):
             return "ranks wait, and nothing says for whom"
         if waited_for and waited_for <= moving and all(one.get("culprit_ranks") for one in self.findings):

@@ -109,6 +109,7 @@ class CommsWriter:
         self._owed: list[bytes] = []
         self._taken: deque[Item] = deque()  # from the recorder, not in the file for good
         self._recent: deque[Call] = deque(maxlen=_RECENT)
+        self._waited: deque[int | None] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
         self._file = create(Path(path))
         self._thread: threading.Thread | None = None
@@ -233,6 +234,7 @@ class CommsWriter:
         self._taken.extend(calls)
         self._taken.extend(spans)
         self._recent.extend(calls)
+        self._waited.extend(span.id for span in spans if isinstance(span, Wait) and span.stood != "launch")
         if self._times is not None:
             now = clock()
             self._times.note(calls, now["wall"] - now["t"])
@@ -269,6 +271,10 @@ class CommsWriter:
             finally:
                 self._lock.release()
         return [orjson.Fragment(_record_line(call, call[0].locality(self.topology))) for call in list(self._recent)]
+
+    def waited(self) -> list[int]:
+        """Ids of the calls that were waited for last, of those that `recent` has taken."""
+        return sorted({call for call in list(self._waited) if call is not None})
 
     def _append(
         self,

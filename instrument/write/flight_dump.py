@@ -20,6 +20,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 import traceback
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ _IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id
 _VERSION = "2.10"
 """Version of the recorder's format that a dump names in which torch has no part."""
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NOTICED = 1.0
+"""Seconds within which torch notices that a call of NCCL is over."""
 _PATIENCE = 10.0
 """Seconds that the end of a recording waits for a dump that another thread is writing."""
 
@@ -103,6 +106,9 @@ class FlightDumps:
         if reason not in ("exit", "disable") or exits.exceptions(reason):
             return True
         if cuda_is_in_use():
+            until = time.monotonic() + _NOTICED
+            while completed() <= over and time.monotonic() < until:
+                time.sleep(_NOTICED / 20)
             return completed() <= over
         return not recorder.follows_waits or not set(waits).isdisjoint(recorder.waits_under_way())
 
@@ -123,6 +129,7 @@ class FlightDumps:
             "groups": session.groups.describe(),
             "calls": session.writer.recent() if session.writer is not None else [],
             "waits": _waits(session.recorder) if session.recorder.follows_waits else None,
+            "waited": session.writer.waited() if session.writer is not None else [],
             "stacks": stacks(),
             **session.hangs.main_thread(),
         }

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.gpu.machine import ONE_GPU, STAND_IN
 from tests.integration import forked_jobs
 
 ABSENT = ("missing_rank",)
@@ -152,3 +154,24 @@ def wait_for_the_test() -> None:
     """What takes long: it lasts until the job has been looked at."""
     while not (Path(os.environ[FOLDER]) / forked_jobs.GO_ON).exists():
         time.sleep(0.02)
+
+
+def init_process_group(rank: int, ranks: int, folder: Path, timeout: float, *, eager: bool = False) -> int:
+    """Make the default group, on a GPU of this rank where there are as many. Returns how many times slower all is."""
+    store = dist.FileStore(str(folder / "store"), ranks)
+    slower = 1
+    if DEVICE == "cuda":
+        if torch.cuda.device_count() < ranks:
+            os.environ.update(ONE_GPU, NCCL_HOSTID=f"rank-{rank}")
+            slower = 1 if STAND_IN else 5  # processes take turns on a GPU: NCCL connects them in seconds
+        torch.cuda.set_device(device_of(rank))
+        torch.set_default_device(DEVICE)
+    dist.init_process_group(
+        "nccl" if DEVICE == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=timeout * slower),
+        device_id=device_of(rank) if eager else None,
+    )
+    return slower

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from crossrank.instrument.torch_dumps import uses_nccl2
-from tests.gpu.machine import ONE_GPU, STAND_IN
+from tests.gpu.machine import STAND_IN
 from tests.integration import forked_jobs
 from tests.integration.live_fault import (
     ABORTED,
@@ -38,6 +38,7 @@ from tests.integration.live_fault import (
     Fault,
     batches,
     device_of,
+    init_process_group,
     replicated,
     sharded,
     wait_for_the_test,
@@ -764,18 +765,7 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
     fault = BY_NAME[name]
     os.environ[FOLDER] = str(folder)
     os.environ["TRACING_KERNEL"] = _KERNELS[rank % 2]
-    store = dist.FileStore(str(folder / "store"), fault.ranks)
-    slower = 1
-    if DEVICE == "cuda":
-        if torch.cuda.device_count() < fault.ranks:
-            os.environ.update(ONE_GPU, NCCL_HOSTID=f"rank-{rank}")
-            slower = 1 if STAND_IN else 5  # processes take turns on a GPU: NCCL connects them in seconds
-        torch.cuda.set_device(device_of(rank))
-        torch.set_default_device(DEVICE)
-    backend = "nccl" if DEVICE == "cuda" else "gloo"
-    timeout = timedelta(seconds=fault.timeout * slower)
-    bound = device_of(rank) if fault.eager else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=fault.ranks, timeout=timeout, device_id=bound)
+    slower = init_process_group(rank, fault.ranks, folder, fault.timeout, eager=fault.eager)
     crossrank.enable(
         tracing=fault.tracing,
         directory=folder / "recording",

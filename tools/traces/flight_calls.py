@@ -120,6 +120,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         _add_unnoted(reading.builder, moment)
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
+        elif moment.waits is not None:
+            _find_unawaited(trace, moment)
         trace.dump.ends_frozen = trace.backend == NCCL2 and any(
             frame.name == "destroy_process_group" for stack in moment.stacks for frame in stack.frames
         )
@@ -526,6 +528,23 @@ def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:
             builder.add(record, called=called, state=SCHEDULED, stack=stack_of(record))
             if trace.backend == "":
                 trace.backend = "nccl"
+
+
+def _find_unawaited(trace: RankTrace, moment: Moment) -> None:
+    """Note the sends and receives of NCCL that no stream of the rank depends on yet: nobody has waited for them.
+
+    The last ones of a kind in the dump are the last ones that we recorded.
+    """
+    waited = {*moment.waited, *trace.ending.awaited}
+    rows: defaultdict[tuple[str, str, int | None], list[int]] = defaultdict(list)
+    for row, (group, number) in enumerate(zip(trace.calls.group, trace.calls.signature, strict=True)):
+        signature = trace.signatures[number]
+        if is_p2p(signature):
+            rows[trace.groups[group].group.pg, signature.op, signature.peer].append(row)
+    for record in reversed(list(filter(is_p2p, moment.calls))):
+        of_kind = rows[record.pg, record.op, record.peer]
+        if of_kind and (row := of_kind.pop()) >= 0 and record.api and waited.isdisjoint((record.id, record.batch)):
+            trace.unawaited.add(row)
 
 
 def _add_p2p(trace: RankTrace, moment: Moment) -> None:

@@ -14,6 +14,7 @@ from crossrank.comm import OPERATIONS, is_p2p
 from crossrank.tools.analysis.diagnosis.main_threads import (
     is_destroying_groups,
     may_wait,
+    syncs,
     waits_elsewhere,
     waits_in_call,
 )
@@ -141,9 +142,13 @@ class JobState(Job):
         }
 
     def waits_for_none(self, rank: int) -> bool:
-        """Whether a rank on gloo, where hosts wait for communication themselves, is seen to wait for none."""
+        """Whether a rank is seen to wait for none of its calls: on gloo, where hosts wait for communication themselves,
+        by its threads; with NCCL where nothing is open but sends and receives that nobody has waited for yet."""
         trace = self.ranks[rank]
-        return trace.backend == GLOO and not may_wait(trace.ending)
+        if trace.backend == GLOO:
+            return not may_wait(trace.ending)
+        rows = self.open_rows[rank]
+        return trace.source == "flight" and bool(rows) and trace.unawaited.issuperset(rows) and not syncs(trace.ending)
 
     def waits_unrecorded(self, rank: int) -> bool:
         """Whether the main thread of a rank hung inside torch.distributed in something other than its last call."""

@@ -23,6 +23,8 @@ _MAY_WAIT = re.compile(
 )
 """Files of functions in which C++ may wait for communication that no recorder notes: of a group that is made, of DDP's
 buffers."""
+_SYNCS = re.compile(r"[/\\]torch[/\\](cuda|distributed)[/\\]")
+"""Files of functions in which a host waits for its GPU, or for other hosts."""
 _MAY_WAIT_IDLE = re.compile(r"[/\\]torch[/\\](autograd[/\\]|_tensor\.py$|_ops\.py$)")
 """Files of functions that compute in C++, or wait there: of a backward pass, of a custom operation."""
 _BUSY = 0.2
@@ -59,6 +61,13 @@ def may_wait(ending: Ending) -> bool:
     if _MAY_WAIT_IDLE.search(innermost) and (ending.busy is None or ending.busy < _BUSY):
         return True
     return MAIN_THREAD in waiting or (bool(waiting) and _WAITS_FOR_THREAD.search(innermost) is not None)
+
+
+def syncs(ending: Ending) -> bool:
+    """Whether a thread of a rank waits for all that its GPU has to do; True where nothing shows it."""
+    if ending.reason not in ("hang", "SIGUSR1") or not ending.stacks:
+        return True
+    return any(stack.frames and _SYNCS.search(stack.frames[0].filename) for stack in ending.stacks)
 
 
 def waits_in_call(ending: Ending, call: Sequence[Frame], called: int) -> bool:
