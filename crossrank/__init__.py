@@ -18,6 +18,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from crossrank import off
+
 if TYPE_CHECKING:
     from crossrank.instrument.api import disable, enable, enabled, expect_pause, step, window
     from crossrank.tools.api import load
@@ -33,5 +35,8 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             raise ImportError(f"{error.name} is not installed; run: pip install 'crossrank[tools]'") from error
     if name in __all__:
-        return getattr(import_module("crossrank.instrument.api"), name)
+        try:
+            return getattr(import_module("crossrank.instrument.api"), name)
+        except Exception as error:  # a requirement that is missing or broken, no descriptor left to read a file with
+            return getattr(off.names(error), name)
     raise AttributeError(f"module 'crossrank' has no attribute {name!r}")

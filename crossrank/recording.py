@@ -53,6 +53,11 @@ PAUSING = ".pausing-"
 """How the name of a file begins by which a rank says that the others will wait for it: its rank follows, and in it are
 the seconds since 1970 until when."""
 
+OF_A_BACKEND = re.compile(
+    r"^Dist\w*Error\b|gloo|nccl|ucc_|c10d|monitoredBarrier|ProcessGroup|TCPStore|Operation timed out!", re.IGNORECASE
+)
+"""What no library but torch.distributed writes into its exceptions."""
+
 RANGE = "crossrank#"
 """Name of the range around a recorded launch in both traces of a window; the record's id follows."""
 

@@ -56,6 +56,7 @@ def enable(
     hang_seconds: float | None = None,
     on_hang: str | None = None,
     timing: bool | None = None,
+    exception_texts: bool | None = None,
     nsys: bool | None = None,
     node: str | None = None,
     ring: int | None = None,

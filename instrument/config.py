@@ -56,6 +56,7 @@ class Config:
     hang_seconds: float = 300.0
     on_hang: Literal["warn", "abort"] = "warn"
     timing: bool = False
+    exception_texts: bool = True
     nsys: bool = False
     kernel: Literal["auto", "compiled", "python"] = "auto"
     node: str | None = None
@@ -163,6 +164,7 @@ SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "hang_seconds": (_seconds, ("TRACING_HANG_SECONDS",)),
     "on_hang": (_one_of("warn", "abort"), ("TRACING_ON_HANG",)),
     "timing": (_on_off, ("TRACING_TIMING",)),
+    "exception_texts": (_on_off, ("TRACING_EXCEPTION_TEXTS",)),
     "nsys": (_on_off, ("TRACING_NSYS",)),
     "kernel": (_one_of("auto", "compiled", "python"), ("TRACING_KERNEL",)),
     "node": (str, ("TRACING_NODE",)),

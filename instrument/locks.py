@@ -8,26 +8,48 @@ import fcntl
 import hashlib
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_MOST_ASKERS = 4096
+_CREDENTIALS = struct.Struct("3i")
+"""Of the other end of a socket: process, user, group."""
+
 
 def take_lock(name: str) -> socket.socket | None:
-    """A lock that one process of this machine holds until it is closed or the process ends; None while another has it.
+    """A lock that one process of this user and machine holds until it is closed or the process ends; None while another
+    one of this user has it.
 
     It is a socket bound to a name in Linux's abstract namespace: no file, so it works whatever file system a recording
     lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
-    every caller gets the lock. A forked child closes its copy.
+    every caller gets the lock, and so where another user has taken its name, which everybody can see. A forked child
+    closes its copy.
     """
-    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    address = f"\0crossrank-{os.getuid()}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()}"
     try:
-        holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
+        holder.bind(address)
+        holder.listen(_MOST_ASKERS)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
+        if error.errno == errno.EADDRINUSE and _holder_of(address) in (None, os.getuid()):
             holder.close()
             return None
     return holder
+
+
+def _holder_of(address: str) -> int | None:
+    """The user whose process listens at an address; None where nothing says that."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+        asker.setblocking(False)
+        try:
+            asker.connect(address)
+            facts = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except OSError:
+            return None
+    _, user, _ = _CREDENTIALS.unpack(facts)
+    return int(user)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ The others have the line at level INFO.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -14,10 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from threading import RLock, Thread
 
+from crossrank.errors import one_line
+
 log = logging.getLogger("crossrank")
 
 ONE_RANK = {"one_rank": True}
 """`extra` of a warning that one rank of the job alone has: it is printed at once."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PATIENCE = 3.0
 """Seconds that the store may take: a rank that hangs in it keeps it from all threads of its process."""
 
@@ -31,10 +35,12 @@ class _OncePerJob(logging.Filter):
         self._is_first: Callable[[str], bool] | None = None
         self._asking: list[Thread] = []
         self._times: Counter[str] = Counter()  # how often this rank has said a text, in whichever recording
+        self.said_full = False  # that the disk is full, in this recording
         self._lock = RLock()
 
     def hold(self, ranks: int) -> None:
         """Keep what the ranks have to say until their job is known. `ranks`: so many has the process group, if any."""
+        self.said_full = False
         if ranks > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
             self._held = []
 
@@ -100,3 +106,16 @@ class _OncePerJob(logging.Filter):
 
 once_per_job = _OncePerJob()
 log.addFilter(once_per_job)
+
+
+def report(consequence: str, error: Exception) -> None:
+    """One line about what failed and what it means for the recording. Of a full disk everything fails that writes, on
+    every rank: that is one line for all of it."""
+    if not (isinstance(error, OSError) and error.errno in _FULL):
+        log.warning("crossrank: %s: %s", consequence, one_line(error))
+    elif not once_per_job.said_full:
+        once_per_job.said_full = True
+        log.warning(
+            "crossrank: the disk of the recording is full: what does not fit is lost, and training goes on. Free space "
+            "there, or name another folder with TRACING_DIR"
+        )

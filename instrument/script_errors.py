@@ -18,8 +18,7 @@ import orjson
 import torch
 import zstandard
 
-from crossrank.errors import one_line
-from crossrank.instrument.log import log
+from crossrank.instrument.log import report
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(
@@ -54,7 +53,7 @@ class Failures:
         """Log a failure once, with what it means for the recording."""
         if consequence not in self._reported:
             self._reported.add(consequence)
-            log.warning("crossrank: %s: %s", consequence, one_line(error))
+            report(consequence, error)
 
 
 def raised_by_script(error: BaseException) -> bool:

@@ -75,6 +75,7 @@ class Session:
 
     def start(self) -> None:
         """Install everything. Raises `CrossrankError`, with nothing installed, where torch cannot be recorded."""
+        exits.keep_texts(self.config.exception_texts)
         if self.config.flight or self.config.timing:
             torch_recorder.switch_on()
         try:

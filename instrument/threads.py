@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Thread
 
-from crossrank.errors import one_line
-from crossrank.instrument.log import log
+from crossrank.instrument.log import report
 
 PREFIX = "crossrank-"
 
@@ -21,7 +20,7 @@ def start(name: str, work: Callable[[], object], lost: str = "a part of the reco
         try:
             work()
         except Exception as error:
-            log.warning("crossrank: %s: %s", lost, one_line(error))
+            report(lost, error)
 
     thread = Thread(target=run, name=PREFIX + name, daemon=True)
     try:

@@ -11,6 +11,7 @@ written down, and it is not tried again with the same compiler unless somebody a
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -59,16 +60,34 @@ def load() -> ModuleType:
     cannot be had: why."""
     try:
         built = _place()
-        if built.exists():
-            _refuse_others_file(built)
+        if (descriptor := _opened(built)) is not None:
             try:
-                return _import(built)
+                return _import(built, descriptor)
             except ImportError:  # cut off, or of a machine with other libraries
                 built.unlink(missing_ok=True)
         _refuse_known_failure(built)
     except (OSError, RuntimeError) as error:
         raise CrossrankError(f"the compiled kernel cannot be had ({one_line(error)})") from error
     raise NotBuiltError("the compiled kernel is not built yet")
+
+
+def _opened(built: Path) -> int | None:
+    """The descriptor of the kernel, which nobody else may have written; None where there is none yet. What is checked
+    is what is loaded, whatever the name stands for a moment later."""
+    try:
+        descriptor = os.open(built, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CrossrankError(f"{built} is refused: it is a link; remove it, or set XDG_CACHE_HOME") from error
+        raise
+    try:
+        _refuse_others_file(built, os.fstat(descriptor))
+    except CrossrankError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def make(*, again: bool = False) -> Path:
@@ -87,7 +106,7 @@ def make(*, again: bool = False) -> Path:
             raise CrossrankError(f"another process has been building {built} for {_PATIENCE:.0f} s")
         if descriptor is None:
             time.sleep(0.1)
-    _refuse_others_file(built)
+    _refuse_others_file(built, built.lstat())
     return built
 
 
@@ -137,30 +156,40 @@ def _refuse_known_failure(built: Path) -> None:
         raise CrossrankError(f"{failure.read_text()}; `crossrank build-kernel` tries again")
 
 
-def _import(built: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(built))
+def _import(built: Path, descriptor: int) -> ModuleType:
+    """The module in a file that is open. It stays open: a library is known by the name that it was loaded by."""
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, f"/proc/self/fd/{descriptor}")
     spec = importlib.util.spec_from_loader(_MODULE, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
+    module.__file__ = str(built)
     return module
 
 
 def _folder() -> Path:
     """Where kernels are kept: `$XDG_CACHE_HOME/crossrank`, of this user alone."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossrank"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossrank"
+    except RuntimeError as error:
+        raise CrossrankError("this user has no home directory to keep it in; set XDG_CACHE_HOME") from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise CrossrankError(f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from error
-    _refuse_others_file(folder)
+    folder = folder.resolve()
+    for one in (folder, *folder.parents):
+        _refuse_others_file(one, one.stat())
     return folder
 
 
-def _refuse_others_file(path: Path) -> None:
-    """Raise for what another user may have written: it would run in this process."""
-    found = path.stat()
-    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+def _refuse_others_file(path: Path, found: os.stat_result) -> None:
+    """Raise for what another user may have written: it would run in this process. In a folder with the sticky bit
+    nobody may take the place of what is another user's."""
+    is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (
+        stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    )
+    if found.st_uid not in (os.getuid(), 0) or is_open:
         raise CrossrankError(
             f"{path} is refused: it belongs to or may be changed by another user (owner {found.st_uid}, mode "
             f"{stat.filemode(found.st_mode)}); remove it, or set XDG_CACHE_HOME"

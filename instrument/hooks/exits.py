@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
+from crossrank.recording import OF_A_BACKEND
 from crossrank.text import writable
 
 if TYPE_CHECKING:
@@ -231,4 +232,17 @@ def _text_of(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "its text is not available"
-    return writable(f"{type(error).__name__}: {text}"[:_LONGEST_ERROR])
+    text = f"{type(error).__name__}: {text}"
+    if not _keeps_texts and OF_A_BACKEND.search(text) is None:
+        text = f"{type(error).__name__} (its text is not recorded)"
+    return writable(text[:_LONGEST_ERROR])
+
+
+def keep_texts(keep: bool) -> None:
+    """Whether the texts of exceptions are recorded from now on; those of torch.distributed, which say whose
+    communication failed, always are."""
+    global _keeps_texts
+    _keeps_texts = keep
+
+
+_keeps_texts = True

@@ -16,6 +16,7 @@ from crossrank.instrument.identity.gpu import nccl_version
 from crossrank.instrument.write.comms_writer import clock
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA
+from crossrank.text import writable
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -31,12 +32,12 @@ def describe_rank(session: Session, node: str) -> dict[str, Any]:
         "world_size": session.world_size,
         "host": socket.gethostname(),
         "boot_id": boot_id(),
-        "node": node,
+        "node": writable(node),
         "local_rank": int(local_rank) if local_rank.isdigit() else None,
         "pid": os.getpid(),
         "gpu": asdict(gpu) if gpu else None,
-        "gpu_serial": config.gpu_serial,
-        "vm_id": config.vm_id,
+        "gpu_serial": writable(config.gpu_serial) if config.gpu_serial else None,
+        "vm_id": writable(config.vm_id) if config.vm_id else None,
         "clock": clock(),
         "versions": {
             "crossrank": crossrank.__version__,
@@ -47,7 +48,7 @@ def describe_rank(session: Session, node: str) -> dict[str, Any]:
             "driver": gpu.driver if gpu else None,
             "kernel": session.recorder.kernel,
         },
-        "config": asdict(config),
+        "config": {name: writable(one) if isinstance(one, str) else one for name, one in asdict(config).items()},
         "all_calls": True,
         "ops": dispatcher.ops(),
         "blind_spots": session.groups.unseen_kinds(),

@@ -26,10 +26,9 @@ import orjson
 import zstandard
 
 from crossrank.comm import Locality
-from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
-from crossrank.instrument.log import log
+from crossrank.instrument.log import report
 from crossrank.instrument.record.recorder import Call, Recorder
 from crossrank.instrument.write.device_times import DeviceTimes
 from crossrank.instrument.write.rank_files import create
@@ -319,7 +318,7 @@ class CommsWriter:
     def _fail(self, what: str, error: Exception) -> None:
         if not self._complained:
             self._complained = True
-            log.warning("crossrank: %s: %s; training goes on, the loss is counted", what, one_line(error))
+            report(f"{what}; training goes on, the loss is counted", error)
 
 
 def _record_line(entry: Call, locality: Locality) -> bytes:

@@ -37,10 +37,13 @@ from crossrank.recording import (
     rank_of,
     temporary_name,
 )
+from crossrank.text import writable
 
 _LEVEL = 3
 _PATIENCE = 5.0
 """Seconds that a process waits for another one that still writes files of its rank."""
+_NOTICED = 1.0
+"""Seconds of that wait from which it is said."""
 _LARGE = 1024
 """Ranks of a job that has a folder for every few."""
 _VARIABLE = "CROSSRANK_RECORDING"
@@ -70,7 +73,7 @@ class RankFiles:
             raise CrossrankError(
                 f"cannot write to {self.recording}: {error.strerror}; name another folder with TRACING_DIR"
             ) from error
-        self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=place)
+        self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=writable(place))
         self._inherited = msgspec.json.encode(self._owner).decode()
         os.environ.setdefault(_VARIABLE, self._inherited)
 
@@ -144,9 +147,14 @@ def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
     Where ranks change places in a process group that is made again, the process that was this rank may still be
     finishing its files: what it renames or writes would get mixed with ours.
     """
-    until = time.monotonic() + _PATIENCE
-    while (lock := take_lock(_lock_name(place, rank))) is None and time.monotonic() < until:
+    begun = time.monotonic()
+    while (lock := take_lock(_lock_name(place, rank))) is None and time.monotonic() < begun + _PATIENCE:
         time.sleep(0.01)
+    if (waited := time.monotonic() - begun) > _NOTICED:
+        log.warning(
+            "crossrank: rank %d waited %.1f s for another process of this user that records rank %d in %s%s",
+            *(rank, waited, rank, place, "" if lock is not None else ", which still does"),
+        )
     return lock
 
 
@@ -163,7 +171,7 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     except msgspec.MsgspecError:
         owner = None
     # A job's environment may outlive it, in what a batch system starts next.
-    if owner is not None and owner.place == place and owner.pid in ancestors:
+    if owner is not None and owner.place == writable(place) and owner.pid in ancestors:
         return owner.rank == rank or (owner.world_size, owner.job) != (world_size, _job())
     # The job that records there may have another number of ranks, and so another folder for this one.
     for folder in dict.fromkeys(rank_folder(rank, size) for size in (1, world_size, _LARGE)):

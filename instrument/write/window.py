@@ -34,6 +34,7 @@ from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.kineto_session import Kineto, ends_on_any_thread, is_users_profiler_running
 from crossrank.instrument.write.rank_files import RankFiles, create
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
+from crossrank.text import writable
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -246,7 +247,8 @@ class Windows:
         path = files.temporary(file_name(EXECUTION_TRACE, self._session.rank, self._number))
         os.close(create(path))  # raises here rather than in torch, where a failed open blocks every later observer
         path.unlink()
-        torch._C._profiler._add_execution_trace_observer(str(path))
+        with _named_for_torch(path) as name:
+            torch._C._profiler._add_execution_trace_observer(name)
         # Its result is True also where another observer is registered; only the file shows it. Removing "ours" then
         # would remove that one, and its owner's next call would crash.
         if not path.exists():
@@ -316,8 +318,12 @@ class Windows:
                 self._number,
             )
         path = files.temporary(file_name(KINETO, self._session.rank, self._number))
-        path.unlink(missing_ok=True)  # even a pipe, whose other end torch would wait for
-        profiler.export_chrome_trace(str(path))
+        # Kineto writes to a file beside it, and renames that. Both are ours before it opens them: a link would be
+        # followed, and the other end of a pipe waited for.
+        for one in (path, path.with_name(f"{path.name}.tmp")):
+            os.close(create(one))
+        with _named_for_torch(path) as name:
+            profiler.export_chrome_trace(name)
         self._finish(KINETO)
 
     def _finish(self, kind: str) -> None:
@@ -352,3 +358,17 @@ class Windows:
             session.nvtx.mark_identity(session.rank, session.world_size)
             for group in session.groups.describe():
                 session.nvtx.mark_group(group)
+
+
+@contextlib.contextmanager
+def _named_for_torch(path: Path) -> Iterator[str]:
+    """The name of a file for torch, which takes UTF-8 alone: in a folder whose name is none, by its descriptor."""
+    name = str(path)
+    if name == writable(name):
+        yield name
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

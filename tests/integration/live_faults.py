@@ -753,7 +753,8 @@ LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT)
 LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
 SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
-FAULTS = [fault for fault in FAULTS + MORE_FAULTS if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
+EVERY_FAULT = FAULTS + MORE_FAULTS
+FAULTS = [fault for fault in EVERY_FAULT if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
 if not STAND_IN:
     FAULTS = [fault for fault in FAULTS if not fault.by_stand_in]
 if DEVICE == "cuda" and uses_nccl2():

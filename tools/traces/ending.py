@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from crossrank.recording import OF_A_BACKEND
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised, WaitUnderWay
 
 CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
@@ -31,11 +32,6 @@ _COMMUNICATION_FAILED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """An exception that a rank gets because another one has left, or never came."""
-
-_OF_A_BACKEND = re.compile(
-    r"^Dist\w*Error\b|gloo|nccl|ucc_|c10d|monitoredBarrier|ProcessGroup|TCPStore|Operation timed out!", re.IGNORECASE
-)
-"""What no library but torch.distributed writes into its exceptions."""
 
 _COMMUNICATES = re.compile(r"[/\\]torch[/\\](distributed|autograd|nn[/\\]parallel)[/\\]|[/\\]torch[/\\]_tensor\.py$")
 """Files whose functions communicate, or wait for communication."""
@@ -137,4 +133,4 @@ class Ending:
 
 
 def _is_of_communication(text: str) -> bool:
-    return _COMMUNICATION_FAILED.search(text) is not None and _OF_A_BACKEND.search(text) is not None
+    return _COMMUNICATION_FAILED.search(text) is not None and OF_A_BACKEND.search(text) is not None

@@ -292,6 +292,10 @@ def find_unknown_ends(search: Search) -> None:
     hung = [rank for rank, one in ranks.items() if one.ending.reason == "hang" and not one.ending.went_on]
     if hung and all(ends_unknown(ranks[rank]) for rank in hung):
         frozen = all(ranks[rank].dump.ends_frozen for rank in hung)
-        why = "torch notes no ends while a group is destroyed" if frozen else "torch's flight recorder was off"
+        why = (
+            "torch notes no ends while a group is destroyed"
+            if frozen
+            else "the dumps hold no entry of torch's flight recorder"
+        )
         text = f"every recorded call was made by all of its ranks; {why}, so nothing says which of them are over"
         search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=text))

@@ -1,0 +1,55 @@
+"""Numbers in the documentation are those of the tests and benchmarks that produce them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.healthy_jobs import JOBS
+from tests.integration.live_faults import EVERY_FAULT
+
+ROOT = Path(__file__).parents[2]
+PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
+NUMBERS = ["none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+BLOCKS = [
+    one
+    for one in re.findall(r"^(`[^\n]+)\n\n```\n(.+?)\n```$", PERFORMANCE, re.MULTILINE | re.DOTALL)
+    if "benchmarks" in one[0]
+]
+"""(the paragraph that names a benchmark, what it printed)"""
+
+
+def test_the_readme_counts_the_live_faults_and_the_healthy_jobs_that_there_are() -> None:
+    (row,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| live faults"))
+    on_gloo, on_stand_in = (re.match(r"\d+", cell.strip()) for cell in row.split("|")[2:4])
+    assert on_gloo is not None
+    assert on_stand_in is not None
+    without_gpu = sum(fault.with_gloo for fault in EVERY_FAULT)
+    assert (int(on_gloo[0]), int(on_stand_in[0])) == (without_gpu, sum(fault.with_nccl for fault in EVERY_FAULT))
+    assert f"{len(JOBS)} healthy jobs" in row
+
+
+def test_every_benchmark_has_its_table() -> None:
+    assert len(BLOCKS) >= 9
+
+
+@pytest.mark.parametrize(("paragraph", "table"), BLOCKS, ids=[one[0][:60] for one in BLOCKS])
+def test_a_table_of_measurements_is_one_that_the_benchmark_named_before_it_prints(paragraph: str, table: str) -> None:
+    named = [f"benchmarks/{name}.py" for name in re.findall(r"benchmarks[/.](\w+)", paragraph.replace(".py", ""))]
+    source = "".join(path.read_text() for path in map(ROOT.joinpath, named))
+    source += "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*_jobs.py"))
+    titles = [line.strip() for line in table.splitlines() if line and not re.search(r"\d", line)]
+    words = {word for title in titles for word in re.findall(r"[a-zA-Z]{3,}", title)}
+    assert words
+    missing = {word for word in words if word not in source}
+    assert not missing, f"{named} prints no {sorted(missing)}"
+
+
+def test_how_many_replayed_steps_are_near_those_of_their_jobs_is_what_the_table_says() -> None:
+    paragraph, table = next(one for one in BLOCKS if "whole_steps" in one[0])
+    ratios = [float(ratio) for ratio in re.findall(r"^  \w+ +[\d.]+ +[\d.]+ +([\d.]+) \(", table, re.MULTILINE)]
+    near = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
+    assert len(ratios) == 10
+    assert f"{NUMBERS[near].capitalize()} of the ten are within 5 % of their job" in paragraph
