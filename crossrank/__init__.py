@@ -38,5 +38,6 @@ def __getattr__(name: str) -> Any:
         try:
             return getattr(import_module("crossrank.instrument.api"), name)
         except Exception as error:  # a requirement that is missing or broken, no descriptor left to read a file with
-            return getattr(off.names(error), name)
+            globals().update(vars(off.names(error)))  # it is not tried again at each step
+            return globals()[name]
     raise AttributeError(f"module 'crossrank' has no attribute {name!r}")

@@ -90,9 +90,11 @@ def read_small(path: str | os.PathLike[str], most: int = 16 << 20) -> bytes:
     A pipe would be waited for, and a device has no end: raises `BudgetError` for them and for more than `most` bytes,
     `OSError` where the file cannot be read.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise BudgetError(os.fspath(path), "is no regular file; it is not read")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BudgetError(os.fspath(path), "is no regular file; it is not read")
+    with os.fdopen(descriptor, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise BudgetError(os.fspath(path), f"is refused: it holds more than {most:,} bytes")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from types import SimpleNamespace
 from typing import Any
 
-_log = logging.getLogger("crossrank")
 _said = False
 
 
@@ -18,7 +16,9 @@ def names(error: Exception) -> SimpleNamespace:
         global _said
         if not _said:
             _said = True
-            _log.warning(
+            import logging  # torch has it; a process that never calls this does without
+
+            logging.getLogger("crossrank").warning(
                 "crossrank: tracing is off: it cannot be imported (%s); see to that, or install it anew with its "
                 "requirements (pip install --force-reinstall crossrank)",
                 error,

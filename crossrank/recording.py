@@ -54,7 +54,8 @@ PAUSING = ".pausing-"
 the seconds since 1970 until when."""
 
 OF_A_BACKEND = re.compile(
-    r"^Dist\w*Error\b|gloo|nccl|ucc_|c10d|monitoredBarrier|ProcessGroup|TCPStore|Operation timed out!", re.IGNORECASE
+    r"^Dist\w*Error\b|(?<![a-z0-9])(gloo|nccl|ucc_|c10d)|monitoredBarrier|ProcessGroup|TCPStore|Operation timed out!",
+    re.IGNORECASE,
 )
 """What no library but torch.distributed writes into its exceptions."""
 

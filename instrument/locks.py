@@ -9,12 +9,16 @@ import hashlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _MOST_ASKERS = 4096
-_CREDENTIALS = struct.Struct("3i")
+_UNKNOWN = -1
+_TRIES, _BETWEEN = 5, 0.01
+"""Looks at a lock that is taken and does not listen yet, and seconds between them."""
+_CREDENTIALS = struct.Struct("iII")
 """Of the other end of a socket: process, user, group."""
 
 
@@ -28,28 +32,31 @@ def take_lock(name: str) -> socket.socket | None:
     closes its copy.
     """
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    address = f"\0crossrank-{os.getuid()}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()}"
+    address = f"\0crossrank-{os.geteuid()}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()}"
     try:
         holder.bind(address)
         holder.listen(_MOST_ASKERS)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE and _holder_of(address) in (None, os.getuid()):
+        if error.errno == errno.EADDRINUSE and _holder_of(address) in (_UNKNOWN, os.geteuid()):
             holder.close()
             return None
     return holder
 
 
 def _holder_of(address: str) -> int | None:
-    """The user whose process listens at an address; None where nothing says that."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
-        asker.setblocking(False)
-        try:
-            asker.connect(address)
-            facts = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        except OSError:
-            return None
-    _, user, _ = _CREDENTIALS.unpack(facts)
-    return int(user)
+    """The user whose process listens at an address; None where it does not listen, as a lock of ours does at once."""
+    for _ in range(_TRIES):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+            asker.setblocking(False)
+            try:
+                asker.connect(address)
+                facts = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                return int(_CREDENTIALS.unpack(facts)[1])
+            except ConnectionRefusedError:
+                time.sleep(_BETWEEN)
+            except OSError:
+                return _UNKNOWN
+    return None
 
 
 @contextmanager

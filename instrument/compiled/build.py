@@ -43,6 +43,9 @@ _CUT_OFF = "signal terminated program"
 """What a compiler says of a part of itself that was ended."""
 _MODULE = "_crossrank_recorder"
 _OPTIONS = ("-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+_UNMAPPED = 65534
+"""Owner of what is root's outside of a container that knows few users."""
+_ALL_USERS = ["0", "0", "4294967295"]
 _UNTRIED = (3, 14)
 """The first version of Python whose frames the kernel has not been tried on."""
 
@@ -55,16 +58,26 @@ class _CutOffError(CrossrankError):
     """A build that was ended or took too long: that says nothing about the next one."""
 
 
+_loaded: ModuleType | None = None
+"""The kernel of this process, whatever was built since."""
+
+
 def load() -> ModuleType:
     """The compiled kernel that is there. Raises `NotBuiltError` where there is none yet, and `CrossrankError` where it
     cannot be had: why."""
+    global _loaded
     try:
         built = _place()
+        if _loaded is not None:  # a second copy would have threads, kernels and handlers of fork() of its own
+            return _loaded
         if (descriptor := _opened(built)) is not None:
             try:
-                return _import(built, descriptor)
+                _loaded = _import(built, descriptor)
+                return _loaded
             except ImportError:  # cut off, or of a machine with other libraries
-                built.unlink(missing_ok=True)
+                if os.path.samestat(os.fstat(descriptor), built.lstat()):
+                    built.unlink(missing_ok=True)
+                os.close(descriptor)
         _refuse_known_failure(built)
     except (OSError, RuntimeError) as error:
         raise CrossrankError(f"the compiled kernel cannot be had ({one_line(error)})") from error
@@ -158,7 +171,8 @@ def _refuse_known_failure(built: Path) -> None:
 
 def _import(built: Path, descriptor: int) -> ModuleType:
     """The module in a file that is open. It stays open: a library is known by the name that it was loaded by."""
-    loader = importlib.machinery.ExtensionFileLoader(_MODULE, f"/proc/self/fd/{descriptor}")
+    name = f"/proc/self/fd/{descriptor}"
+    loader = importlib.machinery.ExtensionFileLoader(_MODULE, name if os.path.exists(name) else str(built))
     spec = importlib.util.spec_from_loader(_MODULE, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -178,8 +192,12 @@ def _folder() -> Path:
     except OSError as error:
         raise CrossrankError(f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from error
     folder = folder.resolve()
-    for one in (folder, *folder.parents):
-        _refuse_others_file(one, one.stat())
+    _refuse_others_file(folder, folder.stat())
+    is_contained = Path("/proc/self/uid_map").read_text().split() != _ALL_USERS
+    for parent in folder.parents:
+        found = parent.stat()
+        if not (is_contained and found.st_uid == _UNMAPPED) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            _refuse_others_file(parent, found)
     return folder
 
 

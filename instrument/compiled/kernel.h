@@ -64,10 +64,9 @@ inline bool on_cpu(const Kind &kind) {
   return device != kNone && static_cast<c10::DeviceType>(device >> 32) == c10::DeviceType::CPU;
 }
 
-// The last call that C++ made in each backward pass, by the number of the pass, and the thread that waits at the end of
-// the pass; a pass among others may lose its place.
+// The last call that C++ made in each backward pass, by the number of the pass; a pass among others may lose its place.
 struct LastOfPass {
-  std::atomic<int64_t> pass{-1}, call{kNone}, waiting_thread{kNone};
+  std::atomic<int64_t> pass{-1}, call{kNone};
 };
 inline std::array<LastOfPass, 16> &last_of_pass = *new std::array<LastOfPass, 16>;
 
@@ -82,7 +81,6 @@ inline void follow_backward(int64_t id) {
   LastOfPass &last = last_of_pass[pass % last_of_pass.size()];
   last.call.store(id, std::memory_order_relaxed);
   if (last.pass.exchange(pass) == pass) return;
-  last.waiting_thread = kNone;
   try {
     auto &engine = torch::autograd::Engine::get_default_engine();
     engine.queue_callback([&engine, &last, pass, session = to.session.load()] {
@@ -90,11 +88,9 @@ inline void follow_backward(int64_t id) {
       if (last.pass.load() != pass || session != to.session || !to.active) return;
       try {
         Span span{session, call, begin, 0, tables_of_thread().thread, Of::kBackward, false};
-        engine.queue_callback([span, &last] {
-          last.waiting_thread = kNone;
-          leave_span(span);
-        });
-        last.waiting_thread = span.thread;
+        // Where the reducer's callback throws, the last one never runs and is destroyed.
+        auto wait = std::make_shared<WaitUnderWay>(call, span.thread);
+        engine.queue_callback([span, wait] { leave_span(span); });
       } catch (const std::exception &) {  // as below
       }
     });

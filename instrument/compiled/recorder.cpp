@@ -419,9 +419,6 @@ PyObject *waits(PyObject *, PyObject *) {
   for (auto &place : waits_under_way)
     if (int64_t call = place.call.load(std::memory_order_relaxed); call != WaitOfThread::kFree)
       add(call, place.thread.load(std::memory_order_relaxed));
-  for (auto &pass : last_of_pass)
-    if (int64_t thread = pass.waiting_thread.load(std::memory_order_relaxed); thread != kNone)
-      add(pass.call.load(std::memory_order_relaxed), thread);
   return list;
 }
 
@@ -499,7 +496,6 @@ void in_child() {
   to.ring = nullptr;  // left behind: a thread of the parent may have been putting a row in
   to.spans = nullptr;
   for (auto &place : waits_under_way) place.call = WaitOfThread::kFree;
-  for (auto &pass : last_of_pass) pass.waiting_thread = kNone;
   generation.fetch_add(1);
   after_fork();
 }
@@ -508,6 +504,8 @@ void in_child() {
 }  // namespace crossrank
 
 PyMODINIT_FUNC PyInit__crossrank_recorder() {
-  pthread_atfork(crossrank::before_fork, crossrank::after_fork, crossrank::in_child);
+  // Once, however often the module is made: a second handler would lock what the first one holds.
+  static const int registered = pthread_atfork(crossrank::before_fork, crossrank::after_fork, crossrank::in_child);
+  (void)registered;
   return PyModule_Create(&crossrank::module);
 }

@@ -43,10 +43,10 @@ class MainThread:
     @property
     def busy(self) -> float | None:
         """Share of the silence in which it had a processor; None where that is not known."""
-        now = _clocks()
-        if self._since is None or now is None:
+        since, now = self._since, _clocks()
+        if since is None or now is None:
             return None
-        elapsed, used = (end - begin for begin, end in zip(self._since, now, strict=True))
+        elapsed, used = (end - begin for begin, end in zip(since, now, strict=True))
         return round(min(used / elapsed, 1.0), 3) if elapsed > 0 else None
 
 

@@ -28,7 +28,7 @@ from crossrank.errors import CrossrankError
 from crossrank.instrument import threads
 from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.main_thread import MainThread
-from crossrank.instrument.hang.watch import HangWatch
+from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
@@ -72,6 +72,9 @@ class Hangs:
         self._session = session
         self._watch: HangWatch | None = None
         self._main_thread = MainThread()
+        self._pauses: list[float] = []
+        """Until when each pause of this rank is announced, in seconds since 1970."""
+        self._was_pausing = False
         self._said: tuple[Path, int, int] | None = None
         """The verdict that this rank has said, and how many calls were made and over then."""
 
@@ -97,17 +100,27 @@ class Hangs:
     @contextlib.contextmanager
     def expect_pause(self, seconds: float) -> Iterator[None]:
         """No rank reports a hang before the block ends, or `seconds` are over."""
-        files, rank = self._session.files, self._session.rank
-        path = files.recording / f"{PAUSING}{rank}" if files is not None else None
-        if path is not None:
-            with self._session.failures.reported("a pause is not known to the other ranks"), whole_file(path) as part:
-                part.write_text(str(time.time() + seconds))
+        until = time.time() + seconds
+        self._pauses.append(until)
+        self._announce_pause()
         try:
             yield
         finally:
-            if path is not None:
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+            self._pauses.remove(until)
+            self._announce_pause()
+
+    def _announce_pause(self) -> None:
+        """Tell the other ranks until when this one pauses, of several pauses within each other the longest."""
+        files, longest = self._session.files, max(list(self._pauses), default=None)
+        if files is None:
+            return
+        path = files.recording / f"{PAUSING}{self._session.rank}"
+        with self._session.failures.reported("a pause is not known to the other ranks"):
+            if longest is None:
+                path.unlink(missing_ok=True)
+            else:
+                with whole_file(path) as part:
+                    part.write_text(str(longest))
 
     def stop(self) -> None:
         """No hang is noticed after this."""
@@ -128,9 +141,11 @@ class Hangs:
         session = self._session
         if session.files is None:
             return None
-        if pausing := _pausing(session.files.recording):
+        pausing, was_pausing = _pausing(session.files.recording), self._was_pausing
+        self._was_pausing = bool(pausing)
+        if pausing or was_pausing:  # every rank has its patience once more after a pause
             log.info("crossrank: rank %s said that it pauses: no hang is reported", rank_ranges(pausing))
-            return seconds + self._patience()
+            return COUNT_ANEW
         session.dumps.write("hang")
         if session.current_world() is None:  # it has destroyed its group: those that wait see to the verdict
             return None
@@ -140,7 +155,7 @@ class Hangs:
         silence.respond()
         if silence.has_said:
             self._said = session.files.recording / VERDICT, session.recorder.calls(), completed()
-        return far if silence.is_slow else None
+        return far if silence.may_go_on else None
 
     def _on_calls(self) -> None:
         self._main_thread.forget()
@@ -181,10 +196,10 @@ class _Silence:
         """Whether this rank has said that the job hangs, or that others wait for a slow rank."""
 
     @property
-    def is_slow(self) -> bool:
-        """Whether the verdict is that the job may go on."""
+    def may_go_on(self) -> bool:
+        """Whether the verdict is that the job may go on, or that evidence is missing."""
         found = verdict.read(self._folder / VERDICT)
-        return found is not None and found.verdict == SLOW
+        return found is not None and found.verdict in (SLOW, "incomplete")
 
     def respond(self) -> None:
         """See that there is a verdict, and do what it asks for."""
@@ -340,10 +355,11 @@ class _Silence:
 def _pausing(folder: Path) -> list[int]:
     """The ranks that said that the others will wait for them, and still do."""
     found = []
-    for path in folder.glob(f"{PAUSING}*"):
-        with contextlib.suppress(OSError, ValueError, BudgetError):
-            if float(read_small(path)) > time.time():
-                found.append(int(path.name.removeprefix(PAUSING)))
+    with contextlib.suppress(OSError):  # a file system that is away
+        for path in folder.glob(f"{PAUSING}*"):
+            with contextlib.suppress(OSError, ValueError, BudgetError):
+                if float(read_small(path)) > time.time():
+                    found.append(int(path.name.removeprefix(PAUSING)))
     return sorted(found)
 
 

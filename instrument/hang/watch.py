@@ -13,6 +13,10 @@ _LONGEST_PAUSE = 0.5
 """Seconds between two looks: the patience may have become shorter."""
 
 
+COUNT_ANEW = 0.0
+"""What `on_hang` returns where the silence so far is no sign of a hang: it counts from now on."""
+
+
 class HangWatch:
     """Calls `on_hang(seconds)` when nothing has been communicated for `patience()` seconds.
 
@@ -61,6 +65,7 @@ class HangWatch:
             if self._calls() != calls:
                 self._on_calls()
                 calls, since, completed, reported = self._calls(), now, None, False
+                waits.clear()
                 continue
             self._on_silence()
             if reported and not waits.issuperset(self._waits()):
@@ -73,5 +78,7 @@ class HangWatch:
                 since = now
             completed = over
             if now - since >= patience and not self._stopped:
-                reported, waits = True, set(self._waits())
+                reported, waits = True, waits.union(self._waits())
                 again = self._on_hang(now - since)
+                if again == COUNT_ANEW:
+                    since, completed, reported, again = time.monotonic(), None, False, None

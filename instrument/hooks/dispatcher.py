@@ -184,13 +184,12 @@ def _register(
                     recorder.failed(error)
             if launch is None:
                 return redispatch(keyset & mask, *args)
-            if not reader.gives_work:
-                recorder.begin_wait(launch[0])
             try:
+                before_wait = None if reader.gives_work else recorder.begin_wait(launch[0])
                 result = redispatch(keyset & mask, *args)
             finally:
                 if not reader.gives_work:
-                    recorder.end_wait()
+                    recorder.end_wait(before_wait)
                 if launch[2] is not None:
                     after(launch[2])
             try:

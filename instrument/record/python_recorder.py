@@ -161,14 +161,9 @@ class PythonRecorder(Recorder):
             def computed() -> None:
                 call, begin = self._last_of_pass.pop(number, NO_CALL), monotonic_ns()
 
-                def waited() -> None:
-                    self.end_wait()
-                    self._waited(call, begin, _IN_BACKWARD, False)
-
                 if self.active and call != NO_CALL:
                     with suppress(RuntimeError):
-                        queue(waited)
-                        self.begin_wait(call)
+                        queue(_EndOfPass(self, call, begin))
 
             with suppress(RuntimeError):  # no callback can be queued here: the wait is not seen
                 queue(computed)
@@ -196,31 +191,37 @@ class PythonRecorder(Recorder):
     def noting_wait(self, original: Callable[..., Any]) -> object:
         @functools.wraps(original)
         def wait(future: torch._C.Future[Any], *args: Any, **kwargs: Any) -> Any:
-            self.begin_wait(NO_CALL)
+            before = self.begin_wait(NO_CALL)
             try:
                 return original(future, *args, **kwargs)
             finally:
-                self.end_wait()
+                self.end_wait(before)
 
         return wait
 
     def _record_wait(self, record_id: int, stood: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin, raised = monotonic_ns(), True
-        self.begin_wait(record_id)
+        before = self.begin_wait(record_id)
         try:
             result = wait(*args, **kwargs)
             raised = False
             return result
         finally:
-            self.end_wait()
+            self.end_wait(before)
             self._waited(record_id, begin, stood, raised)
 
-    def begin_wait(self, record_id: int) -> None:
-        """This thread waits for a call, until `end_wait`."""
-        self._under_way[get_native_id()] = record_id
+    def begin_wait(self, record_id: int) -> int | None:
+        """This thread waits for a call, until `end_wait`, which is given what it waited for before."""
+        thread = get_native_id()
+        before = self._under_way.get(thread)
+        self._under_way[thread] = record_id
+        return before
 
-    def end_wait(self) -> None:
-        self._under_way.pop(get_native_id(), None)
+    def end_wait(self, before: int | None) -> None:
+        if before is None:
+            self._under_way.pop(get_native_id(), None)
+        else:
+            self._under_way[get_native_id()] = before
 
     def functional(self, redispatch: Callable[..., Any], *args: Any) -> Any:
         """Call a functional collective, and note which call is waited for with its results."""
@@ -344,3 +345,17 @@ def _storage(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return -1
+
+
+class _EndOfPass:
+    """The last callback of a backward pass, which waits until it runs: where the reducer's raises, it is destroyed."""
+
+    def __init__(self, recorder: PythonRecorder, call: int, begin: int) -> None:
+        self._recorder, self._call, self._begin = recorder, call, begin
+        self._before = recorder.begin_wait(call)
+
+    def __call__(self) -> None:
+        self._recorder._waited(self._call, self._begin, _IN_BACKWARD, False)
+
+    def __del__(self) -> None:
+        self._recorder.end_wait(self._before)

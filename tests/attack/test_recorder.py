@@ -112,6 +112,7 @@ def test_a_kernel_that_others_could_have_put_there_is_refused(
             pytest.skip("only root can give a folder away")
         os.chown(tmp_path / "shared" / "cache", 65534, 65534)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder.parent))
+    monkeypatch.setattr(build, "_loaded", None)
 
     with pytest.raises(CrossrankError, match=r"is refused: it (is a link|belongs to or may be changed by another)"):
         build.load()

@@ -286,6 +286,24 @@ def test_what_another_user_may_have_written_is_refused(is_file: bool, tmp_path: 
     assert (kernel_of(tmp_path) or "").startswith("python (")
 
 
+FORKS = """
+for number in range(3):
+    with crossrank.enable(directory=f"recording-{number}", kernel="compiled"):
+        dist.all_reduce(torch.ones(8))
+child = os.fork()
+if child == 0:
+    os._exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+names = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+print(sum("_crossrank_recorder" in os.readlink(name) for name in names if os.path.islink(name)))
+"""
+
+
+def test_a_process_that_records_several_times_loads_one_kernel_and_forks(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, FORKS)
+    assert (result.returncode, result.stdout) == (0, "3\n1\n"), result.stderr
+
+
 def test_inspect_says_which_kernel_recorded(tmp_path: Path) -> None:
     assert jobs.python(tmp_path, ONE_CALL).returncode == 0
     result = jobs.fork(["-m", "crossrank", "inspect", RECORDING], tmp_path)

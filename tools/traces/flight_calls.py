@@ -120,8 +120,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         _add_unnoted(reading.builder, moment)
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
-        elif moment.waits is not None:
-            _find_unawaited(trace, moment)
+        elif moment.waits is not None and moment.waited is not None:
+            _find_unawaited(trace, moment, moment.waited)
         trace.dump.ends_frozen = trace.backend == NCCL2 and any(
             frame.name == "destroy_process_group" for stack in moment.stacks for frame in stack.frames
         )
@@ -530,12 +530,12 @@ def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:
                 trace.backend = "nccl"
 
 
-def _find_unawaited(trace: RankTrace, moment: Moment) -> None:
+def _find_unawaited(trace: RankTrace, moment: Moment, were_awaited: Sequence[int]) -> None:
     """Note the sends and receives of NCCL that no stream of the rank depends on yet: nobody has waited for them.
 
     The last ones of a kind in the dump are the last ones that we recorded.
     """
-    waited = {*moment.waited, *trace.ending.awaited}
+    waited = {*were_awaited, *trace.ending.awaited}
     rows: defaultdict[tuple[str, str, int | None], list[int]] = defaultdict(list)
     for row, (group, number) in enumerate(zip(trace.calls.group, trace.calls.signature, strict=True)):
         signature = trace.signatures[number]

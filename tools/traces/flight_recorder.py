@@ -188,8 +188,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """The last calls that were recorded, whether or not they left the node; gloo's P2P is known from here alone."""
     waits: Annotated[list[WaitUnderWay], _MANY] | None = None
     """What threads of Python wait for; None where waits are not followed."""
-    waited: Annotated[list[Int], _MANY] = []
-    """Ids of calls that they have waited for: on a GPU their stream has."""
+    waited: Annotated[list[Int], _MANY] | None = None
+    """Ids of calls that they have waited for: on a GPU their stream has; None in older dumps."""
     moves: bool = False
     """Whether the main thread was seen to move since the last call."""
     busy: float | None = None

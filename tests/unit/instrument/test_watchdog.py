@@ -109,3 +109,9 @@ def test_silence_of_a_slow_job_is_reported_again_when_it_has_lasted_so_long(monk
     job = watched(60, monkeypatch, Job(again=5 * PATIENCE))
 
     assert job.hangs == [PATIENCE, 5 * PATIENCE]
+
+
+def test_a_silence_that_is_no_sign_of_a_hang_counts_from_its_report_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = watched(3 * PATIENCE + 1, monkeypatch, Job(again=watch.COUNT_ANEW))
+
+    assert job.hangs == [PATIENCE, 2 * PATIENCE, 3 * PATIENCE]

@@ -146,7 +146,10 @@ class JobState(Job):
         by its threads; with NCCL where nothing is open but sends and receives that nobody has waited for yet."""
         trace = self.ranks[rank]
         if trace.backend == GLOO:
-            return not may_wait(trace.ending)
+            # A thread beside may do all of the training. One that only receives listens.
+            listens = all(self.signature(rank, row).op == "recv" for row in trace.awaited)
+            knows_calls = all(one.id is not None for one in trace.ending.waits or ())
+            return listens and knows_calls and not may_wait(trace.ending)
         rows = self.open_rows[rank]
         return trace.source == "flight" and bool(rows) and trace.unawaited.issuperset(rows) and not syncs(trace.ending)
 
