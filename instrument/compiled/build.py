@@ -193,7 +193,9 @@ def _folder() -> Path:
         raise CrossrankError(f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from error
     folder = folder.resolve()
     _refuse_others_file(folder, folder.stat())
-    is_contained = Path("/proc/self/uid_map").read_text().split() != _ALL_USERS
+    is_contained = False
+    with contextlib.suppress(OSError):  # there is no /proc
+        is_contained = Path("/proc/self/uid_map").read_text().split() != _ALL_USERS
     for parent in folder.parents:
         found = parent.stat()
         if not (is_contained and found.st_uid == _UNMAPPED) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

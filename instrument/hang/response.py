@@ -267,7 +267,7 @@ class _Silence:
             self._refuse_part_of_job()
             text, content = verdict.diagnose(folder, session.world_size)
             found = verdict.parse(content)
-            doubt = found.may_go_on() if found.is_hang and self._seconds < self._far else ""
+            doubt = found.doubt() if found.is_hang and self._seconds < self._far else ""
             verdict.publish(path, content, SLOW if doubt else None)
         except CrossrankError as error:
             log.warning(

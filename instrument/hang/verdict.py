@@ -44,7 +44,7 @@ class Verdict(msgspec.Struct):
         """Whether some rank waits for another."""
         return self.verdict not in (OVER, SLOW) and any(finding.get("waiting_ranks") for finding in self.findings)
 
-    def may_go_on(self) -> str:
+    def doubt(self) -> str:
         """Why this may be no hang, empty where it is one: the ranks that others wait for move, or nothing says who they
         are, or what they do."""
         waited_for = {rank for one in self.findings for rank in one.get("culprit_ranks", ())}

@@ -75,6 +75,11 @@ def connect(rank: int, tag: int = 0, group: dist.ProcessGroup | None = None) -> 
             dist.recv(torch.zeros(8), src=0, tag=tag, group=group)
 
 
+def send_to_everyone(group: dist.ProcessGroup | None = None) -> None:
+    for other in range(1, RANKS):
+        dist.send(torch.zeros(8), dst=other, group=group)
+
+
 def receives_early(rank: int) -> None:
     connect(rank, NEXT)
     message = torch.zeros(8)
@@ -131,8 +136,7 @@ def computes_for_long_in_a_backward_pass(rank: int) -> None:
     weight = torch.ones(4, requires_grad=True)
     _LongBackward.apply(weight).sum().backward()  # type: ignore[no-untyped-call]
     if request is None:
-        for other in range(1, RANKS):
-            dist.send(torch.zeros(8), dst=other)
+        send_to_everyone()
     else:
         request.wait()
 
@@ -342,7 +346,7 @@ def listens_on_a_thread(rank: int) -> None:
     told = threading.Event()
 
     def listen() -> None:
-        dist.recv(torch.zeros(1, device=device_of(rank)), src=0, group=control)
+        dist.recv(torch.zeros(8, device=device_of(rank)), src=0, group=control)
         told.set()
 
     listener = threading.Thread(target=listen, name="listener")
@@ -350,8 +354,7 @@ def listens_on_a_thread(rank: int) -> None:
         listener.start()
     evaluate()
     if rank == 0:
-        for other in range(1, RANKS):
-            dist.send(torch.zeros(1), dst=other, group=control)
+        send_to_everyone(control)
     else:
         told.wait()
         listener.join()
@@ -360,13 +363,12 @@ def listens_on_a_thread(rank: int) -> None:
 def listens_on_a_thread_while_it_sleeps(rank: int) -> None:
     control = dist.new_group(group_desc="control")
     connect(rank, group=control)
-    listener = threading.Thread(target=functools.partial(dist.recv, torch.zeros(1), 0, control), name="listener")
+    listener = threading.Thread(target=functools.partial(dist.recv, torch.zeros(8), 0, control), name="listener")
     if rank > 0:
         listener.start()
     pause()
     if rank == 0:
-        for other in range(1, RANKS):
-            dist.send(torch.zeros(1), dst=other, group=control)
+        send_to_everyone(control)
     else:
         listener.join()
 

@@ -542,8 +542,10 @@ def _find_unawaited(trace: RankTrace, moment: Moment, were_awaited: Sequence[int
         if is_p2p(signature):
             rows[trace.groups[group].group.pg, signature.op, signature.peer].append(row)
     for record in reversed(list(filter(is_p2p, moment.calls))):
-        of_kind = rows[record.pg, record.op, record.peer]
-        if of_kind and (row := of_kind.pop()) >= 0 and record.api and waited.isdisjoint((record.id, record.batch)):
+        if not (of_kind := rows[record.pg, record.op, record.peer]):
+            continue
+        row = of_kind.pop()
+        if record.api and waited.isdisjoint((record.id, record.batch)):
             trace.unawaited.add(row)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrank.tools.analysis.diagnosis.call_history import WINDOW, has_skipped, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import has_gone_past, is_new, is_usual
 from crossrank.tools.analysis.diagnosis.findings import error_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
@@ -106,10 +106,8 @@ def _was_ended_next(search: Search, rank: int) -> bool:
 def _left_a_call_out(search: Search, rank: int) -> bool:
     """Whether a rank went past a call that others wait in, to one on another group, where its earlier calls had led to
     it."""
-    job, count = search.job, len(search.job.ranks[rank].calls)
-    rows = [(row, job.group_at(rank, row)) for row in range(max(0, count - WINDOW), count)]
-    groups = [op.group for op in search.left() if rank in op.absent and not op.is_p2p]
-    return any(has_skipped(job, rank, group, row) for group in groups for row, other in rows if other is not group)
+    groups = (op.group for op in search.left() if rank in op.absent and not op.is_p2p)
+    return any(has_gone_past(search.job, rank, group) for group in groups)
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:

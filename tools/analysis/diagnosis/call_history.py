@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
@@ -40,6 +41,24 @@ def has_skipped(job: JobState, rank: int, group: ProcessGroup, row: int, peers: 
     return all(
         own[local] == group.index and (peer in peers if peers else peer is None) for local, _, peer, _ in follows
     )
+
+
+def has_gone_past(job: JobState, rank: int, group: ProcessGroup) -> bool:
+    """Whether one of the last calls of a rank, on another group, was made where one on `group` was due.
+
+    Where no call like the one before it was ever followed by one on `group`, none was due: only the others are compared
+    with all that the rank did before, which takes long.
+    """
+    calls, own = job.ranks[rank].calls, job.group_of[rank]
+    first = max(0, len(calls) - 1 - 2 * WINDOW)
+    history = _history(job, rank, len(calls) - 1, windows=2) if len(calls) else []
+    led_to_group: set[Token] = set()
+    for row, (before, this) in enumerate(pairwise(history), first + 1):
+        if own[this[0]] == group.index:
+            led_to_group.add(before)
+        elif row >= len(calls) - WINDOW and before in led_to_group and has_skipped(job, rank, group, row):
+            return True
+    return False
 
 
 def first_in_program(job: JobState, ops: Sequence[StuckOp]) -> StuckOp:
@@ -80,10 +99,10 @@ def _calls_until(job: JobState, rank: int, ops: Sequence[StuckOp]) -> list[int]:
     return [soonest.get((op.group.index, op.op), WINDOW) for op in ops]
 
 
-def _history(job: JobState, rank: int, row: int) -> list[Token]:
-    """The calls of a rank up to the one at `row`."""
+def _history(job: JobState, rank: int, row: int, windows: int = 1) -> list[Token]:
+    """The calls of a rank up to the one at `row`, so many windows of them."""
     calls, signatures = job.ranks[rank].calls, job.signatures
-    some = slice(max(0, row - WINDOW), row + 1)
+    some = slice(max(0, row - windows * WINDOW), row + 1)
     what = [(signatures[number].op, signatures[number].peer) for number in calls.signature[some]]
     return [(group, *one, stack) for group, one, stack in zip(calls.group[some], what, calls.stack[some], strict=True)]
 
