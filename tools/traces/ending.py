@@ -131,6 +131,12 @@ class Ending:
         """Whether its process ended by its own doing, not because others had ended it or theirs."""
         return self.has_raised or (self.reason == "exit" and self.error is None)
 
+    @property
+    def ended_itself(self) -> bool:
+        """Whether its process ended before any launcher ended it: it left, or gloo aborted it, which was sent more than
+        it asked for."""
+        return self.has_left or self.reason == "SIGABRT"
+
 
 def _is_of_communication(text: str) -> bool:
     return _COMMUNICATION_FAILED.search(text) is not None and OF_A_BACKEND.search(text) is not None

@@ -90,7 +90,7 @@ def _was_ended_next(search: Search, rank: int) -> bool:
     left = [
         one.ending.taken_at
         for one in search.job.ranks.values()
-        if one.ending.taken_at and (one.ending.has_left or (one.ending.unseen and ends_unknown(one)))
+        if one.ending.taken_at and (one.ending.ended_itself or (one.ending.unseen and ends_unknown(one)))
     ]
     if search.lacking:
         awaited_since = min((op.since for op in search.left() if rank in op.absent), default=ending.taken_at)

@@ -115,7 +115,7 @@ class Search:
         several = len(terminated) > 1
         if several and any((one.taken_at or _LAST) < min(terminated) for one in endings if one.has_failed):
             return False
-        return several and not any(one.has_left or one.unseen or one.reason == "SIGABRT" for one in endings)
+        return several and not any(one.ended_itself or one.unseen for one in endings)
 
     @property
     def world(self) -> ProcessGroup:

@@ -224,3 +224,20 @@ def test_a_rank_on_the_way_to_its_first_call_is_not_accused_where_one_without_fi
     write_moments(job, tmp_path, dict.fromkeys((0, 2, 3), Moment(reason="SIGTERM", after=wait, world_size=4)))
 
     assert diagnosis_of(tmp_path).suspect_ranks == accused
+
+
+def test_ranks_that_were_ended_just_after_another_one_was_aborted_are_not_accused_of_calls_that_they_had_not_come_to(
+    tmp_path: Path,
+) -> None:
+    # As DDP's calls on gloo, they wait for the first when they have made the second.
+    large, small = (Collective("0", "all_reduce", ((size,),), ((size,),)) for size in (512, 8))
+    programs: Programs = [[STEP], [STEP, large, STEP], [STEP, small, STEP], [STEP, large, STEP], [STEP]]
+    job = SimulatedJob(programs, {"0": ("default_pg", list(range(5)))})
+    ended, failed = Moment(reason="SIGTERM", after=0.4), Moment(reason="SIGTERM", after=0.4, error=CLOSED)
+    aborted = Moment(reason="SIGABRT", after=0.1)
+    write_moments(job, tmp_path, {0: ended, 1: failed, 2: aborted, 3: failed, 4: ended})
+
+    found = diagnosis_of(tmp_path)
+
+    assert "size_mismatch" in {one.kind for one in found.findings}
+    assert not {0, 1, 3, 4}.intersection(found.suspect_ranks)
