@@ -77,7 +77,8 @@ def install(session: Session) -> None:
     require("interception")
     recorder = session.recorder
     if _kernels is not None and _kernels.kind is not type(recorder):
-        uninstall()
+        kernels, _kernels = _kernels, None
+        kernels.remove()
     if _kernels is not None:
         _kernels.record_to(recorder)
     else:
@@ -147,18 +148,11 @@ def _install_kernels(session: Session) -> _Kernels:
 
 
 def uninstall() -> None:
-    """Take them away again: no kernel is left and calls cost what they did."""
-    global _kernels
-    _patches.undo()
-    kernels, _kernels = _kernels, None
-    if kernels is not None:
-        kernels.remove()
+    """Restore the replaced methods. The kernels stay in the dispatcher, and record nothing until the next `install`.
 
-
-def leave_to_next_install() -> None:
-    """In a forked child: the kernels stay, and record nothing until the next `install` takes them over.
-
-    Taking them away needs the dispatcher's lock, which a thread that does not exist in this process may hold.
+    torch's dispatcher looks a kernel up in two steps and without a lock. A call of another thread that is between them
+    when a kernel is removed raises `fallthrough_kernel was executed`. Only a recording with the other kind of kernel
+    removes those of the last one.
     """
     _patches.undo()
 

@@ -1,7 +1,8 @@
 """Every hook of a session: installed in this order, uninstalled in the reverse one.
 
 `uninstall` is the exact opposite of `install` and may be called twice; what another library has put in place of ours
-since stays. One change to Python cannot be undone: `fork` registers functions that do nothing while no session records.
+since stays. Two changes are not undone: functions that `fork` calls, and kernels in torch's dispatcher. Both do nothing
+while no session records.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Hook:
 
 
 HOOKS = (
-    Hook(dispatcher, in_child=dispatcher.leave_to_next_install),
+    Hook(dispatcher),
     Hook(optimizer, lost="optimizer steps or backward passes are not seen, and iterations may be miscounted"),
     Hook(profiler, lost="a profiler of your own must not run during a window"),
     Hook(spawn, in_child=lambda: None),  # what a forked child starts is followed as well

@@ -26,6 +26,9 @@ MOST_BYTES = 1_000_000
 """Larger files may take longer."""
 MOST_SECONDS = 10
 MOST_KB = 500_000
+_MOST_ADDRESSES = 6 << 30
+"""Bytes that the process may reserve while it reads inputs: one allocation can be larger than the machine."""
+_NO_MEMORY = ("not enough memory", "more memory than there is")
 _RAW = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]")
 """Characters that steer a terminal."""
 _CTRL_C = 128 + signal.SIGINT
@@ -80,7 +83,7 @@ class Fuzzer:
         """Rounds over all targets until the time, or the number of inputs of all together, is used up."""
         end = time.monotonic() + seconds
         done = 0
-        with _cpu_alarm():
+        with _cpu_alarm(), _limited_memory():
             for first in range(1 << 30):
                 for outcome in self.outcomes:
                     for number in range(first * outcome.target.weight, (first + 1) * outcome.target.weight):
@@ -146,6 +149,8 @@ def _read(target: Target, path: Path) -> tuple[str, str]:
     try:
         target.read(str(path))
     except CrossrankError as error:
+        if any(text in str(error) for text in _NO_MEMORY):
+            return "refused", str(error)
         return "refused", "its error has several lines" if "\n" in str(error) else ""
     return "read", ""
 
@@ -172,7 +177,7 @@ def _command(target: Target, folder: Path) -> tuple[str, str]:
         problem = "exit code 2 without a word"
     elif "unexpected error" in said or "unexpected error" in out.getvalue():
         problem = next(line for line in (said + out.getvalue()).splitlines() if "unexpected error" in line)[-300:]
-    elif "Traceback" in said:
+    elif any(text in said for text in _NO_MEMORY) or "Traceback" in said:
         problem = said[-300:]
     elif raw := _RAW.search(said + out.getvalue()):
         problem = f"{raw[0]!r} reaches the terminal"
@@ -196,3 +201,14 @@ def _cpu_alarm() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+@contextlib.contextmanager
+def _limited_memory() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    reserved = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (reserved + _MOST_ADDRESSES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -171,7 +171,7 @@ def start(module: str, name: str, folder: Path, ranks: int, *, delay: float = 0.
 
     `delay` is how many seconds after the failure of a rank the others are terminated.
     """
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     jobs.STARTED.append(
         ForkedProcess(
             [sys.executable, "-m", module, name, str(folder), str(ranks), str(delay)],

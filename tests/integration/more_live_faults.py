@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import threading
 import time
@@ -357,6 +358,29 @@ def goes_backward_too_soon(rank: int) -> None:
             dist.send(gradients, dst=rank - 1)
 
 
+def keeps_a_thread_of_another_rank_waiting(rank: int) -> None:
+    """Rank 1 receives on a thread, and its main thread waits for what that one gets, in a function of C."""
+    control = dist.new_group(group_desc="control")
+    received: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def receive() -> None:
+        for _ in range(4):
+            message = torch.zeros(1, device=device_of(rank))
+            dist.recv(message, src=2, group=control)
+            received.put(message)
+
+    if rank == 1:
+        threading.Thread(target=receive, daemon=True).start()
+    for step in range(4):
+        if (rank, step) == (2, 2):
+            time.sleep(600)  # rank 2
+        if rank == 2:
+            dist.send(torch.ones(1), dst=1, group=control)
+        if rank == 1:
+            received.get()
+        dist.all_reduce(torch.ones(64))
+
+
 class _Slow(nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         time.sleep(600)
@@ -406,5 +430,6 @@ MORE_FAULTS: list[Fault] = [
     Fault(job=leaves_out_a_send_of_a_batch, involved=(2,), kinds=(*UNANSWERED, *ABSENT), line_with_nccl=False),
     Fault(job=goes_backward_too_soon, culprits=(1,), kinds=UNANSWERED, line_with_nccl=False),
     Fault(job=stalls_in_its_model, culprits=(3,), kinds=ABSENT),
+    Fault(job=keeps_a_thread_of_another_rank_waiting, culprits=(2,), kinds=(*ABSENT, *UNANSWERED)),
 ]
 """The truth of each was written before it was run."""

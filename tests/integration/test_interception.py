@@ -277,7 +277,7 @@ def test_a_forked_child_takes_over_the_kernels_of_its_parent(tmp_path: Path) -> 
         "before 0",
         "child True 1",
         "its child True 1",
-        "child after 0",
+        "child after 1",
         "parent True 1",
     ]
     assert "Overriding" not in result.stderr

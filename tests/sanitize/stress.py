@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +59,14 @@ def main() -> None:
 
 
 def thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
-    started = threading.Thread(target=work, args=arguments, daemon=True)
+    def run() -> None:
+        try:
+            work(*arguments)
+        except BaseException:  # it would end this thread alone
+            traceback.print_exc()
+            os._exit(1)
+
+    started = threading.Thread(target=run, daemon=True)
     started.start()
     return started
 

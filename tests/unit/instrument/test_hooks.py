@@ -108,6 +108,18 @@ def test_each_hook_changes_something_and_takes_all_of_it_back(session: Session) 
         assert bool(changed(before, during)) == (hook.module not in NOTHING_TO_CHANGE), hook
 
 
+def test_kernels_stay_in_the_dispatcher_where_a_call_of_another_thread_may_be_about_to_run_them(
+    session: Session, tmp_path: Path
+) -> None:
+    with crossrank.enable(tracing="ALL", directory=tmp_path / "first"):
+        during = kernels()
+    assert any("BackendSelect" in one for one in during)
+    assert kernels() == during
+    with crossrank.enable(tracing="ALL", directory=tmp_path / "second"):
+        assert kernels() == during
+    assert kernels() == during
+
+
 def test_all_hooks_together_leave_nothing(session: Session, tmp_path: Path) -> None:
     before = state()
     for _ in range(2):

@@ -28,7 +28,7 @@ def find_silent_ranks(search: Search) -> None:
         for rank in search.silent
         if ranks[rank].ending.has_failed or (_was_ended_next(search, rank) and not _left_a_call_out(search, rank))
     }
-    silent = search.silent - ended_by_others
+    silent = search.silent - ended_by_others - search.may_wait_for_a_thread.keys()
     for op, absent in search.by_most_waited_for(silent):
         culprits, exception = absent, None
         if op.is_p2p:
@@ -64,6 +64,9 @@ def find_silent_ranks(search: Search) -> None:
                     f"; {rank_text(stale)} also notices no end of calls that are over on the others: "
                     "its GPU or its watchdog is stuck"
                 )
+        for rank in sorted(op.absent & search.may_wait_for_a_thread.keys()):
+            senders = rank_text(search.may_wait_for_a_thread[rank])
+            text += f"; rank {rank} has not made it either: a thread of it receives from {senders}"
         waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
         search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
 

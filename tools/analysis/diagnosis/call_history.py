@@ -22,14 +22,24 @@ def is_usual(job: JobState, rank: int, row: int) -> bool:
     return this in _expected(before)
 
 
+def is_out_of_turn(job: JobState, rank: int, row: int) -> bool:
+    """Whether the rank's calls before `row` have led to another call whenever it made them."""
+    *before, this = _history(job, rank, row)
+    follows = _expected(before)
+    return bool(follows) and this not in follows
+
+
 def is_new(job: JobState, rank: int, row: int) -> bool:
     """Whether a rank that went on as before made a call of a kind and with a peer that it had never made."""
     *before, this = _history(job, rank, row)
     return bool(_expected(before)) and all(one[:3] != this[:3] for one in before)
 
 
-def has_skipped(job: JobState, rank: int, group: ProcessGroup, row: int, peers: tuple[int, ...] = ()) -> bool:
-    """Whether a rank made its call at `row` where one on `group` was due: a collective, or P2P with one of `peers`.
+def has_skipped(
+    job: JobState, rank: int, group: ProcessGroup, row: int, peers: tuple[int, ...] = (), op: str | None = None
+) -> bool:
+    """Whether a rank made its call at `row` where one on `group` was due: a collective, or with one of `peers` a send
+    or a receive, or `op` alone.
 
     Of a call that it makes for the first time nothing is known.
     """
@@ -39,7 +49,8 @@ def has_skipped(job: JobState, rank: int, group: ProcessGroup, row: int, peers: 
         return False
     own = job.group_of[rank]
     return all(
-        own[local] == group.index and (peer in peers if peers else peer is None) for local, _, peer, _ in follows
+        own[local] == group.index and (peer in peers if peers else peer is None) and op in (None, what)
+        for local, what, peer, _ in follows
     )
 
 

@@ -7,7 +7,8 @@ group's sums must be equal.
 
 What goes in and what comes out must fit each other as well (`contradiction`): an all_reduce has as much of both.
 
-The majority says what a call should have been. Without one nobody is accused.
+The majority says what a call should have been. Where members have not made it, or nothing is known of them, so do most
+of those that made it, if they went on as before and no other one did. Else nobody is accused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from math import prod
 from typing import NamedTuple
 
 from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.tools.analysis.diagnosis.call_history import is_out_of_turn, is_usual
 from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
@@ -234,7 +236,7 @@ class _Comparison:
             return None
         # Members that have not made the call, and those of which nothing is known, speak for neither side.
         behind = sum(1 for rank in self._group.ranks if rank not in calls and self._is_behind(rank, seq))
-        has_majority = len(largest) * 2 > len(calls) + behind
+        has_majority = len(largest) * 2 > len(calls) + behind or self._is_out_of_turn(seq, largest, others)
         columns = zip(KINDS, *(calls[ranks[0]] for ranks in (largest, *others)), strict=True)
         kind = next((kind for kind, *values in columns if len({one for one in values if one is not None}) > 1), TYPE)
         odd = sorted(rank for ranks in others for rank in ranks) if has_majority else []
@@ -247,6 +249,16 @@ class _Comparison:
         elif shifts == {MISSING}:
             kind, text = MISSING, f"{rank_text(odd)} left this call out; its next calls fit the others' again"
         return self._mismatch(seq, kind, calls, op, text, odd)
+
+    def _is_out_of_turn(self, seq: int, most: list[int], others: list[list[int]]) -> bool:
+        """Whether most of those that made the call went on as they did before, and none of the others did."""
+        few = [rank for ranks in others for rank in ranks]
+        if len(most) <= len(few):
+            return False
+        rows = dict(self._job.rows_of(self._group, seq))
+        return all(is_usual(self._job, rank, rows[rank]) for rank in most) and all(
+            is_out_of_turn(self._job, rank, rows[rank]) for rank in few
+        )
 
     def _is_behind(self, rank: int, seq: int) -> bool:
         ranks, group = self._job.ranks, self._group

@@ -47,6 +47,8 @@ process that died of an exception was stuck however short that was."""
 _STOPPED = 2_000_000_000
 """ns by which a comms file must have stopped growing before those of the ranks that wait."""
 
+_ANSWERS = {"send": "recv", "recv": "send"}
+
 _LAST = 1 << 63
 """Later than any moment: of what no call shows."""
 
@@ -102,6 +104,20 @@ class Search:
     def silent(self) -> set[int]:
         """Ranks with evidence that wait for nobody."""
         return self._idle - self.waiting_unrecorded
+
+    @cached_property
+    def may_wait_for_a_thread(self) -> dict[int, set[int]]:
+        """Silent ranks of which a thread receives from ranks that are silent themselves, or missing -> those ranks.
+
+        The main thread of such a rank may wait for that thread, in a lock that nothing shows.
+        """
+        job, found = self.job, {}
+        culprits = (self.silent - self._listening) | self.lacking.keys()
+        for rank in self.silent & self._listening:
+            senders = {job.signature(rank, row).peer for row in job.open_rows[rank]}
+            if not job.ranks[rank].ending.moves and (those := culprits.intersection(senders)):
+                found[rank] = those
+        return found
 
     @cached_property
     def cancelled(self) -> bool:
@@ -449,8 +465,8 @@ def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
     """The ranks of a cycle that made another call where this one was due, if all that lack it did."""
     absent = op.awaited.intersection(cycle)
     peers = tuple(op.waiting) if op.is_p2p else ()
-    blocked = search.graph.blocked
-    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank], peers) for rank in absent)
+    blocked, answer = search.graph.blocked, _ANSWERS.get(op.op)
+    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank], peers, answer) for rank in absent)
     return sorted(absent) if skipped else []
 
 

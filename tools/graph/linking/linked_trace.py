@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 import crossrank
-from crossrank.comm import CommRecord, Group, Int, is_p2p
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
 from crossrank.tools.traces.execution_trace import HostNode
 
 EdgeKind = Literal[
@@ -206,6 +206,11 @@ class Provenance(msgspec.Struct, kw_only=True):
     """File name -> SHA-256 of its uncompressed content."""
     groups: list[Group]
     report: MatchReport = msgspec.field(name="match")
+
+    def __post_init__(self) -> None:
+        if self.world_size is not None and not 0 < self.world_size <= MOST_RANKS:
+            self.report.doubts.append(f"the job is said to have {self.world_size} ranks, which is not a valid number")
+            self.world_size = None
 
 
 class LinkedTrace(Provenance, kw_only=True):

@@ -66,10 +66,11 @@ def _mixed(rng: random.Random) -> tuple[Programs, Groups]:
 
 def _put_fault(rng: random.Random, programs: Programs) -> str:
     """Change one call of one rank. Returns what was done."""
-    program = rng.choice(programs)
+    rank = rng.randrange(len(programs))
+    program = programs[rank]
     at = rng.randrange(len(program))
     call, fault = program[at], rng.choice(("stall", "del", "swap", "twice", "change", "change"))
-    where = f"rank {programs.index(program)}, call {at} ({_name(call)})"
+    where = f"rank {rank}, call {at} ({_name(call)})"
     if fault == "stall":
         stall = rng.choice((CpuStall(), CpuStall(), GpuStall(), StaleWatchdog()))
         program.insert(at, stall)

@@ -73,3 +73,10 @@ def test_a_call_is_skipped_where_one_that_was_made_before_stands_in_its_turn(
     found = made(letters + "d")
 
     assert has_skipped(found, 0, found.groups[group_of_it], len(letters) - 1, peers) == skipped
+
+
+@pytest.mark.parametrize(("op", "skipped"), [("send", True), ("recv", False)])
+def test_a_receive_is_not_skipped_where_a_send_to_the_same_rank_was_due(op: str, skipped: bool) -> None:
+    found = made("ascascacd")
+
+    assert has_skipped(found, 0, found.groups[0], 7, (1,), op) == skipped

@@ -287,6 +287,15 @@ def test_in_a_cycle_of_transfers_the_rank_that_did_what_it_never_did_is_the_odd_
     assert [(row[0], row[3]) for row in roots(found)] == [("p2p_wait_cycle", [odd])]
 
 
+def test_a_stage_that_receives_before_it_sends_as_always_did_not_leave_the_send_out(tmp_path: Path) -> None:
+    programs, groups = pipeline(4, 2)
+    programs[2][5:7] = reversed(programs[2][5:7])  # it reduces before it sends to stage 1, which then sends to stage 0
+
+    found = diagnose_job(SimulatedJob(programs, groups), tmp_path)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("p2p_unmatched", [])]
+
+
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_of_what_nobody_explains_the_earliest_is_the_root_however_few_wait_in_it(first: str, tmp_path: Path) -> None:
     groups: Groups = {

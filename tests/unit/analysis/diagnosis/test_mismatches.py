@@ -291,3 +291,20 @@ def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: tuple[list[Call], 
         (one.kind, one.seq, one.culprits, one.op, text, one.ranks, one.since)
         for one, text in zip(found, texts, strict=True)
     ] == expected
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "accused"),
+    [
+        (("aaAaaAaaA", "aaAaaAaaa", "aaAaaAaaA", ""), (1,)),  # only rank 1 went another way than before
+        (("aaAaaAaaa", "aaAaaAaaA", "aaAaaAaaa", ""), ()),  # rank 1 went on as before, the others did not
+        (("aaaaA", "aaaaa", "aaaaA", ""), ()),  # the call is new on two ranks
+        (("aaAaaAaaA", "aaAaaAaaa", "", ""), ()),  # between two ranks nothing decides
+    ],
+)
+def test_of_three_ranks_the_one_that_went_another_way_than_before_is_named_although_a_fourth_is_missing(
+    of_ranks: tuple[str, ...], accused: tuple[int, ...]
+) -> None:
+    ranks = [rank(one, *calls(made), groups=(world(4),)) for one, made in enumerate(of_ranks) if made]
+
+    assert [(one.kind, one.culprits) for one in find_mismatches(job(*ranks))] == [("type_mismatch", accused)]

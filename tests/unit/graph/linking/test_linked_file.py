@@ -232,6 +232,16 @@ def test_a_file_that_contradicts_itself_is_refused(
     assert str(error.value) == f"{path}: {message}; link it anew"
 
 
+@pytest.mark.parametrize("size", [0, -1, (1 << 20) + 1, 1 << 61])
+def test_no_list_is_made_of_an_invalid_number_of_ranks(size: int, tmp_path: Path) -> None:
+    content = written(trace_with_everything(), tmp_path)
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(content | {"crossrank": content["crossrank"] | {"world_size": size}}))
+    trace = read_linked(str(path))
+    assert trace.world_size is None
+    assert trace.report.doubts[-1] == f"the job is said to have {size} ranks, which is not a valid number"
+
+
 def test_microseconds_keep_every_digit() -> None:
     assert [bytes(microseconds(ns)) for ns in (0, 1, 999, 1000, -1500, 1694128201435418123)] == [
         b"0",
