@@ -34,6 +34,20 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def limit_memory(more: int) -> None:
+    """Let this process allocate `more` bytes than it has by now: beyond that an allocation fails, where the system can
+    do that."""
+    with suppress(OSError, ValueError):
+        now = next(
+            int(line.split()[1]) * 1024
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmData:")
+        )
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
 def give_memory_back() -> None:
     """Give freed memory back to the system, and let `peak_memory` begin anew, as far as this system can."""
     gc.collect()

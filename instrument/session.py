@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict
 
 import msgspec
@@ -137,23 +138,24 @@ class Session:
         """
         if not self._close_once.acquire(blocking=False):
             return
+        dies = reason not in ("disable", "exit")
         try:
             if dist.is_initialized() and self.writer is None:
-                with self.failures.reported("nothing was recorded"):
-                    self.begin()
+                self._attempt("nothing was recorded", self.begin)
             self.recorder.active = False
-            dies = reason not in ("disable", "exit")
-            if dies:
-                self.windows.note_end()
-            else:
-                self.windows.close()
-            self._end_files(reason, dies=dies)
+            self._attempt("the end of a window is not recorded", self.windows.note_end if dies else self.windows.close)
+            self._attempt("its files are unfinished", lambda: self._end_files(reason, dies=dies))
         finally:  # a handler of the script may raise in here
             self.finished = True
             self.recorder.active = False
-            self.hangs.stop()
-            registry.uninstall()
-            once_per_job.leave()
+            self._attempt("the watch for hangs goes on", self.hangs.stop)
+            self._attempt("changes to torch and Python stay", lambda: registry.uninstall(self.failures))
+            self._attempt("warnings may be missing", once_per_job.leave)
+
+    def _attempt(self, consequence: str, work: Callable[[], object]) -> None:
+        """Do a part of the work on which no other part depends."""
+        with self.failures.reported(consequence):
+            work()
 
     def abandon(self) -> None:
         """In a forked child: stop recording, and leave the parent's files and signals to the parent."""
@@ -217,7 +219,7 @@ class Session:
     def _end_files(self, reason: str, *, dies: bool = False) -> None:
         """Finish the files: the dump, the comms file, then the windows."""
         self.gpu.read()
-        self.dumps.write(reason)
+        self._attempt("the flight recorder was not dumped", lambda: self.dumps.write(reason))
         writer, self.writer = self.writer, None
         if writer is not None:
             with self.failures.reported("the comms file was not closed"):
@@ -228,13 +230,14 @@ class Session:
                     "blind_spots": self.groups.unseen_kinds(),
                 }
                 writer.close(lambda: end | self._counts(writer))
-        self.windows.finish(dies=dies)
+        self._attempt("the files of a window are unfinished", lambda: self.windows.finish(dies=dies))
         if self.files is not None:
-            self.files.close()
+            self._attempt("its folder stays locked", self.files.close)
         if writer is not None:
-            self.windows.warn_if_none_opened()
-        if self.topology is not None:
-            self.topology.stop(wait=self.closing)  # and not in a call of training, which has a new process group
+            self._attempt("it is not known whether a window opened", self.windows.warn_if_none_opened)
+        if (topology := self.topology) is not None:
+            # It is waited for, but not in a call of training, which has a new process group.
+            self._attempt("the nodes of ranks are unknown", lambda: topology.stop(wait=self.closing))
 
     def _counts(self, writer: CommsWriter) -> dict[str, int]:
         """What became of the calls of the file that ends."""

@@ -17,7 +17,6 @@ import torch
 from crossrank.instrument.compiled.recorder import CompiledRecorder, layout
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.recorder import BATCH_CODE, Token
-from crossrank.instrument.script_errors import raised_by_script
 
 _NAMESPACE = "crossrank"
 _GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
@@ -72,8 +71,6 @@ def _guarded(work: Callable[[CompiledRecorder], int], otherwise: int) -> int:
     try:
         return work(recorder)
     except Exception as error:
-        if raised_by_script(error):
-            raise
         recorder.failed(error)
         return otherwise
 

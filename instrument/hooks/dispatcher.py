@@ -37,7 +37,6 @@ from crossrank.instrument.log import log
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.python_recorder import PythonRecorder
 from crossrank.instrument.record.recorder import Recorder
-from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_private import has, require
 
 if TYPE_CHECKING:
@@ -173,8 +172,6 @@ def _register(
                 try:
                     launch = before(reader, args)
                 except Exception as error:
-                    if raised_by_script(error):
-                        raise
                     recorder.failed(error)
             if launch is None:
                 return redispatch(keyset & mask, *args)
@@ -189,8 +186,6 @@ def _register(
             try:
                 launched(launch, reader, result)
             except Exception as error:
-                if raised_by_script(error):
-                    raise
                 recorder.failed(error)
             return result
 

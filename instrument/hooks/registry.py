@@ -19,6 +19,7 @@ from crossrank.instrument.hooks import (
     signals,
     spawn,
 )
+from crossrank.instrument.script_errors import Failures
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -63,13 +64,15 @@ def install(session: Session) -> None:
                 with session.failures.reported(hook.lost):
                     hook.module.install(session)
     except BaseException:
-        uninstall()
+        uninstall(session.failures)
         raise
 
 
-def uninstall() -> None:
+def uninstall(failures: Failures) -> None:
+    """Uninstall all, also where one of them fails."""
     for hook in reversed(HOOKS):
-        hook.module.uninstall()
+        with failures.reported("a change to torch or Python is left in place, and does nothing"):
+            hook.module.uninstall()
 
 
 def leave_to_parent() -> None:

@@ -67,10 +67,10 @@ class Iterations:
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer, _: Any, keywords: dict[str, Any]) -> None:
         """torch's hook after `optimizer.step()`; `keywords` are those of that call."""
         session = self._session
-        if self._explicit or session.closing:
-            return
         # Once per step, after a step has evicted the caches, each line here costs microseconds: no context manager.
         try:
+            if self._explicit or session.closing:
+                return
             parameter = first_parameter(optimizer.param_groups)
             for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=take_backward_began())):
                 ended = self._advance()

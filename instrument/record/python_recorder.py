@@ -160,7 +160,6 @@ class PythonRecorder(Recorder):
 
             def computed() -> None:
                 call, begin = self._last_of_pass.pop(number, NO_CALL), monotonic_ns()
-
                 if self.active and call != NO_CALL:
                     with suppress(RuntimeError):
                         queue(_EndOfPass(self, call, begin))
@@ -184,7 +183,12 @@ class PythonRecorder(Recorder):
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
                 return original(work, *args, **kwargs)
-            return self._record_wait(self._call_of_work.find(_address(work)), _IN_WORK, original, work, *args, **kwargs)
+            record_id = NO_CALL
+            try:
+                record_id = self._call_of_work.find(_address(work))
+            except Exception as error:
+                self.failed(error)
+            return self._record_wait(record_id, _IN_WORK, original, work, *args, **kwargs)
 
         return wait
 
@@ -207,8 +211,11 @@ class PythonRecorder(Recorder):
             raised = False
             return result
         finally:
-            self.end_wait(before)
-            self._waited(record_id, begin, stood, raised)
+            try:
+                self.end_wait(before)
+                self._waited(record_id, begin, stood, raised)
+            except Exception as error:
+                self.failed(error)
 
     def begin_wait(self, record_id: int) -> int | None:
         """This thread waits for a call, until `end_wait`, which is given what it waited for before."""
@@ -355,7 +362,10 @@ class _EndOfPass:
         self._before = recorder.begin_wait(call)
 
     def __call__(self) -> None:
-        self._recorder._waited(self._call, self._begin, _IN_BACKWARD, False)
+        try:
+            self._recorder._waited(self._call, self._begin, _IN_BACKWARD, False)
+        except Exception as error:
+            self._recorder.failed(error)
 
     def __del__(self) -> None:
         self._recorder.end_wait(self._before)

@@ -23,6 +23,7 @@ from crossrank.errors import one_line
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_dumps import nccl_dump
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.nvtx_markers import classic_text
@@ -154,7 +155,10 @@ class Recorder(ABC):
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        """Count a failure of the recorder and report the first one. The call itself goes on."""
+        """Count a failure of the recorder and report the first one. The call itself goes on. What the script has raised
+        is raised again."""
+        if raised_by_script(error):
+            raise error
         self._count_failures(1)
         self.complain(one_line(error))
 

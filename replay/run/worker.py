@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
-from crossrank.machine import boot_id, give_memory_back
+from crossrank.machine import boot_id, give_memory_back, limit_memory, memory
 from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.results.saved_data import DataComparer, DataWriter
@@ -124,6 +124,9 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     if work.compute is not None:
         # With numbers of its own a replay meets values that training does not, and those near zero are slow.
         torch.set_flush_denormal(True)
+        if device.type == "cpu":  # the plan may be a stranger's, and an operation may give any amount
+            share = memory() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+            limit_memory(max(share, min(2 * work.compute.bytes, memory())))
         scale, indices = parse_pace(settings.pace).scale, settings.indices
         compute = ComputeProgram(
             work.compute, device, imports=settings.imports, scale=scale, indices=indices, seed=rank

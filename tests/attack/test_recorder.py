@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from crossrank.instrument.locks import take_lock
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, PAUSING, VERDICT, file_name, temporary_name
 from crossrank.tools.cli import main
 from tests.integration import jobs
+from tests.integration.fork_server import ROOT
 
 TRAIN = """
 crossrank.enable(tracing="ALL", window="1:2", hang_seconds=0.4)
@@ -192,6 +194,15 @@ def test_a_recording_holds_no_environment_no_argument_and_no_value_and_texts_of_
 
 
 @needs_root
+@pytest.mark.parametrize("options", [("compiled",), ("python", "window")], ids=" ".join)
+def test_an_exception_in_any_function_of_the_recorder_stays_there(options: tuple[str, ...], tmp_path: Path) -> None:
+    ended = jobs.fork(["-m", "tests.attack.injected_faults", *options], ROOT, 240)
+    assert ended.returncode == 0, ended.stderr
+    said = json.loads(ended.stdout)
+    assert said["reached the loop"] == {}
+    assert said["functions"] > 250
+
+
 def test_a_full_disk_is_one_line_for_the_job(tmp_path: Path) -> None:
     small = tmp_path / "crossrank-recording"
     small.mkdir()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import zstandard
 from torch.distributed import HashStore
 
 from crossrank.errors import CrossrankError
+from crossrank.machine import memory
 from crossrank.replay.run.rendezvous import Rendezvous, WorkItem
+from tests.attack.operations import RECORDING, attack, save_plan
 from tests.gpu.raw_kineto import unpacked
 from tests.integration import jobs
 
-RECORDING = Path(__file__).parents[1] / "fixtures" / "gloo" / "recording"
 FROM_FILE = (
     "aten::from_file(str filename, bool? shared=None, int? size=0, *, ScalarType? dtype=None, Layout? layout=None, "
     "Device? device=None, bool? pin_memory=None) -> Tensor"
@@ -72,8 +75,7 @@ def test_an_execution_trace_writes_no_file(tmp_path: Path) -> None:
 
 def test_a_plan_writes_no_file(tmp_path: Path) -> None:
     victim, plan = tmp_path / "profile", tmp_path / "plan.json"
-    replay(RECORDING, "--dry-run", "--save-plan", plan, folder=tmp_path)
-    content = json.loads(plan.read_text())
+    content = save_plan(tmp_path)
     for rank in content["ranks"]:
         compute = rank["compute"]
         compute["schemas"].append(FROM_FILE)
@@ -86,11 +88,34 @@ def test_a_plan_writes_no_file(tmp_path: Path) -> None:
     assert "2 x aten::from_file" in said
 
 
+def test_an_operation_that_gives_more_than_the_share_of_a_rank_fails_alone(tmp_path: Path) -> None:
+    content = save_plan(tmp_path)
+    for rank in content["ranks"]:
+        compute = rank["compute"]
+        compute["schemas"].append("aten::repeat(Tensor self, SymInt[] repeats) -> Tensor")
+        slot, elements = next(
+            (number, prod(one["shape"]))
+            for number, one in enumerate(compute["slots"])
+            if one.get("block", -1) >= 0 and one["dtype"] == "float32" and len(one["shape"]) == 1
+        )
+        runs = [one for one in compute["operations"] if one.get("node") and one.get("results") and "call" not in one]
+        repeats = memory() * 3 // 4 // 4 // elements  # two ranks together would take half as much again as there is
+        runs[0].update(name="aten::repeat", schema=len(compute["schemas"]) - 1, arguments=[{"slot": slot}, [repeats]])
+    plan = tmp_path / "huge.json"
+    plan.write_text(json.dumps(content))
+    said = replay(plan, folder=tmp_path)
+    assert re.search(r"the others idled: .*2 x aten::repeat \(RuntimeError: .*can't allocate memory", said), said
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_operation_of_torch_writes_a_file_that_a_plan_names(seed: int, tmp_path: Path) -> None:
+    assert attack(save_plan(tmp_path), seed, tmp_path).problem == ""
+
+
 @pytest.mark.parametrize("schema", ["aten::add._qualified_op_name(Tensor self) -> Tensor", "what?"])
 def test_a_schema_that_is_none_is_left_out_and_named(schema: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    replay(RECORDING, "--dry-run", "--save-plan", plan, folder=tmp_path)
-    content = json.loads(plan.read_text())
+    content = save_plan(tmp_path)
     content["ranks"][0]["compute"]["schemas"] = [schema] * len(content["ranks"][0]["compute"]["schemas"])
     plan.write_text(json.dumps(content))
     said = replay(plan, "--dry-run", folder=tmp_path)

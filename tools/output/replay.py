@@ -90,6 +90,8 @@ _BLOCKS: dict[str, tuple[str, str, Columns[CallTimes], Callable[[ReplayReport], 
     "step": ("by_step", "By iteration", _block_columns("#iteration"), lambda report: report.by_step),
 }
 """By the name in `--by`: (name on the page, title, columns, what is shown)."""
+_MOST_KINDS = 4
+"""Of operations that did not run, which are named."""
 _FAILURES: Columns[CheckFailure] = (
     ("#rank", lambda one: one.rank),
     ("#call id", lambda one: one.call),
@@ -125,6 +127,13 @@ def step_lines(step: StepComparison) -> list[str]:
             f"Its own error is estimated at {percent(step.error)} of a step: without waits a step took "
             f"{step.own_ratio:.2f} x the recorded time, and medians of steps are known to {percent(step.noise)} "
             "(95 % interval); what a changed message costs is not in it"
+        )
+    if rows := step.coverage.left_out:
+        idle = [f"{row.operations:,} x {printable(row.name)} ({printable(row.reason)})" for row in rows[:_MOST_KINDS]]
+        idle += [f"{len(rows) - _MOST_KINDS} more kinds"] if len(rows) > _MOST_KINDS else []
+        lines.append(
+            f"{step.coverage.operations:,} of {step.coverage.recorded_operations:,} operations ran; the others idled: "
+            + "; ".join(idle)
         )
     if step.operations_ratio is not None:
         lines.append(

@@ -154,7 +154,7 @@ def test_what_another_library_put_in_place_since_stays(session: Session, monkeyp
     Variable._execution_engine = engine = object()  # type: ignore[assignment]
     signal.signal(signal.SIGTERM, theirs)
     try:
-        registry.uninstall()
+        registry.uninstall(session.failures)
         assert Variable._execution_engine is engine
         assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
