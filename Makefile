@@ -10,20 +10,34 @@ DEMO := demo-recording
 # More than cores: ranks of tests wait for each other, and for hangs.
 WORKERS ?= 5
 
-.PHONY: mutate demo examples quick test gpu gpu-cpu gpu-wheels stand-in stand-in-environment sanitize lint docs bench proto clean
+.PHONY: mutate demo examples quick test lock audit gpu gpu-cpu gpu-wheels stand-in stand-in-environment sanitize lint docs bench proto clean
 
-# Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
-INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat
-$(TOOLS): pyproject.toml constraints.txt
+# requirements/ has the tested versions with their hashes. PyTorch has none there: which build a machine gets is its own
+# affair. Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
+PIP := $(BIN)/python -m pip install --quiet
+$(TOOLS): pyproject.toml constraints.txt requirements/tools.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "crossrank needs Python 3.10 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e ".[tools]"
+	$(PIP) --require-hashes -r requirements/tools.txt
+	$(PIP) -c constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@touch $@
 
 # What tests, documentation and lint need besides.
-$(STAMP): $(TOOLS)
-	$(INSTALL) -e ".[dev]"
+$(STAMP): $(TOOLS) requirements/dev.txt
+	$(PIP) --require-hashes -r requirements/dev.txt
 	@touch $@
+
+# The newest versions of everything, for each Python and system, without PyTorch but with what it needs in each build.
+lock:
+	$(BIN)/uv pip compile --quiet $(LOCK) --extra tools --extra dev -o requirements/dev.txt
+	$(BIN)/uv pip compile --quiet $(LOCK) --extra tools -c requirements/dev.txt -o requirements/tools.txt
+LOCK := pyproject.toml requirements/beside.in --universal --python-version 3.10 --generate-hashes --no-annotate \
+  --no-header --upgrade --override requirements/without-torch.txt --no-emit-package torch
+
+# Whether a version of requirements/ has a known vulnerability. Needs PyPI's own data.
+audit: $(STAMP)
+	$(BIN)/pip-audit --requirement requirements/dev.txt --disable-pip --progress-spinner off
 
 # The whole story, on four gloo ranks that pose as two nodes: what was recorded, its traces linked, converted for
 # simulators and simulated, a look whether all is well, how fast it was, the communication replayed without the model,
@@ -54,7 +68,7 @@ demo: $(TOOLS)
 
 # Every example with a framework, with and without recording.
 examples: $(STAMP)
-	$(INSTALL) -e ".[examples]"
+	$(PIP) -c constraints.txt --config-settings editable_mode=compat -e ".[examples]"
 	$(BIN)/python -m pytest tests/integration/test_framework_examples.py
 
 # Style, types, and the tests that run what has changed since they ran last, those of most time left out.

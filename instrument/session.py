@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
 from crossrank.instrument.identity.process_groups import GroupState, GroupTable
 from crossrank.instrument.identity.topology import Topology, node_of_this_machine
-from crossrank.instrument.log import once_per_job
+from crossrank.instrument.log import log, once_per_job
 from crossrank.instrument.record.iterations import Iterations
 from crossrank.instrument.record.recorder import CallCounts, Recorder
 from crossrank.instrument.script_errors import Failures
@@ -39,6 +40,9 @@ from crossrank.instrument.write.flight_dump import FlightDumps
 from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.instrument.write.window import Windows
 from crossrank.recording import COMMS, file_name
+
+_PATIENCE = 1.0
+"""Seconds that training waits for the folder of the recording."""
 
 
 class Session:
@@ -128,6 +132,12 @@ class Session:
             self.groups.add_all(world)
             if self.writer is not None:
                 self.writer.start()
+                if not self.writer.opened.wait(_PATIENCE):
+                    log.warning(
+                        "crossrank: %s takes more than %g s to open: calls are kept meanwhile, windows and dumps are "
+                        "not. Name a folder on another file system with TRACING_DIR",
+                        *(self.config.directory, _PATIENCE),
+                    )
             if first:
                 self.windows.open_if_due()
 
@@ -203,10 +213,10 @@ class Session:
         self.recorder.take_spans(sys.maxsize)
         self.recorder.take(sys.maxsize)  # what was called while there was no file is of no file
         self._before = self.recorder.counts()
-        self.files = RankFiles(self.config.directory, self.rank, self.world_size)
+        self.files = None
         self.windows.begin()
         self.writer = CommsWriter(
-            str(self.files.path(file_name(COMMS, self.rank))),
+            self._open_folder,
             topology=self.topology,
             recorder=self.recorder,
             ring_capacity=self.config.ring,
@@ -215,6 +225,14 @@ class Session:
             times=DeviceTimes(self.recorder.nccl_recorder) if self.config.timing else None,
         )
         self.hangs.watch()
+
+    def _open_folder(self) -> Path | None:
+        """The path of the comms file, in the folder of this rank; None where that cannot be written."""
+        with self.failures.reported("the recording goes on without files"):
+            self.files = RankFiles(self.config.directory, self.rank, self.world_size)
+            return self.files.path(file_name(COMMS, self.rank))
+        self.writer = None
+        return None
 
     def _end_files(self, reason: str, *, dies: bool = False) -> None:
         """Finish the files: the dump, the comms file, then the windows."""

@@ -39,8 +39,8 @@ from crossrank.instrument.locks import lock_file
 _HERE = Path(__file__).parent
 _PATIENCE = 180.0
 """Seconds that a build may take that somebody waits for. One that nobody waits for may go on for as long as a job."""
-_CUT_OFF = "signal terminated program"
-"""What a compiler says of a part of itself that was ended."""
+_CUT_OFF = ("signal terminated program", "memory exhausted", "Cannot allocate memory", "No space left on device")
+"""What a compiler says of a part of itself that was ended, or that lacked memory or space."""
 _MODULE = "_crossrank_recorder"
 _OPTIONS = ("-O2", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 _UNMAPPED = 65534
@@ -55,7 +55,7 @@ class NotBuiltError(CrossrankError):
 
 
 class _CutOffError(CrossrankError):
-    """A build that was ended or took too long: that says nothing about the next one."""
+    """A build that was ended, took too long or lacked memory or space: that says nothing about the next one."""
 
 
 _loaded: ModuleType | None = None
@@ -325,7 +325,7 @@ def _run(command: list[str], patience: float | None) -> None:
         raise CrossrankError(f"{command[0]} could not be run ({one_line(error)})") from error
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        kind = _CutOffError if done.returncode < 0 or _CUT_OFF in done.stderr else CrossrankError
+        kind = _CutOffError if done.returncode < 0 or any(text in done.stderr for text in _CUT_OFF) else CrossrankError
         raise kind(f"{command[0]} failed with exit code {done.returncode}: {first}")
 
 

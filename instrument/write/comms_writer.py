@@ -49,6 +49,8 @@ _LEVEL = 3
 _MOST_OWED = 10_000
 _RECENT = 512
 """Calls that are kept for a dump, whether or not they are written to the file."""
+_OPEN_PATIENCE = 30.0
+"""Seconds that the end waits for the folder of the recording."""
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds from the start that records may still get the localities of the job."""
 
@@ -79,7 +81,7 @@ class CommsWriter:
 
     def __init__(
         self,
-        path: str,
+        open_folder: Callable[[], Path | None],
         *,
         topology: Topology,
         recorder: Recorder,
@@ -88,8 +90,13 @@ class CommsWriter:
         on_look: Callable[[], None],
         times: DeviceTimes | None = None,
     ) -> None:
-        """`times`: of the calls on NCCL, where they are to be recorded."""
-        self.path = path
+        """`open_folder` gives the path of the file, or None where it cannot be written. It is called by the writer's
+        thread, because a network's file system may take seconds. `times`: of the calls on NCCL, where they are to be
+        recorded."""
+        self.path = "the comms file"
+        self._open_folder = open_folder
+        self.opened = threading.Event()
+        """The file is there, or cannot be."""
         self.counts = Counts()
         self.topology = topology
         self._recorder = recorder
@@ -110,13 +117,25 @@ class CommsWriter:
         self._recent: deque[Call] = deque(maxlen=_RECENT)
         self._waited: deque[int | None] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
-        self._file = create(Path(path))
+        self._file = -1
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to write, unless that is so; where no thread can be started, `close` does the work."""
         if self._thread is None:
             self._thread = threads.start("writer", self._run)
+            if self._thread is None:
+                self._open()
+
+    def _open(self) -> None:
+        try:
+            path = self._open_folder()
+            if path is not None:
+                self._file, self.path = create(path), str(path)
+        except OSError as error:
+            self._fail("the comms file is missing", error)
+        finally:
+            self.opened.set()
 
     def follow(self, topology: Topology) -> None:
         """Take localities from now on from `topology`, that of a process group that was made again."""
@@ -136,12 +155,14 @@ class CommsWriter:
         if self._times is not None:
             self._times.finish(self._recorder.waiting)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+            self._thread.join(timeout if self.opened.is_set() else _OPEN_PATIENCE)
         if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
             self._fail("the end of the comms file is not written", TimeoutError(f"writing {self.path} takes too long"))
             return
         try:
-            if self._file >= 0:
+            if not self.opened.is_set():
+                self._fail("the comms file is missing", TimeoutError("its folder takes too long to open"))
+            elif self._file >= 0:
                 self._drain(for_good=True)
                 self._append([encode_line("clock", clock()), encode_line("end", end())])
                 self._close_file()
@@ -162,6 +183,7 @@ class CommsWriter:
         self._file = -1
 
     def _run(self) -> None:
+        self._open()
         last = -TICK
         while not self._closing:
             now = time.monotonic()

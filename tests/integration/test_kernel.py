@@ -181,9 +181,12 @@ def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_com
     assert len(broken_compiler.niceness()) == 1
 
 
-def test_a_build_that_was_cut_off_is_tried_again(broken_compiler: Cache) -> None:
+@pytest.mark.parametrize(
+    "text", ["fatal error: Killed signal terminated program", "virtual memory exhausted: Cannot allocate memory"]
+)
+def test_a_build_that_was_cut_off_is_tried_again(text: str, broken_compiler: Cache) -> None:
     compiler = Path(broken_compiler.variables["CXX"])
-    compiler.write_text(COMPILER.replace("error: of the compiler", "fatal error: Killed signal terminated program"))
+    compiler.write_text(COMPILER.replace("error: of the compiler", text))
     broken_compiler.job("first")
     wait_until(
         lambda: bool(broken_compiler.niceness()) and _is_free(broken_compiler), "the build does not end", _PATIENCE

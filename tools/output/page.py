@@ -6,6 +6,7 @@ Texts may come from files: all are escaped, and what is not printable is shown a
 from __future__ import annotations
 
 import base64
+import re
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
@@ -57,7 +58,19 @@ def render(template: str, charts: Sequence[Chart] = (), **shown: object) -> str:
     data = orjson.dumps(by_id).replace(b"<", b"\\u003c").decode()
     scripts = {"plotly": _plotly() if charts else "", "data": data}
     shown |= {name: markupsafe.Markup(text) for name, text in scripts.items()}
+    shown["licenses"] = _licenses() if scripts["plotly"] else ""
     return environment.get_template(template).render(charts=by_id, **shown) + "\n"
+
+
+@lru_cache
+def _licenses() -> str:
+    """What the library that draws says of its licence and of those of its parts, which nobody can read once it is
+    deflated."""
+    from plotly.offline import get_plotlyjs
+
+    comments = re.findall(r"/\*[*!].*?\*/", get_plotlyjs(), re.DOTALL)
+    texts = [one.replace("\\n", "\n") for one in comments if "licens" in one.lower()]
+    return "\n\n".join(dict.fromkeys(texts))
 
 
 @lru_cache

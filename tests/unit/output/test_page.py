@@ -154,6 +154,13 @@ def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> N
     )
 
 
+def test_a_page_lists_the_licences_of_what_it_embeds() -> None:
+    page = replay_page(a_report())
+    shown = page[page.index("<summary>Licences") : page.index('id="plotly"')]
+    assert "Licensed under the MIT license" in shown
+    assert "BSD-3-Clause" in shown
+
+
 def test_without_plotly_a_page_says_that_it_has_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_plotly", lambda: "")
     parsed = Parsed(replay_page(a_report()))
