@@ -430,6 +430,7 @@ MORE_FAULTS: list[Fault] = [
     Fault(job=leaves_out_a_send_of_a_batch, involved=(2,), kinds=(*UNANSWERED, *ABSENT), line_with_nccl=False),
     Fault(job=goes_backward_too_soon, culprits=(1,), kinds=UNANSWERED, line_with_nccl=False),
     Fault(job=stalls_in_its_model, culprits=(3,), kinds=ABSENT),
-    Fault(job=keeps_a_thread_of_another_rank_waiting, culprits=(2,), kinds=(*ABSENT, *UNANSWERED)),
+    # With NCCL the receives of both threads are on one stream, and the job hangs before rank 2 sleeps.
+    Fault(job=keeps_a_thread_of_another_rank_waiting, culprits=(2,), kinds=(*ABSENT, *UNANSWERED), with_nccl=False),
 ]
 """The truth of each was written before it was run."""

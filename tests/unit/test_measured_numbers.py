@@ -29,6 +29,9 @@ def test_the_readme_counts_the_live_faults_and_the_healthy_jobs_that_there_are()
     without_gpu = sum(fault.with_gloo for fault in EVERY_FAULT)
     assert (int(on_gloo[0]), int(on_stand_in[0])) == (without_gpu, sum(fault.with_nccl for fault in EVERY_FAULT))
     assert f"{len(JOBS)} healthy jobs" in row
+    page = (ROOT / "docs" / "commands" / "diagnose.md").read_text()
+    assert f"tried on {on_gloo[0]} live faults of gloo jobs" in page
+    assert f"on {on_stand_in[0]} with PyTorch's own NCCL backend" in page
 
 
 def test_every_benchmark_has_its_table() -> None:
