@@ -15,10 +15,6 @@ class DType:
     aliases: tuple[str, ...] = ()
     """What others call it: C++ type names in execution traces, ScalarType names in Kineto and flight dumps."""
 
-    @property
-    def is_floating(self) -> bool:
-        return self.name.startswith(("float", "bfloat"))
-
 
 DTYPES: dict[str, DType] = {
     row.name: row

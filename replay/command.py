@@ -255,7 +255,6 @@ def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Setti
         indices=given.indices,
         threads=given.threads or _threads(plan),
         blocking=bool(given.blocking),
-        cold=given.cold,
         graph=given.graph,
         profile=given.profile,
         save_data=given.save_data,
@@ -365,7 +364,6 @@ _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
     "dtype": transform.with_dtype,
     "bucket_mb": with_buckets,
     "scale_bytes": transform.scale_bytes,
-    "bitwidth": transform.with_bitwidth,
     "overlap": transform.with_overlap,
     "blocking": lambda plan, _: transform.with_overlap(plan, "none"),
 }

@@ -9,14 +9,14 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.compute.index_ranges import INDICES
 from crossrank.replay.plan.probe import PROBES
 from crossrank.replay.plan.replay_inputs import KINDS
-from crossrank.replay.plan.transform import BITWIDTHS, OVERLAPS
+from crossrank.replay.plan.transform import OVERLAPS
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.tools.commands.options import add_shared, iterations
 
 BLOCKS = ("source", "step")
-_FILL = ("check", "save_data", "compare_data", "cold")
+_FILL = ("check", "save_data", "compare_data")
 """Options that --compute does not go with."""
-_NOT_CAPTURED = ("blocking", "cold", "record", "profile", "compute", "probe")
+_NOT_CAPTURED = ("blocking", "record", "profile", "compute", "probe")
 _NOT_PROBED = ("compute", "sweep", "check", "save_data", "compare_data", "blocking", "save_plan", "by", "batch")
 
 
@@ -82,12 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap", choices=OVERLAPS, help="none: every communication is waited for at once (default: recorded)"
     )
     change.add_argument(
-        "--bitwidth",
-        type=int,
-        choices=BITWIDTHS,
-        help="floating-point elements of communication as large as if quantised to so many bits",
-    )
-    change.add_argument(
         "--blocking",
         "-b",
         action="store_true",
@@ -136,7 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="capture the calls of a pass, and launch them as a CUDA graph",
     )
-    run.add_argument("--cold", action="store_true", help="clear the caches before each call, which takes a while")
     run.add_argument("--check", action="store_true", help="verify every result, in a pass of its own")
     run.add_argument("--save-data", metavar="DIR", help="save what every call gives, from inputs that are always alike")
     run.add_argument(

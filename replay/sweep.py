@@ -26,7 +26,7 @@ from crossrank.tools.traces.replayed import JSON, ReplayReport, StepComparison
 OPTIONS: dict[str, Callable[[str], object]] = {
     "scale-bytes": float, "dtype": str, "pace": str, "backend": str,
     "nproc": int, "ops": str, "drop": str, "pgs": str, "max-calls": int, "bucket-mb": float, "overlap": str,
-    "indices": str, "threads": int, "bitwidth": int,
+    "indices": str, "threads": int,
 }  # fmt: skip
 """Options of the command that may be swept; any name in capitals is an environment variable."""
 _WITHOUT_EFFECT = (
@@ -48,7 +48,7 @@ RECORDED = "recorded"
 """In a sweep, as the recording is: the option is left out."""
 _UNCHANGED: dict[str, object] = {
     "scale-bytes": 1.0, "dtype": None, "nproc": None, "ops": None, "drop": None, "pgs": None, "max-calls": None,
-    "bucket-mb": None, "overlap": None, "threads": None, "bitwidth": None,
+    "bucket-mb": None, "overlap": None, "threads": None,
 }  # fmt: skip
 """What an option is that is left out, of those that change what was recorded."""
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")

@@ -16,7 +16,7 @@ from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, 
 from crossrank.tools.graph.linking.window_files import RankInput, pairs_of
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import BASIC, WHAT, discover, files_by_rank
+from crossrank.tools.traces.discover import WHAT, discover, files_by_rank
 from crossrank.tools.traces.rank_trace import RankTrace
 
 KINDS = {
@@ -25,7 +25,6 @@ KINDS = {
     EXECUTION_TRACE: "execution traces",
     KINETO: "Kineto traces",
     FLIGHT: "flight-recorder dumps",
-    BASIC: "PARAM basic traces",
 }
 """By preference: the first kind that a folder has is read."""
 

@@ -30,7 +30,6 @@ from crossrank.text import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"
 GONE = "its rank is beyond the smaller number of ranks"
-BITWIDTHS = (2, 4, 8, 16, 32)
 OVERLAPS = ("recorded", "none")
 Forms = tuple[StridedGroup, StridedGroup]
 """What a group is in the recording, and in the plan for another number of ranks."""
@@ -127,24 +126,6 @@ def scale_bytes(plan: Plan, factor: float) -> Plan:
     if not 0 < factor <= 1e6:
         raise CrossrankError(f"--scale-bytes {factor:g} is not above 0 and up to 1,000,000")
     return plan if factor == 1 else _with_tensors(plan, lambda record, group: _scaled(record, group, factor))
-
-
-def with_bitwidth(plan: Plan, bits: int) -> Plan:
-    """Floating-point elements as large as if they were quantised to so many bits: fewer of them, of the same type.
-
-    What a quantised call sends beside them (scales) and what quantising costs is not in it. Raises `CrossrankError`
-    for another number than those of `BITWIDTHS`.
-    """
-    if bits not in BITWIDTHS:
-        raise CrossrankError(f"--bitwidth {bits} is not one of {', '.join(map(str, BITWIDTHS))}")
-
-    def change(record: CommRecord, group: Group) -> CommRecord:
-        dtype = DTYPES.get(record.dtype or "")
-        if dtype is None or not dtype.is_floating or dtype.size * 8 <= bits:
-            return record
-        return _scaled(record, group, bits / (dtype.size * 8))
-
-    return _with_tensors(plan, change)
 
 
 def _with_tensors(plan: Plan, change: Callable[[CommRecord, Group], CommRecord]) -> Plan:

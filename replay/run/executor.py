@@ -53,10 +53,8 @@ class CpuExecutor:
         program: Program,
         pacer: Pacer | None = None,
         compute: ComputeProgram | None = None,
-        clear_caches: Callable[[], None] | None = None,
     ) -> None:
-        """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them, `clear_caches`
-        before each."""
+        """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them."""
         self.progress = [IDLE, 0]
         """The second counts operations."""
         self.waited_ns = 0
@@ -64,7 +62,6 @@ class CpuExecutor:
         self._program = program
         self._pacer = pacer
         self._compute = compute
-        self._clear_caches = clear_caches
         self._made: dict[int, threading.Event] = {}
         """Launches that one of another thread follows."""
         count = len(program.last_waits)
@@ -169,8 +166,6 @@ class CpuExecutor:
         if self._before is not None:
             self._before(position)
         self.progress[0] = bound.first
-        if self._clear_caches is not None:
-            self._clear_caches()
         if bound.barrier is not None:
             bound.barrier().wait()
         self._launch(position)
@@ -260,11 +255,10 @@ class CudaExecutor(CpuExecutor):
         program: Program,
         pacer: Pacer | None = None,
         compute: ComputeProgram | None = None,
-        clear_caches: Callable[[], None] | None = None,
     ) -> None:
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
-        super().__init__(program, pacer, compute, clear_caches)
+        super().__init__(program, pacer, compute)
         external = {"external": True} if self._external_events else {}
         self._began = [torch.cuda.Event(enable_timing=True, **external) for _ in program.bound]
         self._ended = [torch.cuda.Event(enable_timing=True, **external) for _ in program.bound]

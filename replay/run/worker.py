@@ -32,7 +32,6 @@ from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.results.saved_data import DataComparer, DataWriter
 from crossrank.replay.run.clock_offsets import between, measure_offset
-from crossrank.replay.run.cold_caches import make_clear_caches
 from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor, Hook
 from crossrank.replay.run.failure_report import State
@@ -146,9 +145,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     if settings.graph:
         executor = GraphExecutor(program)
     else:
-        executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(
-            program, pacer, compute, make_clear_caches(device) if settings.cold else None
-        )
+        executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(program, pacer, compute)
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
     comparer = None

@@ -28,7 +28,6 @@ from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.from_replay import read_replay
 from crossrank.tools.job.read_rank import READERS, RankSources
-from crossrank.tools.traces.discover import BASIC
 from crossrank.tools.traces.execution_trace import read_execution_trace
 from crossrank.tools.traces.flight_recorder import read_flight_dump
 from crossrank.tools.traces.kineto import read_kineto
@@ -61,9 +60,6 @@ def workspace(folder: Path) -> None:
     shutil.copytree(_SEEDS, folder, dirs_exist_ok=True)
     (folder / "nsight").mkdir()
     write_exports(folder / "nsight")
-    (folder / "basic").mkdir()
-    for rank in range(2):
-        (folder / f"basic/{rank}.json").write_text(json.dumps(_basic_trace(rank)))
     gpu = folder / "gpu/event_sync.kineto.json.gz"
     gpu.write_bytes(gzip.compress(_with_communication(json.loads(gzip.decompress(gpu.read_bytes())))))
     comms = _unzstd((folder / "recording/rank-0.comms.jsonl.zst").read_bytes())
@@ -84,19 +80,6 @@ def workspace(folder: Path) -> None:
             unpacked = gzip.decompress(data) if path.suffix == ".gz" else _unzstd(data)
             path.unlink()
             path.with_name(path.stem).write_bytes(unpacked)
-
-
-def _basic_trace(rank: int) -> list[dict[str, Any]]:
-    """PARAM's own format."""
-    end = {"src_rank": 0, "dst_rank": 1, "in_msg_size": 1, "out_msg_size": 1, "dtype": "Byte"}
-    return [
-        {"comms": "init", "pg_id": 0, "world_size": 2, "global_ranks": [0, 1], "startTime_ns": 1},
-        {"comms": "all_reduce", "req": 0, "pg_id": 0, "in_msg_size": 4, "out_msg_size": 4, "dtype": "Float"},
-        {"comms": "all_to_allv", "req": 1, "pg_id": 0, "in_split": [1, 1], "out_split": [1, 1], "in_msg_size": 2,
-         "out_msg_size": 2, "dtype": "Int", "markers": ["forward"]},
-        {"comms": "recv" if rank else "send", "req": 2, "pg_id": 0} | end,
-        {"comms": "wait", "req": 2},
-    ]  # fmt: skip
 
 
 def _with_communication(trace: dict[str, Any]) -> bytes:
@@ -173,7 +156,6 @@ TARGETS = (
     _reader("calls of an execution trace", _ET, lambda path: READERS[EXECUTION_TRACE](_given(path)), 12),
     _reader("calls of a Kineto trace", _KINETO, lambda path: READERS[KINETO](_given(path))),
     _reader("calls of a linked trace", _LINKED, lambda path: READERS[LINKED](_given(path)), 12),
-    _reader("calls of a basic trace", "basic/0.json", lambda path: READERS[BASIC](_given(path)), 60),
     _command("inspect recording", _COMMS, 3),
     _command("inspect recording --json", _COMMS),
     _command("inspect chakra/chakra.0.et", _CHAKRA),
@@ -227,7 +209,6 @@ TARGETS = (
     _command("replay gpu --dry-run --one-trace", _GPU),
     _command("replay flight/rank_0 --dry-run --one-trace", _PICKLE),
     _command("replay linked --dry-run", _LINKED),
-    _command("replay basic --dry-run", "basic/0.json", 2),
     _command("replay plan.json --dry-run", _PLAN, 3),
     Target("inspect zip://::WORKSPACE/member.zip", "member.zip", mutate.zipped, weight=2, is_packed=False),
     Target(

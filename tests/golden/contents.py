@@ -155,7 +155,8 @@ class _Page(HTMLParser):
         tag, name = self.open[-1] if self.open else ("", None)
         if (tag, name) == ("script", "charts"):
             self.found += _of_json(json.loads(data), "chart")
-        elif tag not in ("script", "style") and (text := data.strip()):
+        # The licences are those of whichever version of the library draws.
+        elif tag not in ("script", "style") and name != "licenses" and (text := data.strip()):
             kind = "heading" if re.fullmatch(r"h\d", tag) else "text"
             self.found += [(kind, text), *(("number", _number(one)) for one in _NUMBER.findall(text))]
 

@@ -69,12 +69,6 @@ def strided_groups(folder: Path) -> None:
     (folder / "rank-0.et.json").write_text(_execution_trace(*(("record_param_comms", call) for call in calls)))
 
 
-def groups_of_a_basic_trace(folder: Path) -> None:
-    rows: list[dict[str, Any]] = [{"comms": "init", "pg_id": number, "world_size": 1 << 20} for number in range(300)]
-    rows.append({"comms": "all_reduce", "req": 0, "pg_id": 0, "in_msg_size": 1, "out_msg_size": 1, "dtype": "Float"})
-    (folder / "0.json").write_text(json.dumps(rows))
-
-
 def one_entry_named_again_and_again(folder: Path) -> None:
     def text(value: str) -> bytes:
         return b"X" + struct.pack("<I", len(value)) + value.encode()
@@ -95,7 +89,6 @@ def endless_spaces(folder: Path) -> None:
     [
         (counted_groups, "replay --dry-run", "members of groups"),
         (strided_groups, "replay --dry-run", "members of groups"),
-        (groups_of_a_basic_trace, "replay --dry-run", "members of groups"),
         (one_entry_named_again_and_again, "diagnose", "rows"),
         (one_entry_named_again_and_again, "bandwidth", "rows"),
         (endless_spaces, "diagnose", "bytes of content"),

@@ -25,11 +25,10 @@ from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
 from crossrank.tools.job.traced_windows import take_linked
 from crossrank.tools.traces.comms import read_comms
-from crossrank.tools.traces.discover import BASIC, INSPECTOR
+from crossrank.tools.traces.discover import INSPECTOR
 from crossrank.tools.traces.flight_calls import read_flight
 from crossrank.tools.traces.flight_recorder import read_flight_dump
 from crossrank.tools.traces.nccl_inspector import read_inspector
-from crossrank.tools.traces.param_basic import read_basic
 from crossrank.tools.traces.param_comms import ParamComms, from_node
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, waits_of
 
@@ -277,6 +276,5 @@ READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     KINETO: read_kineto_with_pair,
     FLIGHT: lambda given: read_flight(given.path, given.rank, own_calls=True),
     INSPECTOR: lambda given: read_inspector(given.path),
-    BASIC: lambda given: read_basic(given.path, given.rank),
 }
 """By the kind of a rank's file."""

@@ -31,7 +31,6 @@ from crossrank.recording import (
     read_chunks,
 )
 
-BASIC = "basic"
 """PARAM's own format: a list of calls."""
 PLAN = "plan"
 TIMELINE = "timeline"
@@ -51,7 +50,6 @@ WHAT = {
     EXECUTION_TRACE: "an execution trace",
     KINETO: "a Kineto trace",
     FLIGHT: "a flight-recorder dump",
-    BASIC: "a PARAM basic trace",
     INSPECTOR: "a log of NCCL Inspector",
     PLAN: "a plan of crossrank replay",
     TIMELINE: "a timeline of crossrank",
@@ -61,7 +59,7 @@ WHAT = {
     "": "of no kind that is known",
 }
 
-_OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT, BASIC)
+_OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
 """Kinds of which a rank has one, for each window."""
 _HEAD = 1 << 16
 _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
@@ -79,7 +77,6 @@ _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
     (FLIGHT, (rb"\A\s*\{", rb'"pg_config"\s*:')),
     (FLIGHT, (rb"\A\s*\{", rb'"entries"\s*:')),
     (FLIGHT, (rb"\A\s*\{", rb'"pg_status"\s*:')),
-    (BASIC, (rb'\A\s*\[[^\]]*"(?:comms|compute|startTime_ns|in_msg_size)"',)),
 )
 """What the first bytes of a kind have, all that stands in a row; the first row that fits says the kind. Patterns begin
 with plain text or at the first byte, for there may be thousands of files."""

@@ -50,8 +50,6 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     """Of torch on the CPU, in each rank."""
     blocking: bool = False
     """The members of a group meet before and after each of their collectives."""
-    cold: bool = False
-    """Caches are cleared before each call."""
     graph: bool = False
     """The calls of a pass are launched as one CUDA graph."""
     profile: str | None = None

@@ -111,38 +111,6 @@ def test_execution_traces_of_every_schema_give_their_calls_and_waits(schema: str
     ]
 
 
-def basic_trace(rank: int) -> list[dict[str, Any]]:
-    return [
-        {"comms": "init", "pg_id": 0, "global_ranks": [0, 1], "world_size": 2},
-        {"comms": "all_reduce", "req": 1, "pg_id": 0, "world_size": 2, "in_msg_size": 8, "out_msg_size": 8,
-         "dtype": "Float", "startTime_ns": 1000},
-        {"compute": "gemm", "count": 1, "mm_dim": 100},
-        {"comms": "all_to_allv", "req": 2, "pg_id": 0, "world_size": 2, "in_msg_size": 3, "out_msg_size": 1 + 2 * rank,
-         "in_split": [1, 2] if rank == 0 else [0, 3], "out_split": [1, 0] if rank == 0 else [2, 3], "dtype": "Int",
-         "startTime_ns": 5000},
-        {"comms": "wait", "req": 1, "pg_id": 0},
-        {"comms": "send" if rank == 0 else "recv", "req": 3, "pg_id": 0, "in_msg_size": 4, "out_msg_size": 4,
-         "src_rank": 0, "dst_rank": 1, "dtype": "bfloat16", "startTime_ns": 9000},
-        {"comms": "broadcast", "req": 4, "pg_id": 0, "in_msg_size": 4, "out_msg_size": 4, "root": 1, "dtype": "Long"},
-    ]  # fmt: skip
-
-
-def test_params_basic_traces_give_their_calls_and_waits(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        rows = basic_trace(rank)
-        if rank == 1:
-            rows[3]["out_msg_size"] = 5
-        (tmp_path / f"{rank}.json").write_text(json.dumps(rows))
-    plan = plan_at(tmp_path)
-    assert plan.kind == "basic"
-    assert ops(plan) == ["all_reduce", "all_to_all", "send", "broadcast"]
-    assert waits(plan) == [2, 2, 3, 4]
-    assert [call.gap_ns for call in plan.ranks[0].calls[:3]] == [0, 4000, 4000]
-    assert plan.ranks[1].calls[2].record.peer == 0
-    assert plan.ranks[0].calls[3].record.root == 1
-    assert "1 computation(s) of a file are no communication and are not replayed (2 times)" in plan.notes
-
-
 def kineto_event(name: str, start: float, correlation: int, **args: Any) -> list[dict[str, Any]]:
     common = {"In msg nelems": 256, "Out msg nelems": 256, "Group size": 2, "dtype": "BFloat16"}
     group = {"Process Group Name": "0", "Process Group Ranks": "[0, 1]", "stream": 7, "correlation": correlation}
@@ -238,7 +206,7 @@ def test_a_cut_off_trace_is_refused_with_its_place(tmp_path: Path) -> None:
 
 def test_a_rank_that_neither_name_nor_content_tells_is_asked_for(tmp_path: Path) -> None:
     for name in ("first.json", "second.json"):
-        (tmp_path / name).write_text(json.dumps(basic_trace(0)))
+        (tmp_path / name).write_text(json.dumps({"traceEvents": kineto_event("allreduce", 1000.0, 1)}))
     with pytest.raises(CrossrankError, match="are both without a rank in their names"):
         plan_at(tmp_path)
 

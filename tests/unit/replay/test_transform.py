@@ -15,7 +15,6 @@ from crossrank.replay.plan.transform import (
     only_groups,
     only_operations,
     scale_bytes,
-    with_bitwidth,
     with_dtype,
 )
 from tests.unit.replay.plans import built, isend, ops, record, recv, waits
@@ -70,25 +69,6 @@ def test_a_type_changes_the_bytes_and_not_the_elements() -> None:
     plan = with_dtype(job(), "bfloat16")
     assert [call.record.bytes for call in plan.ranks[0].calls] == [12, 20, 6, 8, 8, 0]
     assert plan.ranks[0].calls[0].record.inputs == [[3]]
-
-
-def test_quantised_elements_are_fewer_of_their_type_and_whole_numbers_stay() -> None:
-    plan = with_bitwidth(job(), 8)
-    settle(plan)
-    gather, scatter, _, reduced, sent, barrier = (call.record for call in plan.ranks[0].calls)
-    assert (gather.inputs, gather.outputs, gather.dtype) == ([[1]], [[2]], "float32")
-    assert (scatter.outputs, reduced.inputs, sent.inputs) == ([[1]], [[1]], [[1]])
-    assert barrier.bytes == 0
-    halves = built(*[[record("all_reduce", inputs=[[64]], dtype="bfloat16")]] * 2)
-    assert with_bitwidth(halves, 4).ranks[0].calls[0].record.inputs == [[16]]
-    assert with_bitwidth(halves, 16).ranks[0].calls[0].record.inputs == [[64]]
-    whole = built(*[[record("all_reduce", inputs=[[64]], dtype="int32")]] * 2)
-    assert with_bitwidth(whole, 8).ranks[0].calls[0].record.inputs == [[64]]
-
-
-def test_a_number_of_bits_that_no_format_has_is_refused() -> None:
-    with pytest.raises(CrossrankError, match="--bitwidth 5 is not one of 2, 4, 8, 16, 32"):
-        with_bitwidth(job(), 5)
 
 
 def test_a_filter_counts_what_it_takes_away() -> None:

@@ -15,7 +15,6 @@ import zstandard
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.traces.discover import (
-    BASIC,
     DATABASE,
     NSIGHT,
     PLAN,
@@ -95,7 +94,6 @@ CONTENTS: dict[str, list[bytes]] = {
         b'{"version": "2.10", "pg_config": {}, "entries": []}',
         b'{"version": "2.10", "entries": []}',
     ],
-    BASIC: [b'[{"comms": "all_reduce", "in_msg_size": 4}]'],
     PLAN: [b'{"schema":"crossrank-plan 1","source":"x"}'],
     TIMELINE: [b'{"metadata":{"crossrank":"0.1.0"},"traceEvents":[]}'],
     REPORT: [],
