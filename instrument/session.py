@@ -42,7 +42,8 @@ from crossrank.instrument.write.window import Windows
 from crossrank.recording import COMMS, file_name
 
 _PATIENCE = 1.0
-"""Seconds that training waits for the folder of the recording."""
+"""Seconds that training waits for the folder of the recording, and so does the end of a process that dies."""
+_PATIENCE_AT_END = 30.0
 
 
 class Session:
@@ -130,9 +131,9 @@ class Session:
             if has_moved:
                 self.groups.announce_all()
             self.groups.add_all(world)
-            if self.writer is not None:
-                self.writer.start()
-                if not self.writer.opened.wait(_PATIENCE):
+            if (writer := self.writer) is not None:  # None once its thread has found that the folder cannot be written
+                writer.start()
+                if not writer.wait_until_open(_PATIENCE):
                     log.warning(
                         "crossrank: %s takes more than %g s to open: calls are kept meanwhile, windows and dumps are "
                         "not. Name a folder on another file system with TRACING_DIR",
@@ -215,8 +216,21 @@ class Session:
         self._before = self.recorder.counts()
         self.files = None
         self.windows.begin()
-        self.writer = CommsWriter(
-            self._open_folder,
+        rank, world_size = self.rank, self.world_size
+
+        def open_folder() -> Path | None:
+            """The path of the comms file, in the folder of this rank; None where that cannot be written."""
+            with self.failures.reported("the recording goes on without files"):
+                files = RankFiles(self.config.directory, rank, world_size)
+                if self.writer is writer:  # else its files have ended meanwhile
+                    self.files = files
+                return files.path(file_name(COMMS, rank))
+            if self.writer is writer:
+                self.writer = None
+            return None
+
+        writer = self.writer = CommsWriter(
+            open_folder,
             topology=self.topology,
             recorder=self.recorder,
             ring_capacity=self.config.ring,
@@ -226,17 +240,11 @@ class Session:
         )
         self.hangs.watch()
 
-    def _open_folder(self) -> Path | None:
-        """The path of the comms file, in the folder of this rank; None where that cannot be written."""
-        with self.failures.reported("the recording goes on without files"):
-            self.files = RankFiles(self.config.directory, self.rank, self.world_size)
-            return self.files.path(file_name(COMMS, self.rank))
-        self.writer = None
-        return None
-
     def _end_files(self, reason: str, *, dies: bool = False) -> None:
         """Finish the files: the dump, the comms file, then the windows."""
         self.gpu.read()
+        if self.writer is not None:
+            self.writer.wait_until_open(_PATIENCE if dies else _PATIENCE_AT_END)
         self._attempt("the flight recorder was not dumped", lambda: self.dumps.write(reason))
         writer, self.writer = self.writer, None
         if writer is not None:
@@ -277,8 +285,8 @@ class Session:
             self.groups.add_all(world)
 
     def _on_late_gpu(self, gpu: Gpu) -> None:
-        if self.writer is not None:
-            self.writer.line("gpu", asdict(gpu))
+        if (writer := self.writer) is not None:
+            writer.line("gpu", asdict(gpu))
 
     def _on_new_group(self, state: GroupState) -> None:
         writer, topology = self.writer, self.topology

@@ -91,8 +91,8 @@ class Iterations:
         if now >= self._look_at:
             self._look_at = now + _LOOK_EVERY
             signals.keep_watching()
-        if session.writer is not None:
-            session.writer.line("step", lambda: {"step": ended + 1, "t": now})
+        if (writer := session.writer) is not None:
+            writer.line("step", lambda: {"step": ended + 1, "t": now})
         return ended
 
     def _warn_of_uneven_steps(self) -> None:

@@ -38,6 +38,7 @@ TICK = 0.25
 """Seconds between two frames. Well below a half, so that a kill loses no more than that on a busy machine too."""
 _GLANCE = 0.05
 """Seconds between two looks at whether the ring fills up or the session closes."""
+_MOMENT = 0.002
 _CHUNK = 64
 _PAUSE = 0.0005
 """Training gets the interpreter for `_PAUSE` seconds after every `_CHUNK` lines, so that it never waits long for
@@ -49,8 +50,6 @@ _LEVEL = 3
 _MOST_OWED = 10_000
 _RECENT = 512
 """Calls that are kept for a dump, whether or not they are written to the file."""
-_OPEN_PATIENCE = 30.0
-"""Seconds that the end waits for the folder of the recording."""
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds from the start that records may still get the localities of the job."""
 
@@ -95,8 +94,7 @@ class CommsWriter:
         recorded."""
         self.path = "the comms file"
         self._open_folder = open_folder
-        self.opened = threading.Event()
-        """The file is there, or cannot be."""
+        self._is_open = False  # the file is there, or cannot be
         self.counts = Counts()
         self.topology = topology
         self._recorder = recorder
@@ -135,7 +133,14 @@ class CommsWriter:
         except OSError as error:
             self._fail("the comms file is missing", error)
         finally:
-            self.opened.set()
+            self._is_open = True
+
+    def wait_until_open(self, seconds: float) -> bool:
+        """Wait until the file is there, or cannot be; whether that is so. No Event: see `_run`."""
+        until = time.monotonic() + seconds
+        while self._thread is not None and not self._is_open and time.monotonic() < until:
+            time.sleep(_MOMENT)
+        return self._is_open
 
     def follow(self, topology: Topology) -> None:
         """Take localities from now on from `topology`, that of a process group that was made again."""
@@ -151,16 +156,18 @@ class CommsWriter:
         if self._closing:
             return
         self._closing = True
+        if self._thread is None and not self._is_open:
+            self._open()
         self.topology.settled.wait(max(0.0, self._started + _TOPOLOGY_PATIENCE - time.monotonic()))
         if self._times is not None:
             self._times.finish(self._recorder.waiting)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout if self.opened.is_set() else _OPEN_PATIENCE)
+            self._thread.join(timeout)
         if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
             self._fail("the end of the comms file is not written", TimeoutError(f"writing {self.path} takes too long"))
             return
         try:
-            if not self.opened.is_set():
+            if not self._is_open:
                 self._fail("the comms file is missing", TimeoutError("its folder takes too long to open"))
             elif self._file >= 0:
                 self._drain(for_good=True)

@@ -114,7 +114,7 @@ class FlightDumps:
 
     def _moment(self, reason: str) -> dict[str, Any]:
         """What a dump says about itself: `Moment` of the tools' reader."""
-        session = self._session
+        session, writer = self._session, self._session.writer
         now = clock()
         exceptions = exits.exceptions(reason)
         return {
@@ -127,9 +127,9 @@ class FlightDumps:
             "time_ns": now["wall"],
             "clock": now,
             "groups": session.groups.describe(),
-            "calls": session.writer.recent() if session.writer is not None else [],
+            "calls": writer.recent() if writer is not None else [],
             "waits": _waits(session.recorder) if session.recorder.follows_waits else None,
-            "waited": session.writer.waited() if session.writer is not None else [],
+            "waited": writer.waited() if writer is not None else [],
             "stacks": stacks(),
             **session.hangs.main_thread(),
         }

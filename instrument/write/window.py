@@ -347,12 +347,12 @@ class Windows:
         session = self._session
         step = session.recorder.step if step is None else step
         moment = {"window": self._number, "edge": edge, "step": step, "t": time.monotonic_ns()}
-        if session.writer is not None:
+        if (writer := session.writer) is not None:
             # A replay of the window computes with as many.
-            session.writer.line("window", moment | {"threads": torch.get_num_threads()})
+            writer.line("window", moment | {"threads": torch.get_num_threads()})
             counters = session.gpu.counters()
             if counters is not None:
-                session.writer.line("counters", moment | counters)
+                writer.line("counters", moment | counters)
         if session.nvtx is not None and edge == "open":
             # nsys may capture windows alone, and nothing of what was marked before.
             session.nvtx.mark_identity(session.rank, session.world_size)
