@@ -138,7 +138,7 @@ class CommsWriter:
     def wait_until_open(self, seconds: float) -> bool:
         """Wait until the file is there, or cannot be; whether that is so. No Event: see `_run`."""
         until = time.monotonic() + seconds
-        while self._thread is not None and not self._is_open and time.monotonic() < until:
+        while not self._is_open and self._thread is not None and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(_MOMENT)
         return self._is_open
 

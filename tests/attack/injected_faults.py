@@ -1,7 +1,7 @@
 """A training loop that is recorded once for each function of the recorder, which raises an exception at its first call.
 
-`python -m tests.attack.injected_faults compiled` prints the functions whose exception reached the loop, or changed what
-it computes. With `window` as a second argument a window is recorded as well.
+`python -m tests.attack.injected_faults` prints the functions whose exception reached the loop, or changed what it
+computes: first with the compiled kernel, then, with the Python kernel and a window, those that did not run before.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def train() -> float:
     model = DistributedDataParallel(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     total = 0.0
-    for number in range(3):
+    for number in range(2):
         optimizer.zero_grad()
         loss = model(torch.full((4, 8), float(number))).sum()
         loss.backward()
@@ -113,26 +113,29 @@ def train() -> float:
     return total
 
 
-def main(kernel: str, *, window: bool) -> None:
+def main() -> None:
     logging.getLogger("crossrank").setLevel(logging.CRITICAL)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plain, injector, found = train(), Injector(), dict[str, str]()
+    tried = set[CodeType]()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(2):  # what is imported or cached at the first use is not run again
-            injector.seen.clear()
-            injector.record(None, f"{folder}/first-{number}", kernel, window=window)
-        for number, code in enumerate(sorted(injector.seen, key=lambda one: (one.co_filename, one.co_firstlineno))):
-            name = f"{Path(code.co_filename).name} {code.co_name}"
-            try:
-                if injector.record(code, f"{folder}/{number}", kernel, window=window) != plain:
-                    found[name] = "the result is another one"
-            except BaseException as error:
-                frames = traceback.extract_tb(error.__traceback__)[::-1]
-                if name not in BOUNDARIES:
-                    found[name] = " < ".join(f"{Path(one.filename).name}:{one.lineno}" for one in frames[:5])
-                crossrank.disable()
-    print(json.dumps({"functions": len(injector.seen), "reached the loop": found}, indent=1))
+        for kernel, window in (("compiled", False), ("python", True)):
+            for number in range(2):  # what is imported or cached at the first use is not run again
+                injector.seen.clear()
+                injector.record(None, f"{folder}/{kernel}-{number}", kernel, window=window)
+            for code in injector.seen - tried:
+                tried.add(code)
+                name = f"{Path(code.co_filename).name} {code.co_name}"
+                try:
+                    if injector.record(code, f"{folder}/{len(tried)}", kernel, window=window) != plain:
+                        found[name] = "the result is another one"
+                except BaseException as error:
+                    frames = traceback.extract_tb(error.__traceback__)[::-1]
+                    if name not in BOUNDARIES:
+                        found[name] = " < ".join(f"{Path(one.filename).name}:{one.lineno}" for one in frames[:5])
+                    crossrank.disable()
+    print(json.dumps({"functions": len(tried), "reached the loop": found}, indent=1))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], window="window" in sys.argv)
+    main()

@@ -193,16 +193,15 @@ def test_a_recording_holds_no_environment_no_argument_and_no_value_and_texts_of_
     assert not [one for one in (b"token-in-environment", b"password-in-arguments", b"777.125") if one in content]
 
 
-@needs_root
-@pytest.mark.parametrize("options", [("compiled",), ("python", "window")], ids=" ".join)
-def test_an_exception_in_any_function_of_the_recorder_stays_there(options: tuple[str, ...], tmp_path: Path) -> None:
-    ended = jobs.fork(["-m", "tests.attack.injected_faults", *options], ROOT, 240)
+def test_an_exception_in_any_function_of_the_recorder_stays_there() -> None:
+    ended = jobs.fork(["-m", "tests.attack.injected_faults"], ROOT, 240)
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
     assert said["reached the loop"] == {}
-    assert said["functions"] > 250
+    assert said["functions"] > 300
 
 
+@needs_root
 def test_a_full_disk_is_one_line_for_the_job(tmp_path: Path) -> None:
     small = tmp_path / "crossrank-recording"
     small.mkdir()

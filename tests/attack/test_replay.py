@@ -107,7 +107,7 @@ def test_an_operation_that_gives_more_than_the_share_of_a_rank_fails_alone(tmp_p
     assert re.search(r"the others idled: .*2 x aten::repeat \(RuntimeError: .*can't allocate memory", said), said
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_operation_of_torch_writes_a_file_that_a_plan_names(seed: int, tmp_path: Path) -> None:
     assert attack(save_plan(tmp_path), seed, tmp_path).problem == ""
 
