@@ -57,6 +57,8 @@ class Session:
         self.topology: Topology | None = None
         self.files: RankFiles | None = None
         self.writer: CommsWriter | None = None
+        self._opening: CommsWriter | None = None
+        """The writer whose folder is wanted."""
         self.finished = False
         self.failures = Failures()
         self.groups = GroupTable(self._on_new_group, timing=config.timing)
@@ -133,10 +135,13 @@ class Session:
             self.groups.add_all(world)
             if (writer := self.writer) is not None:  # None once its thread has found that the folder cannot be written
                 writer.start()
-                if not writer.wait_until_open(_PATIENCE):
+                if writer.wait_until_open(_PATIENCE):
+                    if self.files is not None:
+                        self.files.announce()
+                else:
                     log.warning(
-                        "crossrank: %s takes more than %g s to open: calls are kept meanwhile, windows and dumps are "
-                        "not. Name a folder on another file system with TRACING_DIR",
+                        "crossrank: %s takes more than %g s to open, because its file system is slow or another "
+                        "process still writes files of this rank: calls are kept meanwhile, windows and dumps are not",
                         *(self.config.directory, _PATIENCE),
                     )
             if first:
@@ -221,15 +226,17 @@ class Session:
         def open_folder() -> Path | None:
             """The path of the comms file, in the folder of this rank; None where that cannot be written."""
             with self.failures.reported("the recording goes on without files"):
-                files = RankFiles(self.config.directory, rank, world_size)
-                if self.writer is writer:  # else its files have ended meanwhile
+                files = RankFiles(self.config.directory, rank, world_size, is_wanted=lambda: self._opening is writer)
+                if self._opening is writer:
                     self.files = files
-                return files.path(file_name(COMMS, rank))
-            if self.writer is writer:
+                    return files.path(file_name(COMMS, rank))
+                files.abandon()  # the recording has ended meanwhile
+                return None
+            if self._opening is writer:
                 self.writer = None
             return None
 
-        writer = self.writer = CommsWriter(
+        writer = self.writer = self._opening = CommsWriter(
             open_folder,
             topology=self.topology,
             recorder=self.recorder,
@@ -243,8 +250,9 @@ class Session:
     def _end_files(self, reason: str, *, dies: bool = False) -> None:
         """Finish the files: the dump, the comms file, then the windows."""
         self.gpu.read()
-        if self.writer is not None:
-            self.writer.wait_until_open(_PATIENCE if dies else _PATIENCE_AT_END)
+        is_open = True
+        if (opening := self.writer) is not None:  # a call of training does not wait for long
+            is_open = opening.wait_until_open(_PATIENCE_AT_END if self.closing and not dies else _PATIENCE)
         self._attempt("the flight recorder was not dumped", lambda: self.dumps.write(reason))
         writer, self.writer = self.writer, None
         if writer is not None:
@@ -255,7 +263,8 @@ class Session:
                     "step": self.recorder.step,
                     "blind_spots": self.groups.unseen_kinds(),
                 }
-                writer.close(lambda: end | self._counts(writer))
+                writer.close(lambda: end | self._counts(writer), timeout=10.0 if is_open else _PATIENCE)
+        self._opening = None
         self._attempt("the files of a window are unfinished", lambda: self.windows.finish(dies=dies))
         if self.files is not None:
             self._attempt("its folder stays locked", self.files.close)

@@ -140,7 +140,7 @@ class Hangs:
         """Respond to a silence of so many seconds. Returns after how many to do so again, where it is none yet."""
         session = self._session
         if session.files is None:
-            return None
+            return COUNT_ANEW if session.writer is not None else None
         pausing, was_pausing = _pausing(session.files.recording), self._was_pausing
         self._was_pausing = bool(pausing)
         if pausing or was_pausing:  # every rank has its patience once more after a pause

@@ -57,6 +57,7 @@ class _Kernels:
     record_to: Callable[[Any], None]
     """Makes the kernels those of another recorder of the kind."""
     remove: Callable[[], None]
+    """Takes them away: only where no other thread may call them, as in a test."""
 
 
 _kernels: _Kernels | None = None
@@ -75,9 +76,6 @@ def install(session: Session) -> None:
     global _kernels
     require("interception")
     recorder = session.recorder
-    if _kernels is not None and _kernels.kind is not type(recorder):
-        kernels, _kernels = _kernels, None
-        kernels.remove()
     if _kernels is not None:
         _kernels.record_to(recorder)
     else:
@@ -96,7 +94,17 @@ def install(session: Session) -> None:
 
 def make_recorder(session: Session) -> Recorder:
     """The recorder of a session: with the compiled kernel, or in Python where that is asked for or all there is."""
-    if session.config.kernel == "python":
+    wanted: str = session.config.kernel
+    if _kernels is not None:
+        there = "python" if _kernels.kind is PythonRecorder else "compiled"
+        if wanted not in ("auto", there):
+            log.warning(
+                "crossrank: calls are recorded with the %s kernel, as in the first recording of this process: another "
+                "one cannot take its place while other threads may communicate",
+                there,
+            )
+        wanted = there
+    if wanted == "python":
         return _in_python(session)
     try:
         return CompiledRecorder(session, _loaded(waits=session.config.kernel == "compiled"))
@@ -150,8 +158,7 @@ def uninstall() -> None:
     """Restore the replaced methods. The kernels stay in the dispatcher, and record nothing until the next `install`.
 
     torch's dispatcher looks a kernel up in two steps and without a lock. A call of another thread that is between them
-    when a kernel is removed raises `fallthrough_kernel was executed`. Only a recording with the other kind of kernel
-    removes those of the last one.
+    when a kernel is removed raises `fallthrough_kernel was executed`, or ends the process.
     """
     _patches.undo()
 
@@ -248,8 +255,11 @@ def _follow_coalescing(recorder: Recorder) -> None:
 
     def _start_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         result = start(group, *args, **kwargs)  # a backend that cannot coalesce raises here
-        if recorder.active:
-            recorder.start_coalescing()
+        try:
+            if recorder.active:
+                recorder.start_coalescing()
+        except Exception as error:
+            recorder.failed(error)
         return result
 
     def _end_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -266,8 +276,11 @@ def _follow_coalescing(recorder: Recorder) -> None:
         finally:
             if token is not None:
                 recorder.after(token)
-        if batch is not None and batch >= 0 and isinstance(work, dist.Work):
-            recorder.note_work(work, batch)
+        try:
+            if batch is not None and batch >= 0 and isinstance(work, dist.Work):
+                recorder.note_work(work, batch)
+        except Exception as error:
+            recorder.failed(error)
         return work
 
     _patches.replace(group_class, "_start_coalescing", _start_coalescing)

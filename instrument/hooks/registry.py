@@ -1,6 +1,6 @@
 """Every hook of a session: installed in this order, uninstalled in the reverse one.
 
-`uninstall` is the exact opposite of `install` and may be called twice; what another library has put in place of ours
+`uninstall` is the opposite of `install` and may be called twice; what another library has put in place of ours
 since stays. Two changes are not undone: functions that `fork` calls, and kernels in torch's dispatcher. Both do nothing
 while no session records.
 """

@@ -195,17 +195,17 @@ class PythonRecorder(Recorder):
     def noting_wait(self, original: Callable[..., Any]) -> object:
         @functools.wraps(original)
         def wait(future: torch._C.Future[Any], *args: Any, **kwargs: Any) -> Any:
-            before = self.begin_wait(NO_CALL)
+            before = self._begin_wait(NO_CALL)
             try:
                 return original(future, *args, **kwargs)
             finally:
-                self.end_wait(before)
+                self._end_wait(before)
 
         return wait
 
     def _record_wait(self, record_id: int, stood: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin, raised = monotonic_ns(), True
-        before = self.begin_wait(record_id)
+        before = self._begin_wait(record_id)
         try:
             result = wait(*args, **kwargs)
             raised = False
@@ -216,6 +216,19 @@ class PythonRecorder(Recorder):
                 self._waited(record_id, begin, stood, raised)
             except Exception as error:
                 self.failed(error)
+
+    def _begin_wait(self, record_id: int) -> int | None:
+        try:
+            return self.begin_wait(record_id)
+        except Exception as error:
+            self.failed(error)
+            return None
+
+    def _end_wait(self, before: int | None) -> None:
+        try:
+            self.end_wait(before)
+        except Exception as error:
+            self.failed(error)
 
     def begin_wait(self, record_id: int) -> int | None:
         """This thread waits for a call, until `end_wait`, which is given what it waited for before."""
@@ -235,17 +248,23 @@ class PythonRecorder(Recorder):
         thread = self._thread
         thread.last = None
         result = redispatch(*args)
-        if self.active and thread.last is not None:
-            for tensor in result if isinstance(result, (list, tuple)) else (result,):
-                self._call_of_storage.note(_storage(tensor), thread.last)
+        try:
+            if self.active and thread.last is not None:
+                for tensor in result if isinstance(result, (list, tuple)) else (result,):
+                    self._call_of_storage.note(_storage(tensor), thread.last)
+        except Exception as error:
+            self.failed(error)
         return result
 
     def wait_tensor(self, redispatch: Callable[..., Any], keys: Any, tensor: torch.Tensor) -> Any:
         """Call `wait_tensor`. Where nothing communicates the tensor it returns at once, and is no wait."""
         storages = self._call_of_storage
         record_id = NO_CALL
-        if self.active and not storages.is_empty:
-            record_id = storages.take(_storage(tensor))
+        try:
+            if self.active and not storages.is_empty:
+                record_id = storages.take(_storage(tensor))
+        except Exception as error:
+            self.failed(error)
         if record_id == NO_CALL:
             return redispatch(keys, tensor)
         return self._record_wait(record_id, _IN_TENSOR, redispatch, keys, tensor)

@@ -134,6 +134,8 @@ class CommsWriter:
             self._fail("the comms file is missing", error)
         finally:
             self._is_open = True
+            if self._file < 0:  # there is nothing to write to: the thread ends
+                self._closing = True
 
     def wait_until_open(self, seconds: float) -> bool:
         """Wait until the file is there, or cannot be; whether that is so. No Event: see `_run`."""

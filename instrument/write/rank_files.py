@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -55,7 +56,10 @@ _SPAWNED = re.compile(r"spawned-\d+")
 class RankFiles:
     """A recording as one rank writes it."""
 
-    def __init__(self, directory: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self, directory: str, rank: int, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Nothing is touched where it is not wanted any more, once another process has let go of the rank."""
         place = os.path.realpath(os.path.expanduser(directory))
         self.recording = Path(place)
         """The folder of the whole job."""
@@ -66,6 +70,9 @@ class RankFiles:
                 self.recording, self._lock = _take_part(self.recording, rank, world_size)
             else:
                 self._lock = _wait_for_rank(place, rank)
+                if not is_wanted():
+                    self.abandon()
+                    raise CrossrankError(f"the recording ended before {self.recording} was open")
                 _set_aside(self.recording, rank, world_size)
             self._folder = self.recording / rank_folder(rank, world_size)
             self._folder.mkdir(exist_ok=True)
@@ -75,6 +82,10 @@ class RankFiles:
             ) from error
         self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=writable(place))
         self._inherited = msgspec.json.encode(self._owner).decode()
+
+    def announce(self) -> None:
+        """Tell the processes that this one starts from here on whose the files are. To be called by a thread of
+        training: others may read the environment at any moment."""
         os.environ.setdefault(_VARIABLE, self._inherited)
 
     def path(self, name: str) -> Path:

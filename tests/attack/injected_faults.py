@@ -19,10 +19,12 @@ from types import CodeType, FrameType
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from crossrank import instrument
+from tests.integration.kernels import remove_kernels
 
 FOLDER = instrument.__path__[0]
 BOUNDARIES = {
@@ -36,14 +38,19 @@ BOUNDARIES = {
     "compiled_kernel.py _close",
     "compiled_kernel.py _guarded",
     "compiled_kernel.py _site",
+    "dispatcher.py <lambda>",
     "dispatcher.py kernel",
     "iterations.py on_optimizer_step",
     "iterations.py step",
     "optimizer.py run_backward",
     "python_recorder.py __call__",
+    "python_recorder.py _begin_wait",
+    "python_recorder.py _end_wait",
     "python_recorder.py _record_wait",
     "python_recorder.py computed",
+    "python_recorder.py functional",
     "python_recorder.py wait",
+    "python_recorder.py wait_tensor",
     "recorder.py after",
     "session.py _attempt",
     "session.py close",
@@ -106,6 +113,11 @@ def train() -> float:
         work = dist.all_reduce(tensor, async_op=True)
         assert work is not None
         work.wait()
+        assert dist.group.WORLD is not None
+        functional.wait_tensor(functional.all_reduce(tensor, "sum", dist.group.WORLD))
+        future = dist.all_reduce(torch.ones(4), async_op=True)
+        assert future is not None
+        future.get_future().wait()
         group = dist.new_group()
         dist.barrier(group)
         dist.destroy_process_group(group)
@@ -121,6 +133,7 @@ def main(part: int, parts: int) -> None:
     tried = set[CodeType]()
     with tempfile.TemporaryDirectory() as folder:
         for kernel, window in (("compiled", False), ("python", True)):
+            remove_kernels()
             for number in range(2):  # what is imported or cached at the first use is not run again
                 injector.seen.clear()
                 injector.record(None, f"{folder}/{kernel}-{number}", kernel, window=window)

@@ -381,6 +381,28 @@ def keeps_a_thread_of_another_rank_waiting(rank: int) -> None:
         dist.all_reduce(torch.ones(64))
 
 
+def keeps_a_chain_of_threads_waiting(rank: int) -> None:
+    """Rank 1 receives on a thread from rank 2, and rank 0 on a thread from rank 1, which passes on what it got."""
+    control = dist.new_group(group_desc="control")
+    received: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def receive() -> None:
+        for _ in range(4):
+            message = torch.zeros(1)
+            dist.recv(message, src=rank + 1, group=control)
+            received.put(message)
+
+    if rank < 2:
+        threading.Thread(target=receive, daemon=True).start()
+    for step in range(4):
+        if (rank, step) == (2, 2):
+            time.sleep(600)  # rank 2
+        message = received.get() if rank < 2 else torch.ones(1)
+        if rank in (1, 2):
+            dist.send(message, dst=rank - 1, group=control)
+        dist.all_reduce(torch.ones(64))
+
+
 class _Slow(nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         time.sleep(600)
@@ -430,6 +452,7 @@ MORE_FAULTS: list[Fault] = [
     Fault(job=leaves_out_a_send_of_a_batch, involved=(2,), kinds=(*UNANSWERED, *ABSENT), line_with_nccl=False),
     Fault(job=goes_backward_too_soon, culprits=(1,), kinds=UNANSWERED, line_with_nccl=False),
     Fault(job=stalls_in_its_model, culprits=(3,), kinds=ABSENT),
+    Fault(job=keeps_a_chain_of_threads_waiting, culprits=(2,), kinds=(*ABSENT, *UNANSWERED), with_nccl=False),
     # With NCCL the receives of both threads are on one stream, and the job hangs before rank 2 sleeps.
     Fault(job=keeps_a_thread_of_another_rank_waiting, culprits=(2,), kinds=(*ABSENT, *UNANSWERED), with_nccl=False),
 ]

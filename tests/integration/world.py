@@ -72,6 +72,8 @@ def _serve(pipe: Connection[Any, Any], rank: int, size: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from tests.integration.kernels import remove_kernels
+
     torch.set_num_threads(1)
     while True:
         try:
@@ -79,6 +81,7 @@ def _serve(pipe: Connection[Any, Any], rank: int, size: int) -> None:
         except EOFError:
             return
         try:
+            remove_kernels()
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
             _meet(size)
             result = _run(task, folder, rank, arguments, options)

@@ -31,7 +31,6 @@ from crossrank.recording import (
     read_chunks,
 )
 
-"""PARAM's own format: a list of calls."""
 PLAN = "plan"
 TIMELINE = "timeline"
 """What `convert --timeline` writes, which looks like a Kineto trace."""

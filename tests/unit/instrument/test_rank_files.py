@@ -20,6 +20,12 @@ from crossrank.recording import SCHEMA, Header, rank_folder
 COMMS = "rank-0.comms.jsonl.zst"
 
 
+def begun(directory: str, rank: int, world_size: int) -> RankFiles:
+    files = RankFiles(directory, rank, world_size)
+    files.announce()
+    return files
+
+
 def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
@@ -47,7 +53,7 @@ def _place(path: Path, kind: str) -> None:
 def test_whatever_has_a_name_of_ours_is_moved_aside_unopened(kind: str, tmp_path: Path) -> None:
     for name in (COMMS, "rank-0.flight.json.zst", ".rank-0.et.json.part", ".rank-0.flight.json.part"):
         _place(tmp_path / name, kind)
-    files = RankFiles(str(tmp_path), 0, 2)
+    files = begun(str(tmp_path), 0, 2)
     files.write("rank-0.flight.json.zst", b"{}")
     files.close()
     assert sorted(os.listdir(tmp_path)) == ["earlier-1", "rank-0.flight.json.zst"]
@@ -56,7 +62,7 @@ def test_whatever_has_a_name_of_ours_is_moved_aside_unopened(kind: str, tmp_path
 
 @pytest.mark.timeout(20)
 def test_a_pipe_that_turns_up_during_the_recording_blocks_nothing(tmp_path: Path) -> None:
-    files = RankFiles(str(tmp_path), 0, 2)
+    files = begun(str(tmp_path), 0, 2)
     for name in ("rank-0.flight.json.zst", ".rank-0.flight.json.part"):
         os.mkfifo(tmp_path / name)
     for name in ("rank-0.et.json.zst", ".rank-0.et.json.part.zst"):
@@ -73,7 +79,7 @@ def test_a_pipe_that_turns_up_during_the_recording_blocks_nothing(tmp_path: Path
 def test_ranks_of_one_job_move_what_is_left_to_one_folder_and_later_jobs_to_later_ones(tmp_path: Path) -> None:
     for job in range(3):
         for rank in (1, 0, 2):
-            RankFiles(str(tmp_path), rank, 3).close()
+            begun(str(tmp_path), rank, 3).close()
             (tmp_path / f"rank-{rank}.comms.jsonl.zst").write_bytes(b"job %d" % job)
         (tmp_path / "verdict.json").write_bytes(b"job %d" % job)
     for earlier, job in (("earlier-1", 0), ("earlier-2", 1)):
@@ -97,7 +103,7 @@ def test_a_thousand_earlier_recordings_are_not_looked_through_one_by_one(
         return lexists(path)
 
     monkeypatch.setattr(os.path, "lexists", count)
-    RankFiles(str(tmp_path), 0, 1).close()
+    begun(str(tmp_path), 0, 1).close()
     assert (tmp_path / "earlier-1001" / COMMS).exists()
     assert len(asked) == 1
 
@@ -116,7 +122,7 @@ def _forked(work: object, *arguments: object) -> int:
 
 
 def _record(folder: Path, rank: int, world_size: int, expected: Path) -> None:
-    path = RankFiles(str(folder), rank, world_size).path(f"rank-{rank}.comms.jsonl.zst")
+    path = begun(str(folder), rank, world_size).path(f"rank-{rank}.comms.jsonl.zst")
     assert path.parent == expected
     path.write_bytes(b"the child's")
 
@@ -132,7 +138,7 @@ def _record(folder: Path, rank: int, world_size: int, expected: Path) -> None:
 def test_a_process_that_a_rank_starts_leaves_the_files_of_the_job_alone(
     rank: int, world_size: int, part: str, tmp_path: Path
 ) -> None:
-    files = RankFiles(str(tmp_path), 3, 8)
+    files = begun(str(tmp_path), 3, 8)
     (tmp_path / "rank-3.comms.jsonl.zst").write_bytes(b"the parent's")
     (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(b"rank 0's")
     assert _forked(_record, tmp_path, rank, world_size, tmp_path / part) == 0
@@ -147,7 +153,7 @@ def test_a_job_of_the_same_size_that_a_rank_starts_leaves_the_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
-    files = RankFiles(str(tmp_path), 0, 2)
+    files = begun(str(tmp_path), 0, 2)
     (tmp_path / "rank-1.comms.jsonl.zst").write_bytes(b"rank 1's")
     monkeypatch.setenv("MASTER_PORT", "29501")
     assert _forked(_record, tmp_path, 1, 2, tmp_path / "spawned-1") == 0
@@ -156,7 +162,7 @@ def test_a_job_of_the_same_size_that_a_rank_starts_leaves_the_files_alone(
 
 
 def test_the_environment_of_a_job_that_is_gone_means_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = RankFiles(str(tmp_path), 0, 2)
+    files = begun(str(tmp_path), 0, 2)
     theirs = os.environ["CROSSRANK_RECORDING"].replace(f'"pid":{os.getpid()}', '"pid":4194304')
     monkeypatch.setenv("CROSSRANK_RECORDING", theirs)
     assert _forked(_record, tmp_path, 0, 2, tmp_path) == 0
@@ -164,7 +170,7 @@ def test_the_environment_of_a_job_that_is_gone_means_nothing(tmp_path: Path, mon
 
 
 def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Path) -> None:
-    files = RankFiles(str(tmp_path), 0, 1)
+    files = begun(str(tmp_path), 0, 1)
     reader, writer = os.pipe()
     children = []
     for _ in range(4):
@@ -172,7 +178,7 @@ def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Pa
         if child == 0:
             os.close(writer)
             os.read(reader, 1)  # until all are there: the end of the pipe
-            RankFiles(str(tmp_path), 0, 1).write(COMMS, b"the child's")
+            begun(str(tmp_path), 0, 1).write(COMMS, b"the child's")
             os._exit(0)
         children.append(child)
     os.close(reader)
@@ -183,11 +189,11 @@ def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Pa
 
 
 def test_a_second_process_of_a_rank_gets_a_folder_of_its_own_and_the_next_job_moves_both(tmp_path: Path) -> None:
-    files = RankFiles(str(tmp_path), 0, 1)
+    files = begun(str(tmp_path), 0, 1)
     for number in (1, 2):
         assert _forked(_record, tmp_path, 0, 1, tmp_path / f"spawned-{number}") == 0
     files.close()
-    RankFiles(str(tmp_path), 0, 1).close()
+    begun(str(tmp_path), 0, 1).close()
     assert names(tmp_path) == [f"earlier-1/spawned-{number}/{COMMS}" for number in (1, 2)]
 
 
@@ -196,7 +202,7 @@ def test_without_the_variable_the_header_of_a_ranks_file_says_whose_it_is(
 ) -> None:
     # A process of multiprocessing's fork server has the environment of before the recording.
     header = Header(schema=SCHEMA, rank=0, world_size=1, host="h", node="n", boot_id=boot_id(), pid=os.getpid())
-    files = RankFiles(str(tmp_path), 0, 1)
+    files = begun(str(tmp_path), 0, 1)
     (tmp_path / COMMS).write_bytes(msgspec.json.encode({"header": header}) + b"\n")
     monkeypatch.delenv("CROSSRANK_RECORDING")
     assert _forked(_record, tmp_path, 0, 1, tmp_path / "spawned-1") == 0
@@ -232,9 +238,9 @@ def test_process_locks_are_held_by_one_and_end_with_it() -> None:
 
 def test_a_rank_whose_files_another_process_still_finishes_waits_for_it(tmp_path: Path) -> None:
     # In a process group that is made again ranks may change places, each while the other one closes its files.
-    first = RankFiles(str(tmp_path), 0, 2)
+    first = begun(str(tmp_path), 0, 2)
     found: list[RankFiles] = []
-    second = threading.Thread(target=lambda: found.append(RankFiles(str(tmp_path), 0, 2)))
+    second = threading.Thread(target=lambda: found.append(begun(str(tmp_path), 0, 2)))
     second.start()
     second.join(0.1)
     assert not found
@@ -248,12 +254,12 @@ def test_a_rank_whose_files_another_process_still_finishes_waits_for_it(tmp_path
 def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / COMMS).write_bytes(b"")
     monkeypatch.setattr(os, "listdir", lambda _: [".rank-0.flight.json.part", COMMS])
-    RankFiles(str(tmp_path), 0, 2).close()
+    begun(str(tmp_path), 0, 2).close()
     assert names(tmp_path) == [f"earlier-1/{COMMS}"]
 
 
 def _write_dump(folder: Path, rank: int, world_size: int) -> None:
-    files = RankFiles(str(folder), rank, world_size)
+    files = begun(str(folder), rank, world_size)
     files.write(f"rank-{rank}.flight.json.zst", b"{}")
     files.close()
 
@@ -305,7 +311,7 @@ def test_a_process_that_a_rank_of_a_large_job_starts_records_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = Header(schema=SCHEMA, rank=0, world_size=96, host="h", node="n", boot_id=boot_id(), pid=os.getpid())
-    files = RankFiles(str(tmp_path), 0, 96)
+    files = begun(str(tmp_path), 0, 96)
     (tmp_path / "ranks-0-7" / COMMS).write_bytes(msgspec.json.encode({"header": header}) + b"\n")
     assert _forked(_record, tmp_path, 0, 1, tmp_path / "spawned-1") == 0
     monkeypatch.delenv("CROSSRANK_RECORDING")

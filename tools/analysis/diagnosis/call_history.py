@@ -23,10 +23,11 @@ def is_usual(job: JobState, rank: int, row: int) -> bool:
 
 
 def is_out_of_turn(job: JobState, rank: int, row: int) -> bool:
-    """Whether the rank's calls before `row` have led to another call whenever it made them."""
+    """Whether the rank's calls before `row` have led to another call whenever it made them. Of one that it makes for
+    the first time nothing is known: the first call after a loop is no mistake."""
     *before, this = _history(job, rank, row)
     follows = _expected(before)
-    return bool(follows) and this not in follows
+    return bool(follows) and this not in follows and this in before
 
 
 def is_new(job: JobState, rank: int, row: int) -> bool:

@@ -107,16 +107,21 @@ class Search:
 
     @cached_property
     def may_wait_for_a_thread(self) -> dict[int, set[int]]:
-        """Silent ranks of which a thread receives from ranks that are silent themselves, or missing -> those ranks.
+        """Silent ranks of which a thread receives from ranks that are silent themselves, or missing, or do so too ->
+        those ranks.
 
         The main thread of such a rank may wait for that thread, in a lock that nothing shows.
         """
-        job, found = self.job, {}
-        culprits = (self.silent - self._listening) | self.lacking.keys()
-        for rank in self.silent & self._listening:
-            senders = {job.signature(rank, row).peer for row in job.open_rows[rank]}
-            if not job.ranks[rank].ending.moves and (those := culprits.intersection(senders)):
-                found[rank] = those
+        job, found = self.job, dict[int, set[int]]()
+        silent = (self.silent - self._listening) | self.lacking.keys()
+        listening = [rank for rank in self.silent & self._listening if not job.ranks[rank].ending.moves]
+        for _ in listening:  # a chain of them is as long at most
+            for rank in listening:
+                ends = [(job.signature(rank, row).peer, job.group_at(rank, row)) for row in job.open_rows[rank]]
+                # A receive from any source may be one from any member.
+                senders = {one for peer, group in ends for one in (group.ranks if peer is None else [peer])}
+                if rank not in found and (those := (silent | found.keys()) & senders - {rank}):
+                    found[rank] = those
         return found
 
     @cached_property

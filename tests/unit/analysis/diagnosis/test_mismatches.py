@@ -300,6 +300,7 @@ def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: tuple[list[Call], 
         (("aaAaaAaaa", "aaAaaAaaA", "aaAaaAaaa", ""), ()),  # rank 1 went on as before, the others did not
         (("aaaaA", "aaaaa", "aaaaA", ""), ()),  # the call is new on two ranks
         (("aaAaaAaaA", "aaAaaAaaa", "", ""), ()),  # between two ranks nothing decides
+        (("aaaaa", "aaaaa", "aaaaA", ""), ()),  # the first call after a loop, which two have not left
     ],
 )
 def test_of_three_ranks_the_one_that_went_another_way_than_before_is_named_although_a_fourth_is_missing(
