@@ -15,6 +15,7 @@ The shim that is measured beside crossrank is what people have today: it replace
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import itertools
 import json
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,19 @@ import torch.distributed as dist
 import crossrank
 from crossrank.instrument import api
 from crossrank.tools.output.console import print_table
+from tests.integration.kernels import remove_kernels
 
 HERE = Path(__file__).parent
 KERNELS = ("compiled", "python")
 CAPTURE = HERE.parent / "tests" / "integration" / "nvtx_capture.c"
+
+
+@contextlib.contextmanager
+def recorded(**options: Any) -> Iterator[None]:
+    """A recording, behind which calls are as in a process that was never recorded: there is one for each kernel."""
+    with crossrank.enable(tracing="ALL", **options):
+        yield
+    remove_kernels()
 
 
 def start_one_rank() -> None:
@@ -138,7 +148,7 @@ def calls(rounds: int, number: int) -> None:
         thread, process, untraced, inactive = [], [], [], []
         for _ in range(rounds):
             without = cpu_per_call(call, count, wait_for_writer)
-            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
+            with recorded(directory=folder, flight=False, kernel=kernel):
                 call()
                 wait_for_writer()
                 recorder = api._current.recorder  # type: ignore[union-attr]
@@ -204,7 +214,7 @@ def threads(rounds: int, number: int) -> None:
         added, untraced = [], []
         for _ in range(rounds):
             without = us_per_call(count)
-            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
+            with recorded(directory=folder, flight=False, kernel=kernel):
                 us_per_call(count)
                 added.append(us_per_call(count) - without)
             untraced.append(without)
@@ -236,7 +246,7 @@ def nvtx_attached(rounds: int, number: int) -> None:
         for _ in range(rounds):
             times = []
             for mode in ("0", "1"):
-                with crossrank.enable(tracing="ALL", directory=folder, flight=False, nvtx=mode, kernel=kernel):
+                with recorded(directory=folder, flight=False, nvtx=mode, kernel=kernel):
                     dist.all_reduce(small)
                     wait_for_writer()
                     times.append(cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0])
@@ -277,7 +287,7 @@ def disk(records: int) -> None:
     )
     for kernel, (name, call) in itertools.product(KERNELS, sizes):
         folder = tempfile.mkdtemp()
-        with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
+        with recorded(directory=folder, flight=False, kernel=kernel):
             for number in range(records // 10):
                 call(number)
             wait_for_writer()
@@ -321,6 +331,7 @@ def off(rounds: int, number: int) -> None:
     for name in ("after disable()", "TRACING=NONE"):
         ratios = []
         for _ in range(rounds):
+            remove_kernels()
             before = cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0]
             if name == "after disable()":
                 with crossrank.enable(tracing="ALL", directory=folder, flight=False):
@@ -366,6 +377,7 @@ def splits(number: int) -> None:
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         dropped = api._current.recorder.counts().dropped if api._current is not None else 0
         crossrank.disable()
+        remove_kernels()
         rows.append((kernel, name, f"{thread:.2f}", f"{process:.2f}", f"{grown:.0f}", f"{dropped:,}"))
     shutil.rmtree(folder)
     columns = ("kernel", "splits", "#CPU us, this thread", "#all threads", "#MiB more", "#dropped")

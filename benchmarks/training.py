@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import crossrank
 from crossrank.instrument import api
 from crossrank.tools.output.console import print_table
+from tests.integration.kernels import remove_kernels
 
 KERNELS = ("compiled", "python")
 MODELS = ("DDP", "FSDP2", "Trainer")
@@ -73,6 +74,7 @@ class Turns:
                 now = api._current.recorder.calls()  # type: ignore[union-attr]
                 self.calls_per_step = (now - self._calls) / self.steps
                 crossrank.disable()
+                remove_kernels()  # steps without it are as in a process that was never recorded
         self._began = time.thread_time_ns(), time.perf_counter_ns()
 
     def end(self) -> None:
