@@ -48,11 +48,7 @@ def limit_memory(more: int) -> None:
     """Let this process allocate `more` bytes than it has by now: beyond that an allocation fails, where the system can
     do that."""
     with suppress(OSError, ValueError):
-        now = next(
-            int(line.split()[1]) * 1024
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("VmData:")
-        )
+        now = _of_this_process("VmData")
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
@@ -70,8 +66,14 @@ def give_memory_back() -> None:
 
 def peak_memory() -> int:
     """Most bytes that this process had in memory, since `give_memory_back` where the system can tell that."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):
+        return _of_this_process("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _of_this_process(name: str) -> int:
+    """Bytes that the system counts under a name. Raises `OSError` or `ValueError` where it counts none."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(name)
