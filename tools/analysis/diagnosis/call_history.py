@@ -25,9 +25,7 @@ def is_usual(job: JobState, rank: int, row: int) -> bool:
 def is_out_of_turn(job: JobState, rank: int, row: int) -> bool:
     """Whether the rank's calls before `row` have led to another call whenever it made them. Of one that it makes for
     the first time nothing is known: the first call after a loop is no mistake."""
-    *before, this = _history(job, rank, row)
-    follows = _expected(before)
-    return bool(follows) and this not in follows and this in before
+    return bool(_due_instead(job, rank, row))
 
 
 def is_new(job: JobState, rank: int, row: int) -> bool:
@@ -44,12 +42,9 @@ def has_skipped(
 
     Of a call that it makes for the first time nothing is known.
     """
-    *before, this = _history(job, rank, row)
-    follows = _expected(before)
-    if not follows or this in follows or this not in before:
-        return False
+    follows = _due_instead(job, rank, row)
     own = job.group_of[rank]
-    return all(
+    return bool(follows) and all(
         own[local] == group.index and (peer in peers if peers else peer is None) and op in (None, what)
         for local, what, peer, _ in follows
     )
@@ -117,6 +112,13 @@ def _history(job: JobState, rank: int, row: int, windows: int = 1) -> list[Token
     some = slice(max(0, row - windows * WINDOW), row + 1)
     what = [(signatures[number].op, signatures[number].peer) for number in calls.signature[some]]
     return [(group, *one, stack) for group, one, stack in zip(calls.group[some], what, calls.stack[some], strict=True)]
+
+
+def _due_instead(job: JobState, rank: int, row: int) -> list[Token]:
+    """What the rank's calls before `row` have led to, where it made another one that it had made before; else empty."""
+    *before, this = _history(job, rank, row)
+    follows = _expected(before)
+    return follows if this not in follows and this in before else []
 
 
 def _expected(before: list[Token]) -> list[Token]:
