@@ -389,11 +389,15 @@ def averages_metrics_on_a_thread(rank: int) -> None:
 
 def saves_beside_training(rank: int) -> None:
     saving = dist.new_group(group_desc="saving")
+    # A stream of its own: on one that both threads share, the barrier and a reduction wait for each other as soon as
+    # two ranks begin them in different orders.
+    stream = torch.cuda.Stream() if DEVICE == "cuda" else None
 
     def save() -> None:
-        if rank == 0:
-            evaluate()
-        dist.barrier(group=saving)
+        with torch.cuda.stream(stream):
+            if rank == 0:
+                evaluate()
+            dist.barrier(group=saving)
 
     thread = threading.Thread(target=save, name="saver")
     thread.start()
