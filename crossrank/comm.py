@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -103,6 +104,7 @@ _BY_ALIAS = {
 } | {other: OPERATIONS[name] for other, name in _OTHER_NAMES.items()}
 
 
+@lru_cache(maxsize=1 << 14)
 def operation_of(name: str) -> Operation | None:
     """The operation that c10d, a backend or a trace calls `name`; None for what is no communication.
 

@@ -11,28 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 from crossrank.comm import operation_of
 
 Call = TypeVar("Call")
 _CLOSING = "coalesced"
-
-
-class NotedLaunch(Protocol):
-    """An entry of the flight recorder, as far as it tells a launch."""
-
-    @property
-    def profiling_name(self) -> str:
-        """`nccl:all_reduce`, `nccl:send 0->1`, `nccl:coalesced`."""
-
-    @property
-    def process_group(self) -> tuple[str, str]:
-        """Name and description."""
-
-    @property
-    def time_created_ns(self) -> int:
-        """ns since 1970."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,17 +42,21 @@ class RecordedLaunches(Generic[Call]):
         """Add one on the group of that name."""
         self._of_group[pg].append(launch)
 
-    def take(self, entry: NotedLaunch) -> RecordedLaunch[Call] | None:
-        """The launch that an entry is of; None where there is none, or where the entry is of a part of it."""
-        launches = self._of_group.get(entry.process_group[0], [])
-        place = bisect_right(launches, entry.time_created_ns, key=lambda one: one.began)
+    def take(self, pg: str, name: str, created: int) -> RecordedLaunch[Call] | None:
+        """The launch that an entry is of; None where there is none, or where the entry is of a part of it. `name` is
+        its `profiling_name`: `nccl:all_reduce`, `nccl:send 0->1`, `nccl:coalesced`; `created` is in ns since 1970."""
+        launches = self._of_group.get(pg, [])
+        place = bisect_right(launches, created, key=_began)
         del launches[: max(place - 1, 0)]  # later entries are of later launches
-        return launches.pop(0) if place and _fits(entry.profiling_name, launches[0]) else None
+        return launches.pop(0) if place and _fits(name, launches[0]) else None
 
     def keep_last(self, most: int) -> None:
         """Forget the oldest launches of each group but for so many."""
         for launches in self._of_group.values():
             del launches[:-most]
+
+
+_began = attrgetter("began")
 
 
 def _fits(name: str, launch: RecordedLaunch[Call]) -> bool:

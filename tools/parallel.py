@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from crossrank.errors import CrossrankError, one_line, unforeseen
+from crossrank.tools.paused_gc import paused_gc
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -122,7 +123,7 @@ def _in_processes(function: _Function, batch: _Batch, workers: int) -> _Outcomes
                     failures[index] = outcome
                     continue
                 path = os.path.join(folder, str(index))
-                with open(path, "rb") as file:
+                with open(path, "rb") as file, paused_gc():
                     result = pickle.load(file)
                 os.unlink(path)
                 yield index, result
@@ -175,7 +176,9 @@ def _each(function: _Function, items: Sequence[Any]) -> list[Any]:
 def _try(function: _Function, argument: Any) -> Any:
     """An error becomes one that every process can unpickle, and one that nobody foresaw says its place."""
     try:
-        return function(argument)
+        # A file becomes tens of thousands of small objects without a cycle: looking for one costs a sixth of the time.
+        with paused_gc():
+            return function(argument)
     except CrossrankError as error:
         return _Failure(CrossrankError(str(error)))
     except Exception as error:

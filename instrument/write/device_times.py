@@ -192,7 +192,7 @@ class DeviceTimes:
         found: list[Ran] = []
         for entry in entries:
             if self._next is None or entry.record_id >= self._next:
-                launch = self._launches.take(entry)
+                launch = self._launches.take(entry.process_group[0], entry.profiling_name, entry.time_created_ns)
                 if launch is not None:
                     self._open[entry.record_id] = launch
             ended, took = entry.time_discovered_completed_ns, entry.duration_ms

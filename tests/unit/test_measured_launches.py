@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
 
 
-@dataclass(frozen=True)
-class Noted:
+class Noted(NamedTuple):
     profiling_name: str
     time_created_ns: int
-    process_group: tuple[str, str] = ("0", "default_pg")
+    pg: str = "0"
 
 
 def launched(*launches: tuple[int, str, bool]) -> RecordedLaunches[str]:
@@ -22,12 +21,12 @@ def launched(*launches: tuple[int, str, bool]) -> RecordedLaunches[str]:
 
 
 def taken(launches: RecordedLaunches[str], *entries: Noted) -> list[list[str] | None]:
-    return [None if (one := launches.take(entry)) is None else one.calls for entry in entries]
+    return [None if (one := launches.take(entry.pg, *entry[:2])) is None else one.calls for entry in entries]
 
 
 def test_an_entry_is_of_the_last_launch_of_its_group_before_it() -> None:
     launches = launched((10, "all_reduce", False), (20, "all_reduce", False), (30, "broadcast", False))
-    entries = [Noted("nccl:all_reduce", 5), Noted("nccl:all_reduce", 29), Noted("nccl:broadcast", 31, ("1", ""))]
+    entries = [Noted("nccl:all_reduce", 5), Noted("nccl:all_reduce", 29), Noted("nccl:broadcast", 31, "1")]
     assert taken(launches, *entries) == [None, ["all_reduce at 20"], None]
     assert taken(launches, Noted("nccl:broadcast", 30)) == [["broadcast at 30"]]
 

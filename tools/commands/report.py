@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, list_recording
 from crossrank.text import amount, milliseconds, percent, plural, printable
 from crossrank.tools.analysis.bandwidth import line_rates
-from crossrank.tools.analysis.diagnosis import evidence as diagnosis_inputs
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import Failure, failed, find_candidates, put_together, read_candidate
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.commands.options import (
     add_shared,
@@ -30,6 +31,7 @@ from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_json
 from crossrank.tools.parallel import map_ranks
 from crossrank.tools.traces.discover import FoundFile, discover
+from crossrank.tools.traces.kept import files_kept
 from crossrank.tools.traces.rank_trace import RankTrace
 from crossrank.tools.traces.replayed import JSON, ReplayReport, read_report
 
@@ -78,14 +80,16 @@ def _figures(arguments: argparse.Namespace) -> Figures:
     rates = line_rates(arguments.line_rate)
     files = discover(paths)
     times = sources.find(paths, None, arguments.source, files, arguments.communication_kernels)
-    candidates = [one for one in diagnosis_inputs.find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
+    candidates = [one for one in find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
     replay = _replay(paths, arguments.replay)  # a wrong one is reported before the work on the ranks
     fleet = fleet_of(arguments)
-    items: list[RankSources | FoundFile] = [*times.tasks, *candidates]
+    items = _by_rank(times.tasks, candidates)
     results = progress("reading", len(items), lambda done: map_ranks(_read, items, fleet, failed=_failed, done=done))
-    count = len(times.tasks)
-    ranks = sources.settle(results[:count], times)
-    diagnosis, problem = _diagnose(candidates, results[count:])
+    read = {file.path: evidence for _, found in results for file, evidence in found}
+    measured = [found for found, _ in results if found is not None]
+    diagnosis, problem = _diagnose(candidates, [read[one.path] for one in candidates])
+    del results, read  # as large as what the figures are made of
+    ranks = sources.settle(measured, times)
     return figures(
         ranks,
         match_collectives(Job.match(ranks)),
@@ -104,22 +108,51 @@ def _replay(paths: Sequence[str], folder: str | None) -> ReplayReport | None:
     return read_report(folder) if folder is not None else None
 
 
-def _read(item: RankSources | FoundFile) -> Any:
-    return diagnosis_inputs.read_candidate(item) if isinstance(item, FoundFile) else sources.read_task(item)
+@dataclass(frozen=True)
+class _Item:
+    """What one worker reads: what measured a rank's calls, and evidence, which may be in the same files."""
+
+    times: RankSources | None
+    evidence: list[FoundFile]
 
 
-def _failed(item: RankSources | FoundFile, error: CrossrankError) -> Any:
-    return diagnosis_inputs.failed(item, error) if isinstance(item, FoundFile) else sources.failed(item, error)
+_Read = tuple[list[RankTrace] | str | None, list[tuple[FoundFile, RankTrace | Failure]]]
 
 
-def _diagnose(
-    candidates: list[FoundFile], results: list[RankTrace | diagnosis_inputs.Failure]
-) -> tuple[Diagnosis | None, str]:
+def _by_rank(tasks: Sequence[RankSources], candidates: Sequence[FoundFile]) -> list[_Item]:
+    """Work for workers, in which each file is read by one of them."""
+    items = [_Item(task, []) for task in tasks]
+    of_path = {path: item for task, item in zip(tasks, items, strict=True) for path in (task.path, task.flight)}
+    for file in candidates:
+        if file.path in of_path:
+            of_path[file.path].evidence.append(file)
+        else:
+            items.append(_Item(None, [file]))
+    return items
+
+
+def _read(item: _Item) -> _Read:
+    """Runs in a worker."""
+    with files_kept():
+        return (
+            None if item.times is None else sources.read_task(item.times),
+            [(file, read_candidate(file)) for file in item.evidence],
+        )
+
+
+def _failed(item: _Item, error: CrossrankError) -> _Read:
+    return (
+        None if item.times is None else sources.failed(item.times, error),
+        [(file, failed(file, error)) for file in item.evidence],
+    )
+
+
+def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:
     """The diagnosis, or why there is none."""
     if not candidates:
         return None, "there is neither a comms file nor a flight-recorder dump"
     try:
-        evidence = diagnosis_inputs.put_together(candidates, results)
+        evidence = put_together(candidates, results)
         if not evidence.ranks:
             return None, "; ".join(evidence.skipped[:3]) or "no file could be used"
         return diagnose(evidence)[0], ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from crossrank.comm import CommRecord
@@ -57,6 +57,10 @@ class RankSources:
 def read_comms_and_times(given: RankSources) -> RankTrace:
     """Our own records: every call, on groups with names, and the times that the files beside them have."""
     trace = read_comms(given.path, given.rank, steps=given.steps)
+    calls = trace.calls
+    # Times that are added here are not for others who read the file.
+    times = {name: getattr(calls, name)[:] for name in ("began", "ended", "took")}
+    trace = replace(trace, calls=replace(calls, **times), notes=trace.notes[:])
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
     in_windows = False
     for window in _windows(given, trace):
@@ -242,7 +246,7 @@ def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamC
 def _time_by_dump(trace: RankTrace, path: str) -> None:
     """Take the durations that the rank's dump has (NCCL)."""
     try:
-        dump = read_flight_dump(path)
+        dump = read_flight_dump(path, None)
     except CrossrankError as error:
         trace.notes.append(f"no durations from it: {error}")
         return
@@ -259,14 +263,16 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
         launches.add(trace.groups[calls.group[row]].group.pg, launch)
         if batch >= 0:
             batches[batch] = launch
-    for entry in dump.entries:
-        ended = entry.time_discovered_completed_ns
-        is_wanted = trace.until is None or entry.time_created_ns < trace.until
-        launch_of_it = launches.take(entry) if ended and is_wanted else None
-        for row in launch_of_it.calls if launch_of_it is not None else ():
-            calls.began[row] = entry.time_discovered_started_ns or entry.time_created_ns
-            calls.ended[row] = ended or 0
-            calls.took[row] = round((entry.duration_ms or 0) * 1e6) or calls.ended[row] - calls.began[row]
+    entries = dump.entries
+    names = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns", "duration_ms")
+    for kind, created, started, ended, ms in zip(entries.kind, *map(entries.columns.__getitem__, names), strict=True):
+        if not ended or not (trace.until is None or created < trace.until):
+            continue
+        noted = entries.kinds[kind]
+        found = launches.take(noted.process_group[0], noted.profiling_name, created)
+        for row in found.calls if found is not None else ():
+            calls.began[row], calls.ended[row] = started or created, ended
+            calls.took[row] = round((ms or 0) * 1e6) or calls.ended[row] - calls.began[row]
 
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {

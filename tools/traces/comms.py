@@ -18,6 +18,7 @@ from crossrank.errors import BROKEN, CrossrankError
 from crossrank.recording import STOOD, CommsFile, Ran, Wait
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight_recorder import Frame, Raised
+from crossrank.tools.traces.kept import shared
 from crossrank.tools.traces.rank_trace import (
     COMPLETED,
     GLOO,
@@ -33,6 +34,7 @@ _BLOCKING_P2P = ("send", "recv")
 _MOST = 1 << 62
 
 
+@shared
 def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | None = None) -> RankTrace:
     """The comms file of `rank`, and of it the iterations from the first of `steps` to before the second.
 

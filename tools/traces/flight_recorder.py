@@ -37,6 +37,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.traces.json_document import parse
+from crossrank.tools.traces.kept import shared
 from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
 MOST_FRAMES = 256
@@ -226,6 +227,7 @@ class NoDumpError(CrossrankError):
         self.unrecognized = unrecognized
 
 
+@shared
 def read_flight_dump(path: str, last: int | None = None) -> FlightDump:
     """Read one dump, plain, gzip or zstd; with `last` what is not over and so many calls before it.
 

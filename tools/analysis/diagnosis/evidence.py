@@ -20,7 +20,6 @@ from crossrank.recording import COMMS, FLIGHT, ReadIssues, read_chunks
 from crossrank.text import writable
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 from crossrank.tools.traces.ending import CUT_SHORT
@@ -150,16 +149,13 @@ def _read(candidate: FoundFile, last: int | None) -> RankTrace:
     if candidate.problem:
         raise CrossrankError(f"{path}: {candidate.problem}")
     if kind == COMMS:
-        return read_comms(path, candidate.rank)
+        return read_comms(path, candidate.rank, steps=None)
     if kind not in (FLIGHT, ""):
         raise NoDumpError(f"{path}: is {WHAT[kind]}, no flight-recorder dump", unrecognized=True)
     if not kind and not _looks_like_dump(path):
         text = f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
         raise NoDumpError(text, unrecognized=True)
-    # A dump is tens of thousands of small containers without a cycle among them: looking for one takes longer than
-    # reading the dump.
-    with paused_gc():
-        return read_flight(path, candidate.rank, last=last)
+    return read_flight(path, candidate.rank, last=last)
 
 
 def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
@@ -269,6 +265,7 @@ def _count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
     """Make a comms file comparable with the other ranks' dumps: its collectives get the numbers that torch gave them
     there, by what those dumps know of both."""
     comms.comparable = False
+    comms.calls = replace(comms.calls, number=comms.calls.number[:])  # which other readers of the file share
     shifts: list[int] = []
     for one in comms.groups:
         froms = [other.dump.recorded_from for other in others]
