@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         with _ending_in_order():
-            arguments = _parse(list(sys.argv[1:] if argv is None else argv))
             _return_freed_memory()
+            arguments = _parse(list(sys.argv[1:] if argv is None else argv))
             return int(arguments.run(arguments))
     except KeyboardInterrupt:
         return _end("interrupted", 130)

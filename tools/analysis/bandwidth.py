@@ -206,11 +206,11 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
     sizes = [(size, *bucket_of(size)) for size in collectives["bytes"].drop_nulls().unique()]
     buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", *KEYS["size"]), pl.Int64), orient="row")
     collectives = collectives.join(buckets, on="bytes", how="left", maintain_order="left")
-    calls = found.calls_frame().filter(pl.col("ended") != 0).select("collective", "calls", "began", "ended", "waiting")
+    calls = found.calls_frame("collective", "calls", "began", "ended", "waiting").filter(pl.col("ended") != 0)
     of_row = collectives.select(pl.col("collective").cast(pl.Int64), *keys)
     of_calls = (
         calls.join(of_row, on="collective")
-        .with_columns(kernel=pl.col("ended") - pl.col("began"))
+        .with_columns(pl.col("waiting").replace(-1, None), kernel=pl.col("ended") - pl.col("began"))
         .group_by(keys)
         .agg(pl.col("calls").sum(), _spread("kernel", _OF_TIMES), _spread("waiting", _OF_TIMES))
     )

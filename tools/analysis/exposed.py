@@ -88,7 +88,7 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
         steps=over_ranks(steps) if has_steps else None,
         ranks=[
             ExposedRank(rank=one["rank"], exposed_ms=in_ms(one["ns"]), share=share_of.get(one["rank"]))
-            for one in with_most(covered(waits, ["rank"], pl.col("begin"), pl.col("end")), "ns")
+            for one in with_most(covered(waits.lazy(), ["rank"], pl.col("begin"), pl.col("end")), "ns")
         ],
         lines=_lines(waits),
         notes=list(_notes(ranks, recorded)),
@@ -151,7 +151,7 @@ def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
         .join_asof(iterations.sort("from"), left_on="begin", right_on="from", by="rank", check_sortedness=False)
         .filter(pl.col("begin") < pl.col("until"))
     )
-    exposed = covered(of_step, ["rank", "from"], pl.col("begin"), pl.min_horizontal("end", "until"))
+    exposed = covered(of_step.lazy(), ["rank", "from"], pl.col("begin"), pl.min_horizontal("end", "until"))
     return iterations.join(exposed, on=("rank", "from"), how="left").select(
         *("rank", "step"), ms=pl.col("ns").fill_null(0) / 1e6, of_ms=(pl.col("until") - pl.col("from")) / 1e6
     )

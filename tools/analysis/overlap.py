@@ -125,8 +125,9 @@ def overlap_of(ranks: Sequence[RankTrace], found: Collectives) -> Overlap | None
 def overlap_frame(ranks: Sequence[RankTrace], found: Collectives) -> pl.DataFrame:
     """One row per rank and iteration, or window where no iterations are known: see `SCHEMA`. Times are ns; `began_ns`
     is on the rank's own clock, since 1970. What no other rank can be compared with is null."""
-    waits = _waits(found)
-    frames = [_of_rank(one, waits.get(one.rank or 0)) for one in ranks if one.busy.where]
+    traced = [one for one in ranks if one.busy.where]
+    waits = _waits(found) if traced else {}
+    frames = [_of_rank(one, waits.get(one.rank or 0)) for one in traced]
     return pl.concat([pl.DataFrame(schema=SCHEMA), *frames])
 
 

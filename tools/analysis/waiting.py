@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.launches import reduce_by
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_BINS = 120
@@ -79,7 +80,7 @@ class Steps(msgspec.Struct, kw_only=True):
 
 def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
-    calls = _calls(found)
+    calls = _calls(found, "step")
     placed = all(one.placed for one in ranks)
     measured = "when communication began and ended" if placed else "how long it took on each rank"
     if not _has_times(found):
@@ -135,15 +136,12 @@ def _has_times(found: Collectives) -> bool:
     return bool((found.waiting >= 0).any())
 
 
-def _calls(found: Collectives) -> pl.DataFrame:
+def _calls(found: Collectives, *also: str) -> pl.DataFrame:
     """The launches with `wait`, in ns and -1 where it is not known, the `moment` at which it begins, and how many
     `members` their collective has: by times of the communication, or where there are none by when hosts made calls."""
-    calls = found.calls_frame().select(
-        *("collective", "rank", "step", "last_rank", "expected", "opens"),
-        wait=pl.col("waiting").fill_null(-1),
-        moment="began",
-        members=pl.len().over("collective"),
-    )
+    names = ("collective", "rank", "last_rank", "expected", "opens", "waiting", "began", *also)
+    calls = found.calls_frame(*names).rename({"waiting": "wait", "began": "moment"})
+    calls = calls.with_columns(members=np.bincount(found.collective)[found.collective])
     return calls if _has_times(found) else _by_calls(calls, found)
 
 
@@ -207,24 +205,31 @@ def lateness(found: Collectives) -> pl.DataFrame:
 
 def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     wait, rank, last, moment = map(pl.col, ("wait", "rank", "last_rank", "moment"))
-    earliest = rank.sort_by(wait, rank, descending=[True, False]).first().over("collective")
-    known = calls.filter(_KNOWN)
-    took_part = (
-        known.with_columns(is_first=(rank == earliest) & (rank != last) & (last >= 0) & (wait > 0))
-        .group_by("rank")
-        .agg(collectives=pl.len(), first=pl.col("is_first").sum(), last=(rank == last).sum())
-    )
-    counted = calls.filter((wait > 0) & ~pl.col("opens"))
+    known = calls.lazy().filter(_KNOWN)
+    took_part = known.group_by("rank").agg(collectives=pl.len(), last=(rank == last).sum()).collect()
+    earliest = _earliest(known.filter((wait > 0) & (last >= 0)).select("collective", "rank", "last_rank", "wait"))
+    counted = calls.lazy().filter((wait > 0) & ~pl.col("opens"))
     waiting = covered(counted, ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
     waited_for = covered(known.filter((wait > 0) & (last >= 0)), ["last_rank"], moment, moment + wait)
     table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int64})
-    for part in (took_part, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):
+    for part in (took_part, earliest, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):
         table = table.join(part, on="rank", how="left", maintain_order="left")
     names = ("collectives", "first", "last", "waiting_ns", "waited_for_ns")
     return table.select("rank", *(pl.col(name).fill_null(0).cast(pl.Int64) for name in names))
 
 
-def covered(spans: pl.DataFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:
+def _earliest(late: pl.LazyFrame) -> pl.DataFrame:
+    """How often a rank waited longest of its collective, as `first`, where that is not the one that came last."""
+    collective, rank, last_rank, wait = (column.to_numpy() for column in late.collect().iter_columns())
+    count = int(collective.max(initial=-1)) + 1
+    longest = wait == reduce_by(np.maximum, collective, wait, count, 0)[collective]
+    nobody, last = np.iinfo(np.int64).max, np.full(count, -1)
+    first = reduce_by(np.minimum, collective[longest], rank[longest], count, nobody)
+    last[collective] = last_rank
+    return pl.DataFrame({"rank": first[(first < nobody) & (first != last)]}).group_by("rank").agg(first=pl.len())
+
+
+def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:
     """The ns that the spans of each `by` cover, as the column `ns`; what overlaps counts once."""
     # A span adds what lies behind the end of all that began before it.
     behind = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(by))
@@ -234,6 +239,7 @@ def covered(spans: pl.DataFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr
         .with_columns(ns=(pl.col("end") - behind).clip(0))
         .group_by(by)
         .agg(pl.sum("ns"))
+        .collect()
     )
 
 

@@ -116,23 +116,16 @@ class Collectives(Launches):
         rate: Floats = np.where(own, _rate(self.exchanged, self.time), self.algbw() * factor)
         return rate
 
-    def calls_frame(self) -> pl.DataFrame:
-        """One row per launch and rank. Times are ns, 0 = not known; `waiting` is null where it is not known."""
+    def calls_frame(self, *names: str) -> pl.DataFrame:
+        """Columns of these names, with a row per launch and rank; `last_rank`, `expected` and `opens` are those of its
+        collective. Times are ns, 0 = not known; `waiting` is -1 where it is not known."""
         import polars as pl
 
+        of_collective = ("last_rank", "expected", "opens")
         return pl.DataFrame(
             {
-                "rank": self.rank,
-                "step": self.step,
-                "calls": self.calls,
-                "collective": self.collective,
-                "called": self.called,
-                "began": self.began,
-                "ended": self.ended,
-                "waiting": pl.Series(self.waiting).replace(-1, None),
-                "last_rank": self.last_rank[self.collective],
-                "expected": self.expected[self.collective],
-                "opens": self.opens[self.collective],
+                name: getattr(self, name)[self.collective] if name in of_collective else getattr(self, name)
+                for name in names
             }
         )
 
@@ -200,13 +193,14 @@ def match_collectives(job: Job, *, batches_apart: bool = False) -> Collectives:
             names.rows, clock[usable], joined.collective[usable], found.ended[usable], joined.count
         )
         comparable = found.placed & aligned[clock]
-        times = [np.where(one > 0, one + shift[clock], 0) for one in (found.called, found.began, found.ended)]
-        on_one_clock = replace(found, number=joined.number, called=times[0], began=times[1], ended=times[2])
-        bad_lanes = part_lanes(joined, on_one_clock, releasing & comparable & found.measured, clocks.slack_ns)
+        bad_lanes = part_lanes(joined, shift[clock], releasing & comparable & found.measured, clocks.slack_ns)
     _note_large_shifts(joined, shift[clock])
+    opens = _opens_window(job, found, joined)  # by each rank's own clock
+    for column in (found.called, found.began, found.ended):
+        column += shift[clock] * (column > 0)
     unknown = np.full(joined.count, -1, np.int64)
     result = Collectives(
-        **vars(on_one_clock),
+        **vars(found) | {"number": joined.number},
         groups=job.groups,
         ranks=sorted(job.ranks),
         world_size=len(job.world),
@@ -219,12 +213,12 @@ def match_collectives(job: Job, *, batches_apart: bool = False) -> Collectives:
         of_kind=joined.of_kind,
         bytes=_largest(joined, found.by_kind(lambda one: one.bytes, np.int64)),
         exchanged=_largest(joined, found.by_kind(lambda one: one.exchanged, np.int64)),
-        seen=np.bincount(joined.collective[on_one_clock.measured], minlength=joined.count),
-        expected=np.where(joined.own, 1, _members(on_one_clock, job.groups)[joined.of_kind]),
+        seen=np.bincount(joined.collective[found.measured], minlength=joined.count),
+        expected=np.where(joined.own, 1, _members(found, job.groups)[joined.of_kind]),
         time=unknown,
         bound=joined.own,
         last_rank=unknown.copy(),
-        opens=_opens_window(job, found, joined),
+        opens=opens,
     )
     _measure(result, joined, releasing)
     return result
@@ -269,7 +263,8 @@ def _members(found: Launches, groups: Sequence[ProcessGroup]) -> Ints:
 
 def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
     """Times of collectives and waits of ranks."""
-    count, rows = joined.count, np.flatnonzero(found.measured)
+    count, measured = joined.count, found.measured
+    rows: Ints | slice = slice(None) if measured.all() else np.flatnonzero(measured)
     collective, began, ended = found.collective[rows], found.began[rows], found.ended[rows]
     duration = ended - began
     shortest = reduce_by(np.minimum, collective, duration, count, _MAX)
@@ -300,4 +295,4 @@ def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
     # Durations that kernels have are exact, whatever the clocks; what is no later than clocks may be apart is not late.
     exact = found.placed[rows] & ~by_begin[collective]
     last &= exact | (spread > found.clocks.slack_ns)[collective]
-    found.last_rank[collective[last]] = found.rank[rows[last]]
+    found.last_rank[collective[last]] = found.rank[rows][last]

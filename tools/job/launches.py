@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,6 +45,10 @@ LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CR
 UNTIMED = "calls outside the windows that were traced, or without a duration"
 BEGIN_ALONE = "calls of which only the begin is recorded"
 OTHER_ITERATION = "calls whose recorded size is that of another iteration than their time: they have no size"
+_AT_ONCE = 64
+"""Ranks whose calls become launches together: what is made on the way is several times as large as the launches."""
+_MADE = ("rank", "kind", "of_rank", "id", "number", "running", "step", "called", "began", "ended", "took")
+_COLUMNS = ("group", "signature", "number", "id", "batch", "step", "called", "began", "ended", "took")
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
 
 
@@ -171,9 +175,16 @@ class _Found:
         self._unattributed = Counter[str]()
 
     def launches(self) -> Launches:
-        made = self._made()
-        self._count(made)
-        columns = {one.name: one.to_numpy() for one in made.iter_columns()}
+        ranks, most = list(self._job.ranks), sum(map(len, self._job.ranks.values()))
+        columns = {name: np.empty(most, np.int64) for name in _MADE}
+        count = 0
+        for first in range(0, len(ranks), _AT_ONCE):
+            made = self._made(ranks[first : first + _AT_ONCE])
+            self._count(ranks[first : first + _AT_ONCE], made)
+            for name, column in columns.items():
+                column[count : count + len(made)] = made[name].to_numpy()
+            count += len(made)
+        columns = {name: column[:count] for name, column in columns.items()}
         rank, kind, given = columns["rank"], columns["kind"], columns["number"]
         place = np.searchsorted(list(self._job.ranks), rank)
         numbered, numbered_pairs, timed, placed = (
@@ -194,9 +205,9 @@ class _Found:
             kind=kind,
             row=columns["of_rank"],
             id=columns["id"],
-            number=np.where(without, 0, np.where(own, self._running_numbers(rank, kind), given)),
+            number=np.where(without, 0, np.where(own, columns["running"], given)),
             counted=counted,
-            step=columns["step"].astype(np.int64),
+            step=columns["step"],
             called=columns["called"] * timed,
             began=columns["began"],
             ended=columns["ended"],
@@ -207,18 +218,9 @@ class _Found:
             unattributed=self._unattributed,
         )
 
-    def _running_numbers(self, rank: Ints, kind: Ints) -> Ints:
-        """Of each launch the how many-th it is of its rank on its group, or between its two ends; from 1."""
-        import polars as pl
-
-        lanes = Interned[object]()
-        lane = np.array([lanes.number((one.group, one.ends, one.op == SEND_RECV)) for one in self._kinds], np.int64)
-        count = pl.int_range(1, pl.len() + 1).over("rank", "lane")
-        numbers: Ints = pl.DataFrame({"rank": rank, "lane": lane[kind]}).select(count).to_series().to_numpy()
-        return numbers
-
-    def _made(self) -> pl.DataFrame:
-        """One row per launch, rank after rank: its kind, how many calls it is of, and the columns of `Launches`.
+    def _made(self, ranks: Sequence[int]) -> pl.DataFrame:
+        """One row per launch, rank after rank: its kind, how many calls it is of, the how many-th it is of its rank on
+        its group, or between its two ends (`running`, from 1), and the columns of `Launches`.
 
         A batch stands where its first call does. Members of one launch share its kernel, or follow each other: the span
         of them all is the launch's.
@@ -230,18 +232,17 @@ class _Found:
             pl.concat(
                 pl.DataFrame(
                     {"rank": np.full(len(trace), rank, np.int64), "of_rank": np.arange(len(trace))}
-                    | {one.name: np.asarray(getattr(trace.calls, one.name)) for one in fields(trace.calls)}
+                    | {name: np.asarray(getattr(trace.calls, name)) for name in _COLUMNS}
                 )
-                for rank, trace in self._job.ranks.items()
+                for rank, trace in ((rank, self._job.ranks[rank]) for rank in ranks)
             )
-            .drop("state", "stack")
             .with_row_index("row")
             .with_columns(began=pl.when((took > 0) & (began == 0)).then("called").otherwise(began))
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
             .with_columns(began=pl.when(ended > 0).then(began))
         )
-        numbered = np.array([trace.numbered_pairs for trace in self._job.ranks.values()], bool)
-        numbered = numbered[np.searchsorted(list(self._job.ranks), rows["rank"].to_numpy())]
+        numbered = np.array([self._job.ranks[rank].numbered_pairs for rank in ranks], bool)
+        numbered = numbered[np.searchsorted(ranks, rows["rank"].to_numpy())]
         rows = rows.with_columns(apart=self._apart[rows["signature"].to_numpy()] & numbered)
         first = ("row", "of_rank", "id", "number", "step", "called")
         one = pl.lit(1, pl.UInt32)
@@ -267,8 +268,11 @@ class _Found:
             )
             .drop("batch")
         )
-        made = pl.concat(map(self._with_kinds, (alone, parted, batches)))
-        return made.sort("row").drop("row").with_columns(began.fill_null(0))
+        made = pl.concat(map(self._with_kinds, (alone, parted, batches))).sort("row")
+        lanes = Interned[object]()
+        lane = np.array([lanes.number((one.group, one.ends, one.op == SEND_RECV)) for one in self._kinds], np.int64)
+        running = pl.int_range(1, pl.len() + 1).over("rank", pl.Series(lane[made["kind"].to_numpy()]))
+        return made.with_columns(began.fill_null(0), running=running)
 
     def _with_kinds(self, made: pl.DataFrame) -> pl.DataFrame:
         """Launches with the number of their kind in the place of the signatures and groups of their calls."""
@@ -280,7 +284,7 @@ class _Found:
         of_kind = alike.select("place", kind=pl.Series(kinds, dtype=pl.Int64)).explode("place").sort("place")
         return made.drop(keys[1:]).with_columns(of_kind["kind"])
 
-    def _count(self, made: pl.DataFrame) -> None:
+    def _count(self, ranks: Sequence[int], made: pl.DataFrame) -> None:
         """Count what has times, where the reader has not, and what has none."""
         import polars as pl
 
@@ -288,7 +292,8 @@ class _Found:
         by_events = pl.col("calls").filter((pl.col("ended") > 0) & (pl.col("took") > 0)).sum().alias("by_events")
         found = made.group_by("rank").agg(timed_calls, by_events, pl.len())
         counts = {rank: counted for rank, *counted in found.iter_rows()}
-        for rank, trace in self._job.ranks.items():
+        for rank in ranks:
+            trace = self._job.ranks[rank]
             timed, by_events_alone, count = counts.get(rank, (0, 0, 0))
             self._attributed.update(trace.attributed)
             self._unattributed.update(trace.unattributed)

@@ -112,16 +112,16 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> Joined:
     return joined
 
 
-def part_lanes(joined: Joined, on_one_clock: Launches, usable: Bools, slack_ns: float) -> bool:
+def part_lanes(joined: Joined, shift_ns: Ints, usable: Bools, slack_ns: float) -> bool:
     """Take apart lanes with counted numbers in which a collective ends on one rank before another has begun it.
     Returns whether there were any.
 
-    `on_one_clock` are the calls on clocks that may be `slack_ns` apart; only those that are `usable` are looked at.
+    `shift_ns` is what puts each call on one clock, to within `slack_ns`; only those that are `usable` are looked at.
     """
     rows = np.flatnonzero(usable & ~joined.own[joined.collective])
     collective, count = joined.collective[rows], joined.count
-    last_begin = reduce_by(np.maximum, collective, on_one_clock.began[rows], count, -_MAX)
-    first_end = reduce_by(np.minimum, collective, on_one_clock.ended[rows], count, _MAX)
+    last_begin = reduce_by(np.maximum, collective, joined.calls.began[rows] + shift_ns[rows], count, -_MAX)
+    first_end = reduce_by(np.minimum, collective, joined.calls.ended[rows] + shift_ns[rows], count, _MAX)
     calls = joined.on_bad_lanes(rows, (last_begin > first_end + slack_ns)[collective])
     if not calls.any():
         return False

@@ -132,12 +132,14 @@ def arrivals_by_call(matched: Matched) -> pl.DataFrame:
     parts = []
     for p2p in (False, True):
         found, _ = matched.of(p2p)
+        if not any(one.is_p2p == p2p for one in found.kinds):
+            continue
         ops = pl.Series([one.op for one in found.kinds], dtype=pl.String).gather(found.kind)
         call = numbers[first_of[np.searchsorted(list(ranks), found.rank)] + found.row]
         columns = pl.DataFrame({"op": ops, "step": found.step, "call": call})
         launches = pl.concat([_launches_of(matched, p2p=p2p), columns, lateness(found)], how="horizontal")
         parts.append(launches.filter(p2p=p2p))
-    return TABLES["arrivals"].select(pl.concat(parts))
+    return TABLES["arrivals"].select(pl.concat(parts)) if parts else pl.DataFrame(schema=TABLES["arrivals"].schema)
 
 
 OF_JOB: dict[str, Callable[[Matched], pl.DataFrame]] = {
