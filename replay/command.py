@@ -40,7 +40,7 @@ from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
 from crossrank.text import amount, plural
-from crossrank.tools.commands.options import complain, fleet_of, progress
+from crossrank.tools.commands.options import complain, fleet_of
 from crossrank.tools.traces.discover import PLAN, look
 from crossrank.tools.traces.replayed import ReplayReport, Settings
 
@@ -317,7 +317,7 @@ def _read(arguments: argparse.Namespace) -> Plan:
         )
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
     fleet = fleet_of(arguments, size)
-    ranks = progress("reading", len(found.inputs), lambda done: replay_inputs.read(found, fleet, done, steps=steps))
+    ranks = replay_inputs.read(found, fleet, steps=steps)
     others = [one.path for one in found.inputs[1:]]
     if arguments.one_trace:
         ranks = spread(ranks[0], arguments.world_size)
@@ -341,18 +341,13 @@ def _read_with_computation(arguments: argparse.Namespace) -> Plan:
     size = sum(
         os.path.getsize(path) for one in found.inputs for path in (one.et, one.linked) if path and os.path.exists(path)
     )
-    return progress(
-        "reading",
-        len(found.inputs),
-        lambda done: read_windows(
-            found,
-            arguments.trace,
-            fleet_of(arguments, size),
-            done,
-            one_trace=arguments.one_trace,
-            world_size=arguments.world_size,
-            partial=arguments.partial,
-        ),
+    return read_windows(
+        found,
+        arguments.trace,
+        fleet_of(arguments, size),
+        one_trace=arguments.one_trace,
+        world_size=arguments.world_size,
+        partial=arguments.partial,
     )
 
 

@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -33,6 +33,12 @@ _Outcomes = Iterator[tuple[int, Any]]
 """The number of an item with its result or a `_Failure`."""
 
 
+@contextmanager
+def unseen(what: str, count: int) -> Iterator[Callable[[], None]]:
+    """No progress bar."""
+    yield lambda: None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     """Who does the work. The first that is set counts: `executor`, `cluster`, `jobs`."""
@@ -43,6 +49,8 @@ class Fleet:
     """`local`, or the address of a Dask scheduler."""
     executor: Executor | None = None
     """The caller's; it is left open."""
+    bar: Callable[[str, int], AbstractContextManager[Callable[[], None]]] = unseen
+    """(what is done, to how many items) -> shows the progress while its block runs; gives what is called after each."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,28 @@ def map_ranks(
     fleet: Fleet,
     *,
     failed: Callable[[Item, CrossrankError], Result] | None = None,
-    done: Callable[[], None] = lambda: None,
+    what: str = "reading",
 ) -> list[Result]:
-    """`function` of every item, in order.
+    """`function` of every item, in order, with a progress bar of `fleet` that says `what` is done.
 
-    `done` is called here after each item. Where `failed` is given, it makes the result of an item that failed twice,
-    and the other items go on; else the first such error is raised.
+    Where `failed` is given, it makes the result of an item that failed twice, and the other items go on; else the first
+    such error is raised.
     """
     work = list(items)
-    results: dict[int, Result] = {}
+    with fleet.bar(what, len(work)) as done:
+        results, errors = _work_through(function, work, fleet, done)
+    for index in sorted(errors):
+        if failed is None:
+            raise errors[index]
+        results[index] = failed(work[index], errors[index])
+    return [results[index] for index in range(len(work))]
+
+
+def _work_through(
+    function: _Function, work: Sequence[Any], fleet: Fleet, done: Callable[[], None]
+) -> tuple[dict[int, Any], dict[int, CrossrankError]]:
+    """The results, and the errors of items that failed twice, by their places. `done` is called after each item."""
+    results: dict[int, Any] = {}
     errors: dict[int, CrossrankError] = {}
     failures: Counter[int] = Counter()
     batches = [list(range(len(work)))]
@@ -89,11 +110,7 @@ def map_ranks(
                 again.append(index)
         if again:
             batches.append(again)
-    for index in sorted(errors):
-        if failed is None:
-            raise errors[index]
-        results[index] = failed(work[index], errors[index])
-    return [results[index] for index in range(len(work))]
+    return results, errors
 
 
 def _outcomes(function: _Function, batch: _Batch, fleet: Fleet, workers: int) -> _Outcomes:
@@ -188,6 +205,13 @@ def _try(function: _Function, argument: Any) -> Any:
         return _Failure(unforeseen(error))
 
 
+def _close(cluster: Any) -> None:
+    # One of whose workers was killed and is just being started again cannot be closed in order, and raises: that is no
+    # error of the work, which is over. Its processes end with this one.
+    with suppress(Exception):
+        cluster.close()
+
+
 @contextmanager
 def dask_executor(address: str, workers: int) -> Iterator[Executor]:
     """An executor on the Dask cluster at `address`; `local` starts `workers` processes, which end with the block.
@@ -204,7 +228,8 @@ def dask_executor(address: str, workers: int) -> Iterator[Executor]:
         try:
             where: Any = address
             if address == "local":
-                where = stack.enter_context(LocalCluster(n_workers=workers, local_directory=scratch, **options))
+                where = LocalCluster(n_workers=workers, local_directory=scratch, **options)
+                stack.callback(_close, where)
             client = stack.enter_context(Client(where, timeout=_PATIENCE))
         except Exception as error:  # what it raises depends on the protocol of the address
             raise CrossrankError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from crossrank.errors import CrossrankError
@@ -80,13 +79,11 @@ def find(path: str, kind: str | None = None) -> ReplayInputs:
     return ReplayInputs(kind=chosen, inputs=inputs, skipped=skipped)
 
 
-def read(
-    found: ReplayInputs, fleet: Fleet, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
-) -> list[RankTrace]:
+def read(found: ReplayInputs, fleet: Fleet, *, steps: tuple[int, int] | None = None) -> list[RankTrace]:
     """Read every file, with `fleet`, and of comms files only the iterations `steps`.
 
     Raises `CrossrankError` for the first that cannot be used.
     """
     count = len(found.inputs) if len(found.inputs) > 1 else None
     inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
-    return map_ranks(READERS[found.kind], inputs, fleet, done=done)
+    return map_ranks(READERS[found.kind], inputs, fleet)

@@ -82,7 +82,7 @@ def ddp(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(path: Path) -> Plan:
-    return read_windows(find_windows(str(path)), str(path), Fleet(jobs=1), lambda: None)
+    return read_windows(find_windows(str(path)), str(path), Fleet(jobs=1))
 
 
 def replayed(capsys: pytest.CaptureFixture[str], path: Path, *words: str, code: int = 0) -> Any:

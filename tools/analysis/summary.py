@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -95,7 +95,7 @@ class Summary(msgspec.Struct):
     warnings: list[str]
 
 
-def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet, done: Callable[[], None] = lambda: None) -> Summary:
+def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet) -> Summary:
     """Read the recording among `files`, which are those at `path`. Raises `CrossrankError` where there is none."""
     found = [file for file in files if file.kind == COMMS and not file.left_out]
     comms = [file for file in found if file.rank is not None and not file.problem]
@@ -106,7 +106,7 @@ def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet, done: Callabl
             "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)"
         )
     files_by_rank(comms, (COMMS,))  # refuses two of a rank, whose calls would be added up
-    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), unusable)
+    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed), unusable)
 
 
 def _found(path: str, files: Sequence[FoundFile]) -> str:

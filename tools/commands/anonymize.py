@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 
 from crossrank.text import plural, rank_ranges
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.commands.options import add_shared, complain, fleet_of
 from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
 from crossrank.tools.sharing.anonymize import Anonymous, anonymize, searched, verify
 from crossrank.tools.traces.discover import WHAT, discover
@@ -33,11 +33,7 @@ class AnonymizeCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         files = discover(arguments.path)
         fleet = fleet_of(arguments, sum(file.size for file in files))
-        result = progress(
-            "anonymizing",
-            len(files),
-            lambda done: anonymize(arguments.path, arguments.output, fleet, done, coarse=arguments.coarse),
-        )
+        result = anonymize(arguments.path, arguments.output, fleet, coarse=arguments.coarse)
         found = verify(result) if arguments.verify else None
         left_out = [file for file in result.files if file.output is None]
         if arguments.json:

@@ -6,7 +6,6 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_url
@@ -19,7 +18,7 @@ from crossrank.tools.commands.converting import (
     growth_json,
     print_growth,
 )
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder, progress
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import (
     ConvertedRank,
@@ -101,8 +100,7 @@ class ConvertCommand:
         folder = output_folder(arguments.recording, arguments.output)
         if grown is not None:
             inputs = grown.inputs
-        convert = partial(
-            convert_ranks,
+        results = convert_ranks(
             inputs.pairs,
             folder,
             options,
@@ -110,7 +108,6 @@ class ConvertCommand:
             keep_linked=arguments.keep_linked,
             copies=copies_of(grown.recorded, grown.growth, folder, dedupe=arguments.dedupe) if grown else None,
         )
-        results = progress("converting", len(inputs.pairs), lambda done: convert(done=done))
         good = [result for result in results if result.error is None]
         group_file = write_groups(good, folder) if good else None
         apart = delay_starts(good) if grown is None else late_starts(grown.recorded)[1]

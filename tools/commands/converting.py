@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
 from crossrank.text import plural
-from crossrank.tools.commands.options import complain, progress, rank_list
+from crossrank.tools.commands.options import complain, rank_list
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, convert_ranks, grow_ranks
 from crossrank.tools.graph.chakra.grow import JobGrowth
@@ -115,9 +115,7 @@ def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet:
                     f"--{name} is for a job that is written for another number of ranks; give --ranks N"
                 )
         return None
-    recorded = progress(
-        "reading", len(inputs.pairs), lambda done: convert_ranks(inputs.pairs, None, options, fleet, done)
-    )
+    recorded = convert_ranks(inputs.pairs, None, options, fleet)
     for one in recorded:
         if one.error is not None:
             raise CrossrankError(f"{one.name}: {one.error}; new ranks do what recorded ones do, so all must be whole")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
@@ -15,7 +15,7 @@ from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidate
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.last_calls import read_last_calls
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress, write_output
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
 
 
@@ -80,14 +80,10 @@ def _read(arguments: argparse.Namespace) -> Evidence:
         )
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
     named = not any(is_folder(path) for path in paths)
-    last = arguments.last
-
-    def read(done: Callable[[], None]) -> Evidence:
-        if last is None:
-            return read_evidence(candidates, fleet, done, named=named)
-        return read_last_calls(candidates, fleet, done, last=last, named=named)
-
-    evidence = progress("reading", len(candidates), read)
+    if arguments.last is None:
+        evidence = read_evidence(candidates, fleet, named=named)
+    else:
+        evidence = read_last_calls(candidates, fleet, last=arguments.last, named=named)
     if not evidence.ranks:
         reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
         raise CrossrankError(

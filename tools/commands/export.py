@@ -20,7 +20,6 @@ from crossrank.tools.commands.options import (
     complain,
     fleet_of,
     output_file,
-    progress,
     write_output,
 )
 from crossrank.tools.job import sources
@@ -84,12 +83,7 @@ class ExportCommand:
         refuse_full(arguments.output)
         export = _Export(arguments.output, arguments.format, arguments.tables, arguments.ranks)
         export.make_folders()
-        fleet, tasks = fleet_of(arguments), found.tasks
-        results = progress(
-            "exporting",
-            len(tasks),
-            lambda done: map_ranks(export.read_and_write, tasks, fleet, failed=_failed, done=done),
-        )
+        results = map_ranks(export.read_and_write, found.tasks, fleet_of(arguments), failed=_failed, what="exporting")
         written = [one for one in results if isinstance(one, _Written)]
         traces = sources.settle((one.traces if isinstance(one, _Written) else one for one in results), found)
         rows = sum((one.rows for one in written), Counter[str]())

@@ -10,7 +10,7 @@ from typing import Any
 from crossrank.recording import COMMS
 from crossrank.text import amount, percent, plural, printable, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.commands.options import add_shared, complain, fleet_of
 from crossrank.tools.output.console import print_json, table_of
 from crossrank.tools.traces.discover import discover
 
@@ -41,7 +41,7 @@ class InspectCommand:
         files = discover([arguments.recording])
         comms = [file for file in files if file.kind == COMMS]
         fleet = fleet_of(arguments, sum(file.size for file in comms))
-        summary = progress("reading", len(comms), lambda done: summarise(arguments.recording, files, fleet, done))
+        summary = summarise(arguments.recording, files, fleet)
         if arguments.json:
             print_json(summary)
         else:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from crossrank.errors import CrossrankError
 from crossrank.text import percent, printable, rank_ranges
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder, progress
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder
 from crossrank.tools.graph.linking.link_ranks import EXTENSIONS, GroupRow, LinkedRank, compare_groups, link_ranks
 from crossrank.tools.graph.linking.window_files import Inputs, find_inputs
 from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
@@ -52,11 +52,7 @@ class LinkCommand:
             raise CrossrankError(f"{len(paths)} paths given; name one folder, or the two files of one rank")
         inputs = find_inputs(paths, arguments.ranks)
         folder = output_folder(paths, arguments.output)
-        results = progress(
-            "linking",
-            len(inputs.pairs),
-            lambda done: link_ranks(inputs.pairs, folder, arguments.compress, fleet_of(arguments), done),
-        )
+        results = link_ranks(inputs.pairs, folder, arguments.compress, fleet_of(arguments))
         groups = compare_groups(results)
         linked = [result for result in results if result.error is None]
         if arguments.json:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
-from crossrank.tools.commands.options import add_shared, add_source, complain, fleet_of, progress
+from crossrank.tools.commands.options import add_shared, add_source, complain, fleet_of
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
@@ -51,8 +51,7 @@ def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[st
 def read_measured(arguments: argparse.Namespace) -> Measured:
     """Raises `CrossrankError` where nothing can be used."""
     found = find(arguments.path, arguments.ranks, arguments.source, also=arguments.communication_kernels)
-    fleet = fleet_of(arguments)
-    ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
+    ranks = read(found, fleet_of(arguments))
     if arguments.ranks is not None:
         ranks = [one for one in ranks if one.rank in arguments.ranks]
     if not ranks:

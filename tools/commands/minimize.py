@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from crossrank.recording import COMMS
 from crossrank.text import amount, rank_ranges
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, iterations, progress
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, iterations
 from crossrank.tools.output.console import Columns, print_json, table_of
 from crossrank.tools.sharing.minimize import Minimized, MinimizedRank, minimize
 from crossrank.tools.traces.discover import discover
@@ -34,11 +34,7 @@ class MinimizeCommand:
         steps: tuple[int, int] = arguments.steps
         comms = [file for file in discover([arguments.recording]) if file.kind == COMMS]
         fleet = fleet_of(arguments, sum(file.size for file in comms))
-        result = progress(
-            "minimizing",
-            len(comms),
-            lambda done: minimize(arguments.recording, arguments.output, steps, fleet, done),
-        )
+        result = minimize(arguments.recording, arguments.output, steps, fleet)
         if arguments.json:
             print_json(result)
         else:

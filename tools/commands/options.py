@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from crossrank.atomic_file import make_folder, whole_file
 from crossrank.comm import MOST_RANKS
@@ -18,8 +18,6 @@ from crossrank.recording import is_folder
 from crossrank.text import printable
 from crossrank.tools.output.console import terminal
 from crossrank.tools.parallel import Fleet
-
-Result = TypeVar("Result")
 
 _DIGITS = 18
 _WORTH_PROCESSES = 8_000_000
@@ -113,7 +111,8 @@ def fleet_of(arguments: argparse.Namespace, size: int | None = None) -> Fleet:
     if arguments.jobs < 0:
         raise CrossrankError(f"--jobs {arguments.jobs} is no number of processes")
     is_small = size is not None and size <= _WORTH_PROCESSES and arguments.cluster is None
-    return Fleet(jobs=arguments.jobs or (1 if is_small else os.cpu_count() or 1), cluster=arguments.cluster)
+    jobs = arguments.jobs or (1 if is_small else os.cpu_count() or 1)
+    return Fleet(jobs=jobs, cluster=arguments.cluster, bar=progress)
 
 
 def output_folder(paths: Sequence[str], output: str | None) -> str:
@@ -128,10 +127,12 @@ def folder_of(path: str) -> str:
     return path if is_folder(path) else path.rpartition("/")[0] or "."
 
 
-def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]) -> Result:
-    """`work`, with a bar on a terminal; it calls what it is given after each of `count` files."""
+@contextmanager
+def progress(what: str, count: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal while the block runs; it calls what it is given after each of `count` files."""
     if not sys.stderr.isatty():
-        return work(lambda: None)
+        yield lambda: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -139,7 +140,7 @@ def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]
     with Progress(*columns, console=Console(file=terminal(sys.stderr)), transient=True) as shown:
         # Of one file it is not known how far it has come.
         bar = shown.add_task(what, total=count if count > 1 else None)
-        return work(lambda: shown.advance(bar))
+        yield lambda: shown.advance(bar)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from crossrank.tools.commands.options import (
     complain,
     fleet_of,
     folder_of,
-    progress,
     write_output,
 )
 from crossrank.tools.job import sources
@@ -82,9 +81,8 @@ def _figures(arguments: argparse.Namespace) -> Figures:
     times = sources.find(paths, None, arguments.source, files, arguments.communication_kernels)
     candidates = [one for one in find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
     replay = _replay(paths, arguments.replay)  # a wrong one is reported before the work on the ranks
-    fleet = fleet_of(arguments)
     items = _by_rank(times.tasks, candidates)
-    results = progress("reading", len(items), lambda done: map_ranks(_read, items, fleet, failed=_failed, done=done))
+    results = map_ranks(_read, items, fleet_of(arguments), failed=_failed)
     read = {file.path: evidence for _, found in results for file, evidence in found}
     measured = [found for found, _ in results if found is not None]
     diagnosis, problem = _diagnose(candidates, [read[one.path] for one in candidates])

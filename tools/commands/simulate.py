@@ -21,7 +21,7 @@ from crossrank.tools.commands.converting import (
     growth_json,
     print_growth,
 )
-from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.commands.options import add_shared, complain, fleet_of
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import (
     ConvertedRank,
@@ -108,18 +108,13 @@ class SimulateCommand:
         grown = grow(inputs, arguments, Options(), fleet)
         if grown is not None:
             inputs = grown.inputs
-        results = progress(
-            "reading",
-            len(inputs.pairs),
-            lambda done: convert_ranks(
-                inputs.pairs,
-                None,
-                Options(),
-                fleet,
-                done,
-                keep_graph=True,
-                copies=copies_of(grown.recorded, grown.growth, None) if grown is not None else None,
-            ),
+        results = convert_ranks(
+            inputs.pairs,
+            None,
+            Options(),
+            fleet,
+            keep_graph=True,
+            copies=copies_of(grown.recorded, grown.growth, None) if grown is not None else None,
         )
         good = [result for result in results if result.error is None]
         differ = disagreements(good if grown is None else grown.recorded)
@@ -186,9 +181,7 @@ def _needs_kinds(arguments: argparse.Namespace) -> bool:
 
 def _measured(paths: Sequence[str], fleet: Fleet) -> list[MeasuredKind]:
     """The times of the recording's own collectives."""
-    found = find(paths, None, None)
-    ranks = progress("measuring", len(found.tasks), lambda done: read(found, fleet, done))
-    return measured_kinds(match_collectives(Job.match(ranks)))
+    return measured_kinds(match_collectives(Job.match(read(find(paths), fleet))))
 
 
 def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Network | None:

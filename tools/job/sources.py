@@ -9,7 +9,7 @@ is there, or they are asked for, they are taken: their calls have no names of ou
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from crossrank.comm import MOST_RANKS
@@ -156,11 +156,11 @@ def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSou
     return None
 
 
-def read(found: Measurements, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTrace]:
+def read(found: Measurements, fleet: Fleet) -> list[RankTrace]:
     """Read every file; one that cannot be used is named in `found.skipped`, and the others are read all the same.
 
     Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
-    return settle(map_ranks(read_task, found.tasks, fleet, failed=failed, done=done), found)
+    return settle(map_ranks(read_task, found.tasks, fleet, failed=failed), found)
 
 
 def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:

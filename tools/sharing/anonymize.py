@@ -103,9 +103,7 @@ class Anonymous:
         return [file for file in self.files if file.output is None and file.is_loss]
 
 
-def anonymize(
-    paths: Sequence[str], folder: str, fleet: Fleet, done: Callable[[], None] = lambda: None, *, coarse: bool = False
-) -> Anonymous:
+def anonymize(paths: Sequence[str], folder: str, fleet: Fleet, *, coarse: bool = False) -> Anonymous:
     """Write what is at `paths` to `folder`, which is new or empty. Raises `CrossrankError` where it is not, and where
     nothing can be written."""
     refuse_full(folder)
@@ -125,7 +123,7 @@ def anonymize(
     # A linked trace says what the two files of its window say; it is written where one of them was not.
     linked = [item for item in _numbered(found) if item[0].kind == LINKED]
     others = [item for item in _numbered(found) if item[0].kind != LINKED]
-    files = _all(work, others, fleet, done)
+    files = _all(work, others, fleet)
     pairs = [
         {(file.rank, file.window) for file in files if file.kind == kind and file.output}
         for kind in (KINETO, EXECUTION_TRACE)
@@ -142,7 +140,7 @@ def anonymize(
         for one, number in linked
         if (one, number) not in needed
     ]
-    files += _all(work, needed, fleet, done)
+    files += _all(work, needed, fleet)
     if any(is_folder(path) and exists(join(path, VERDICT)) for path in paths):
         why = f"{VERDICT}: `crossrank diagnose` makes it anew"
         files.append(AnonymousFile(kind="", rank=None, why=why, is_loss=False))
@@ -153,7 +151,6 @@ def _all(
     work: Callable[[tuple[FoundFile, int]], AnonymousFile],
     items: Sequence[tuple[FoundFile, int]],
     fleet: Fleet,
-    done: Callable[[], None],
 ) -> list[AnonymousFile]:
     return map_ranks(
         work,
@@ -162,7 +159,7 @@ def _all(
         failed=lambda item, error: AnonymousFile(
             kind=item[0].kind, rank=item[0].rank, window=item[0].window, why=str(error)
         ),
-        done=done,
+        what="anonymizing",
     )
 
 

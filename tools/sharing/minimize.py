@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -121,10 +121,10 @@ class Minimized:
     """Ranks that have other files, but no comms file, which alone says what is of which iteration."""
 
 
-def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done: Callable[[], None]) -> Minimized:
+def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet) -> Minimized:
     """Write the iterations from the first of `steps` to before the second of the recording at `path` to `folder`.
 
-    `done` is called after each rank. Raises `CrossrankError` where there is no comms file, where no rank has a call in
+    Raises `CrossrankError` where there is no comms file, where no rank has a call in
     the part, and where `folder` is not empty.
     """
     by_rank = files_by_rank(discover([path]), (COMMS, *_OF_WINDOWS, FLIGHT))
@@ -139,7 +139,7 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done:
         ranks.items(),
         fleet,
         failed=lambda item, error: MinimizedRank(rank=item[0] or 0, problems=[str(error)]),
-        done=done,
+        what="minimizing",
     )
     written = [rank for rank in results if rank.folder]
     if not written:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
@@ -74,14 +73,13 @@ def read_windows(
     found: FoundWindows,
     path: str,
     fleet: Fleet,
-    done: Callable[[], None],
     *,
     one_trace: bool = False,
     world_size: int | None = None,
     partial: bool = False,
 ) -> Plan:
     """The plan of a window, computation and communication. Raises `CrossrankError` where its files do not make one."""
-    windows: list[RankWindow] = map_ranks(read_window, found.inputs[: 1 if one_trace else None], fleet, done=done)
+    windows: list[RankWindow] = map_ranks(read_window, found.inputs[: 1 if one_trace else None], fleet)
     traces = [one.trace for one in windows]
     if one_trace:
         traces = spread(traces[0], world_size)

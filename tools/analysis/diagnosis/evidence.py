@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 
@@ -69,11 +69,9 @@ def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = No
     return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
 
 
-def read_evidence(
-    candidates: Sequence[FoundFile], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
-) -> Evidence:
+def read_evidence(candidates: Sequence[FoundFile], fleet: Fleet, *, named: bool = False) -> Evidence:
     """Read all `candidates` with `fleet`. `named`: the user named each file, so none may be unrecognized."""
-    results = map_ranks(read_candidate, candidates, fleet, failed=failed, done=done)
+    results = map_ranks(read_candidate, candidates, fleet, failed=failed)
     return put_together(candidates, results, named=named)
 
 

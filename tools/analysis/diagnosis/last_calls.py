@@ -9,7 +9,7 @@ whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,14 +28,13 @@ from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace
 def read_last_calls(
     candidates: Sequence[FoundFile],
     fleet: Fleet,
-    done: Callable[[], None] = lambda: None,
     *,
     last: int,
     named: bool = False,
 ) -> Evidence:
     """Read of `candidates` what is not over and the `last` calls before it."""
     dumps = [one for one in candidates if one.kind != COMMS]
-    found = map_ranks(partial(read_candidate, last=last), dumps, fleet, failed=failed, done=done)
+    found = map_ranks(partial(read_candidate, last=last), dumps, fleet, failed=failed)
     earlier = _began_too_late([one for one in found if isinstance(one, RankTrace)])
     again = [place for place, one in enumerate(found) if id(one) in earlier]
     whole = map_ranks(read_candidate, [dumps[place] for place in again], fleet, failed=failed)
@@ -44,7 +43,7 @@ def read_last_calls(
     comms = [one for one in candidates if one.kind == COMMS]
     told = _told_by_dumps(comms, _taken_at(found), fleet)
     comms = [one for one in comms if one.path not in told]
-    found += map_ranks(read_candidate, comms, fleet, failed=failed, done=done)
+    found += map_ranks(read_candidate, comms, fleet, failed=failed)
     evidence = put_together([*dumps, *comms], found, named=named)
     if any(one.dump.left_out for one in evidence.ranks):
         evidence.notes.append(f"of every dump what is not over was read, and {last} calls before it (--last)")

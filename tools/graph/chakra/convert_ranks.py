@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -59,7 +59,6 @@ def convert_ranks(
     folder: str | None,
     options: Options,
     fleet: Fleet,
-    done: Callable[[], None] = lambda: None,
     *,
     keep_linked: bool = False,
     keep_graph: bool = False,
@@ -71,7 +70,7 @@ def convert_ranks(
     What the other ranks put into a collective shows when all are converted. Where it is not the same, lowered files are
     written anew, with messages that say how much goes from each to each."""
 
-    def made(options: Options, keep_linked: bool, done: Callable[[], None]) -> list[ConvertedRank]:
+    def made(options: Options, keep_linked: bool) -> list[ConvertedRank]:
         return map_ranks(
             partial(
                 _convert_one,
@@ -84,13 +83,13 @@ def convert_ranks(
             given,
             fleet,
             failed=lambda given, error: ConvertedRank(rank=given.rank, window=given.window, error=str(error)),
-            done=done,
+            what="reading" if folder is None else "converting",
         )
 
     given = list(inputs)
-    results = made(options, keep_linked, done)
+    results = made(options, keep_linked)
     if options.lower and folder is not None and not copies and _puts_in_different_amounts(results):
-        results = made(replace(options, messages=True), False, lambda: None)
+        results = made(replace(options, messages=True), False)
     return results
 
 

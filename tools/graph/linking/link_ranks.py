@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,9 +50,7 @@ class GroupRow:
         return len(set(self.collectives.values())) > 1
 
 
-def link_ranks(
-    inputs: Iterable[RankInput], folder: str, compression: Compression, fleet: Fleet, done: Callable[[], None]
-) -> list[LinkedRank]:
+def link_ranks(inputs: Iterable[RankInput], folder: str, compression: Compression, fleet: Fleet) -> list[LinkedRank]:
     """Link every rank; one that fails has its error in its result, and the others are linked all the same."""
     link_one = partial(_link_one, folder=folder, compression=compression)
     return map_ranks(
@@ -60,7 +58,7 @@ def link_ranks(
         inputs,
         fleet,
         failed=lambda given, error: LinkedRank(rank=given.rank, window=given.window, error=str(error)),
-        done=done,
+        what="linking",
     )
 
 
