@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from crossrank.atomic_file import make_folder, whole_file
+from crossrank.atomic_file import make_folder
 from crossrank.errors import CrossrankError
-from crossrank.machine import network_cards
 from crossrank.recording import COMMS, is_url
 from crossrank.replay import replay_options, sweep
 from crossrank.replay.plan import replay_inputs, transform
@@ -25,7 +23,6 @@ from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.compute.windows import find_windows, read_windows
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
-from crossrank.replay.plan.probe import Machine, make_probe
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.replay_report import (
     indented,
@@ -39,7 +36,7 @@ from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_method
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
-from crossrank.text import amount, plural
+from crossrank.text import amount
 from crossrank.tools.commands.options import complain, fleet_of
 from crossrank.tools.traces.discover import PLAN, look
 from crossrank.tools.traces.replayed import ReplayReport, Settings
@@ -47,8 +44,6 @@ from crossrank.tools.traces.replayed import ReplayReport, Settings
 if TYPE_CHECKING:
     from crossrank.replay.run.processes import Lead
 
-PROBE = "probe.json"
-_TOLERANCE = 1.5
 _LONGEST_GAP_S = 86_400.0
 _MOST_LOCAL = 256
 """Processes that one machine is asked to start; a launcher starts more."""
@@ -68,32 +63,37 @@ class ReplayCommand:
         if arguments.compute or arguments.profile:  # passes run under the profiler, which would say so on every rank
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        host, port, variables, file = parse_init_method(arguments.init_method)
-        place = detect_launcher(
-            {**os.environ, **variables}, arguments.master_ip or host, arguments.master_port or port, file
-        )
-        if place is None and (host or file):
-            raise CrossrankError(
-                f"--init-method {arguments.init_method}: nothing says which rank this is, of how many; add "
-                "?rank=R&world_size=N, or start it with torchrun, srun or mpirun"
-            )
-        if place is not None and place.world_size == 1:
-            place = None
         combinations = sweep.parse_sweeps(arguments.sweep) or [Combination({}, {})]
-        if place is None or arguments.dry_run:
-            return _lead(arguments, combinations, None) if place is None or place.rank == 0 else 0
-        _check_launched(arguments, combinations, place)
-        from crossrank.replay.run.processes import Lead, serve
+        return on_ranks(arguments, combinations, lambda lead: _lead(arguments, combinations, lead))
 
-        if place.rank > 0:
-            return serve(place, arguments.timeout)
-        lead = Lead(place, arguments.timeout)
-        try:
-            return _lead(arguments, combinations, lead)
-        except CrossrankError as error:
-            complain(str(error))  # before the others go, for a launcher ends all when one does
-            lead.refuse()
-            return 2
+
+def on_ranks(arguments: argparse.Namespace, combinations: list[Combination], work: Callable[[Lead | None], int]) -> int:
+    """`work`, on this machine, or under a launcher on rank 0 while the other ranks serve it; the exit code."""
+    host, port, variables, file = parse_init_method(arguments.init_method)
+    place = detect_launcher(
+        {**os.environ, **variables}, arguments.master_ip or host, arguments.master_port or port, file
+    )
+    if place is None and (host or file):
+        raise CrossrankError(
+            f"--init-method {arguments.init_method}: nothing says which rank this is, of how many; add "
+            "?rank=R&world_size=N, or start it with torchrun, srun or mpirun"
+        )
+    if place is not None and place.world_size == 1:
+        place = None
+    if place is None or arguments.dry_run:
+        return work(None) if place is None or place.rank == 0 else 0
+    _check_launched(arguments, combinations, place)
+    from crossrank.replay.run.processes import Lead, serve
+
+    if place.rank > 0:
+        return serve(place, arguments.timeout)
+    lead = Lead(place, arguments.timeout)
+    try:
+        return work(lead)
+    except CrossrankError as error:
+        complain(str(error))  # before the others go, for a launcher ends all when one does
+        lead.refuse()
+        return 2
 
 
 def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: RankInfo) -> None:
@@ -111,7 +111,7 @@ def _check_launched(arguments: argparse.Namespace, combinations: list[Combinatio
 
 def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: Lead | None) -> int:
     """Read the trace, and replay every combination; everything but the work of the other ranks under a launcher."""
-    recorded = _read(arguments)
+    recorded = read_plan(arguments)
     swept = bool(arguments.sweep)
     keeps = swept and arguments.output is not None
     digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest() if keeps else ""
@@ -161,8 +161,6 @@ def _replay(
         from crossrank.replay.run.worker import check_backend_name
 
         check_backend_name(given.backend)
-    if given.probe is not None:
-        return _probe(_resized(recorded, given), given, one, lead), None
     plan = _changed(recorded, given, lead.place.world_size if lead is not None else None)
     if given.compute:
         from crossrank.replay.run.operations import leave_out_refused
@@ -176,17 +174,17 @@ def _replay(
         else:
             print_plan(plan)
         return int(given.strict and not _is_whole(plan)), None
-    settings = _settings(plan, given, lead)
+    settings = settings_of(plan, given, lead)
     plan = transform.for_backend(plan, settings.backend)
     target = str(folder) if folder is not None else given.output
-    _make_folders(given, target)
+    make_folders(given, target)
     if given.compare_data is not None:
         from crossrank.replay.results.saved_data import check_saved
 
         check_saved(plan, given.compare_data)
     if not given.json:
         print_plan(plan)
-    results = _results(plan, settings, one, lead)
+    results = run_plan(plan, settings, one, lead)
     report, times = make_report(plan, settings, results, what_if=_what_if(given), variables=one.variables)
     if given.json and not given.sweep:
         sys.stdout.write(indented(report).decode())
@@ -203,38 +201,7 @@ def _replay(
     return int(wrong or (given.strict and not whole)), report
 
 
-def _probe(recorded: Plan, given: argparse.Namespace, one: Combination, lead: Lead | None) -> int:
-    """Find slow ranks and links; returns the exit code."""
-    from crossrank.replay.results.probe_report import judge, print_probe
-
-    if lead is not None:
-        machines = lead.machines()
-    else:
-        machines = [Machine(socket.gethostname(), network_cards())] * (given.nproc or recorded.world_size)
-    probe = make_probe(recorded, given.probe, machines)
-    if given.dry_run:
-        facts = {"groups": len(probe.groups), "rounds": probe.rounds, "sizes": probe.sizes}
-        sizes = " and ".join(map(amount, probe.sizes))
-        text = f"{plural(len(probe.groups), 'group')} in {plural(probe.rounds, 'round')} for each size: {sizes}\n"
-        sys.stdout.write(indented(facts).decode() if given.json else text)
-        return 0
-    settings = _settings(probe.plan, given, lead)
-    _make_folders(given, given.output)
-    results = _results(probe.plan, settings, one, lead)
-    report = judge(probe, results, machines, settings.backend, given.tolerance or _TOLERANCE)
-    if given.json:
-        sys.stdout.write(indented(report).decode())
-    else:
-        print_probe(report)
-    if given.output is not None:
-        path = Path(given.output, PROBE)
-        with whole_file(path) as temporary:
-            temporary.write_bytes(indented(report))
-        print(f"wrote {path}", file=sys.stderr if given.json else sys.stdout)
-    return int(bool(report.slow_ranks or report.links))
-
-
-def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Settings:
+def settings_of(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Settings:
     from crossrank.replay.run.worker import check_backend
 
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
@@ -265,7 +232,7 @@ def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Setti
     )
 
 
-def _results(plan: Plan, settings: Settings, one: Combination, lead: Lead | None) -> list[RankResult]:
+def run_plan(plan: Plan, settings: Settings, one: Combination, lead: Lead | None) -> list[RankResult]:
     """Run `plan` on all ranks. Raises `Failed`, which is reported."""
     try:
         return lead.run(plan, settings) if lead is not None else _run_here(plan, settings, one.variables)
@@ -291,7 +258,7 @@ def _threads(plan: Plan) -> int:
     return max((rank.compute.threads for rank in plan.ranks if rank.compute is not None), default=1)
 
 
-def _read(arguments: argparse.Namespace) -> Plan:
+def read_plan(arguments: argparse.Namespace) -> Plan:
     """The plan as recorded, before anything is changed in it."""
     path: str = arguments.trace
     is_file = os.path.isfile(path)
@@ -377,7 +344,7 @@ def _what_if(given: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _resized(recorded: Plan, given: argparse.Namespace) -> Plan:
+def resized(recorded: Plan, given: argparse.Namespace) -> Plan:
     """A copy of the plan with the calls that were asked for, of the sizes that were asked for."""
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
     for name, change in _CHANGES.items():
@@ -388,7 +355,7 @@ def _resized(recorded: Plan, given: argparse.Namespace) -> Plan:
 
 def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
     """The plan with all that was asked for done to it, settled."""
-    plan = _resized(recorded, given)
+    plan = resized(recorded, given)
     ranks = given.nproc or launched or plan.world_size
     if launched is None and ranks > _MOST_LOCAL and (ranks != plan.world_size or not given.dry_run):
         raise CrossrankError(
@@ -412,7 +379,7 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
     return plan
 
 
-def _make_folders(given: argparse.Namespace, target: str | None) -> None:
+def make_folders(given: argparse.Namespace, target: str | None) -> None:
     """Make the folders that results go to, before time is spent on them."""
     for option, path in (("--record", given.record), ("--profile", given.profile)):
         if path is not None and os.path.realpath(path) == os.path.realpath(given.trace):

@@ -10,47 +10,26 @@ import argparse
 import hashlib
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.replay_options import check
+from crossrank.replay import replay_options
 from crossrank.replay.results.replay_report import indented
 from crossrank.text import microseconds
 from crossrank.tools.output.console import print_table
 from crossrank.tools.traces.replayed import JSON, ReplayReport, StepComparison
 
-OPTIONS: dict[str, Callable[[str], object]] = {
-    "scale-bytes": float, "dtype": str, "pace": str, "backend": str,
-    "nproc": int, "ops": str, "drop": str, "pgs": str, "max-calls": int, "bucket-mb": float, "overlap": str,
-    "indices": str, "threads": int,
-}  # fmt: skip
+OPTIONS = {one.shown.removeprefix("--"): one for one in replay_options.OPTIONS.values() if one.swept}
 """Options of the command that may be swept; any name in capitals is an environment variable."""
-_WITHOUT_EFFECT = (
-    "output",
-    "json",
-    "run",
-    "command",
-    "sweep",
-    "jobs",
-    "cluster",
-    "save_plan",
-    "dry_run",
-    "strict",
-    "by",
-)
-"""Options that change no result."""
+_WITHOUT_EFFECT = {one.name for one in replay_options.OPTIONS.values() if not one.has_effect}
+_WITHOUT_EFFECT |= {"run", "command", "jobs", "cluster"}
+"""Values that change no result."""
 
 RECORDED = "recorded"
 """In a sweep, as the recording is: the option is left out."""
-_UNCHANGED: dict[str, object] = {
-    "scale-bytes": 1.0, "dtype": None, "nproc": None, "ops": None, "drop": None, "pgs": None, "max-calls": None,
-    "bucket-mb": None, "overlap": None, "threads": None,
-}  # fmt: skip
-"""What an option is that is left out, of those that change what was recorded."""
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 STAMP = "settings.txt"
 
@@ -98,11 +77,12 @@ def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argpar
     given = argparse.Namespace(**vars(arguments))
     for name, value in values.items():
         try:
-            recorded = value == RECORDED and name in _UNCHANGED
-            setattr(given, name.replace("-", "_"), _UNCHANGED[name] if recorded else OPTIONS[name](value))
+            option = OPTIONS[name]
+            is_left_out = value == RECORDED and option.is_change
+            setattr(given, option.name, option.default if is_left_out else option.type(value))
         except ValueError:
             raise CrossrankError(f"--sweep {name}: {value!r} is not a number") from None
-    check(given)
+    replay_options.check(given)
     return given
 
 

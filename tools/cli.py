@@ -48,6 +48,7 @@ COMMANDS = {
         "replay.command:ReplayCommand",
         "the communication again, without the model, measured against the recording",
     ),
+    "probe": ("replay.probe:ProbeCommand", "the slow rank, host or link, with the sizes of a recording"),
     "build-kernel": (
         "instrument.compiled.command:BuildKernelCommand",
         "the kernel in C++ that records calls, built before a job needs it",

@@ -1,4 +1,4 @@
-"""Plans that find a slow rank, host or link (`--probe`): recorded sizes on small groups of ranks, many at once.
+"""Plans that find a slow rank, host or link (`crossrank probe`): recorded sizes on small groups of ranks, many at once.
 
 Groups of one round have no rank in common, and no network card: of the pairs that lie across hosts, a round has as
 many per host as that has cards. All ranks meet in a barrier before each round, so nobody begins while another round is
@@ -73,15 +73,15 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
     """
     count = len(machines)
     if count < 3:
-        raise CrossrankError(f"--probe compares groups of ranks, and {count} rank(s) make one at most; use 3 or more")
+        raise CrossrankError(f"a probe compares groups of ranks, and {count} rank(s) make one at most; use 3 or more")
     order = sorted(range(count), key=lambda rank: (machines[rank].host, rank))
     rounds = [part for one in _rounds(kind, order) for part in _without_sharing(one, machines)]
     sizes = sizes_of(plan)
     calls = len(sizes) * len(rounds) * count * 3
     if calls > _MOST_CALLS:
         raise CrossrankError(
-            f"--probe {kind} of {count} ranks would be {len(rounds):,} rounds, about {calls:,} calls; use "
-            "--probe bisect or ring, or fewer ranks"
+            f"--groups {kind} of {count} ranks would be {len(rounds):,} rounds, about {calls:,} calls; use "
+            "--groups bisect or ring, or fewer ranks"
         )
     builder = _Builder(count, machines)
     for size in sizes:
@@ -89,8 +89,8 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
             builder.add_round(one, size, reduces=kind == "bisect")
     if max(Counter(group.kind for group in builder.groups).values()) < LEAST_ALIKE:
         raise CrossrankError(
-            f"--probe {kind} of {count} ranks on {len({one.host for one in machines})} hosts makes no {LEAST_ALIKE} "
-            "groups that are alike, to compare; use --probe pairs, or more ranks"
+            f"--groups {kind} of {count} ranks on {len({one.host for one in machines})} hosts makes no {LEAST_ALIKE} "
+            "groups that are alike, to compare; use --groups pairs, or more ranks"
         )
     ranks = [RankPlan(rank=rank, calls=mine) for rank, mine in enumerate(builder.calls)]
     groups = [Group(pg=_ALL, size=count, ranks=list(range(count))), *builder.subgroups.values()]

@@ -211,7 +211,7 @@ def print_probe(report: ProbeReport) -> None:
         print(f"  {plural(report.alone, 'group')} had too few like them to be compared, and say nothing")
     if report.not_judged:
         print(
-            f"  of rank {rank_ranges(report.not_judged)} there were too few groups to judge it; --probe pairs has more"
+            f"  of rank {rank_ranges(report.not_judged)} there were too few groups to judge it; --groups pairs has more"
         )
     rows = [
         (

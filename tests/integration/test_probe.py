@@ -66,13 +66,14 @@ def slowed(pid: int) -> Iterator[None]:
 def test_a_slow_rank_is_found(kind: str, recorded: Path, tmp_path: Path) -> None:
     port, words = (
         str(free_port()),
-        ["--probe", kind, "--tolerance", "2", "--warmup", "1", "--json", "-o", str(tmp_path)],
+        ["--groups", kind, "--tolerance", "2", "--warmup", "1", "--json", "-o", str(tmp_path)],
     )
     words += ["--num-replays", "9"]
     started = [
         launch(
             [str(recorded), *words, "--timeout", "60"],
             {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_PORT": port},
+            ("crossrank", "probe"),
         )
         for rank in range(RANKS)
     ]
@@ -86,7 +87,7 @@ def test_a_slow_rank_is_found(kind: str, recorded: Path, tmp_path: Path) -> None
 
 
 def test_ranks_that_are_alike_are_no_finding(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["replay", str(recorded), "--nproc", str(RANKS), "--probe", "pairs", "--tolerance", "1000"]
+    words = ["probe", str(recorded), "--nproc", str(RANKS), "--tolerance", "1000"]
     assert main(words) == 0
     output = capsys.readouterr().out
     assert "6 groups in 3 rounds for each of its sizes (16 MB)" in output
@@ -97,7 +98,7 @@ def test_groups_of_the_job_need_not_fit_the_ranks_that_are_probed(
     two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = record_job(two_ranks, _groups, tmp_path)
-    assert main(["replay", str(path), "--nproc", "5", "--probe", "pairs", "--dry-run", "--json"]) == 0
+    assert main(["probe", str(path), "--nproc", "5", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"groups": 10, "rounds": 5, "sizes": [40]}
 
 
@@ -111,9 +112,7 @@ def _groups(rank: int) -> None:
 def test_what_a_probe_cannot_do_is_said_before_anything_starts(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", str(recorded), "--probe", "pairs"]) == 2
+    assert main(["probe", str(recorded)]) == 2
     assert "2 rank(s) make one at most; use 3 or more" in capsys.readouterr().err
-    assert main(["replay", str(recorded), "--probe", "ring", "--check"]) == 2
-    assert "--check does not go with --probe" in capsys.readouterr().err
-    assert main(["replay", str(recorded), "--nproc", "4", "--probe", "ring", "--tolerance", "1"]) == 2
-    assert "--tolerance 1 is not above 1" in capsys.readouterr().err
+    assert main(["probe", str(recorded), "--nproc", "4", "--groups", "ring", "--tolerance", "0.9"]) == 2
+    assert "--tolerance 0.9 is not a number from 1 to 1,000,000" in capsys.readouterr().err

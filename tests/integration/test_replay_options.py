@@ -140,7 +140,7 @@ def test_results_are_not_compared_with_those_that_take_their_place(
     assert main([*words, "--compare-data", f"{saved}/../saved"]) == 2
     assert "are one folder; name two" in capsys.readouterr().err
     assert main([*words, "--sweep", "dtype=float32,float64"]) == 2
-    assert "would save every combination of --sweep into one folder" in capsys.readouterr().err
+    assert "--save-data would save every combination into one folder; leave out --sweep" in capsys.readouterr().err
     assert main(["replay", str(recorded), "--save-data", "s3://bucket/x"]) == 2
     assert "--save-data s3://bucket/x: is no folder" in capsys.readouterr().err
     assert (saved / "rank-0.data").read_bytes() == before
@@ -203,7 +203,6 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(
     ("words", "said"),
     [
         ("--compute --save-data x", "--save-data is about communication alone"),
-        ("--tolerance 2", "--tolerance is for --probe"),
         ("--rtol 2", "--rtol is for --compare-data"),
         ("--graph --blocking", "--blocking acts between calls"),
         ("--graph --pace recorded", "--pace leaves gaps between calls"),
@@ -212,7 +211,7 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(
         ("--init-method tcp://localhost:29500?rank=1", "nothing says which rank this is, of how many"),
         ("--init-method tcp://localhost:29500?rank=", "nothing says which rank this is, of how many"),
         ("--init-method file://meeting", "give tcp://HOST:PORT, file:///PATH or env://"),
-        ("--init-method file:///meeting --master-ip h", "leave out --master-ip and --master-port"),
+        ("--init-method file:///meeting --master-ip h", "--master-ip says where the ranks meet, as --init-method does"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -234,10 +235,12 @@ def _launch(recorded: Path, variables: dict[str, str], *more: str) -> subprocess
     return launch([*words, *more], variables)
 
 
-def launch(words: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+def launch(
+    words: list[str], variables: dict[str, str], command: Sequence[str] = ("crossrank.replay",)
+) -> subprocess.Popen[str]:
     """One rank of a replay, as a launcher starts it."""
     return ForkedProcess(
-        [sys.executable, "-m", "crossrank.replay", *words],
+        [sys.executable, "-m", *command, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -36,7 +36,11 @@ def record(folder: Path, ranks: int) -> Path:
 
 
 def replay(folder: Path, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return jobs.run([sys.executable, "-m", "crossrank", "replay", *words], folder, 150, **variables)
+    return crossrank(folder, "replay", *words, **variables)
+
+
+def crossrank(folder: Path, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return jobs.run([sys.executable, "-m", "crossrank", *words], folder, 150, **variables)
 
 
 @needs_traces
@@ -57,9 +61,9 @@ def test_a_recording_is_replayed_and_every_result_is_right(mode: tuple[str, ...]
 def test_the_probe_of_pairs_names_a_slow_link(tmp_path: Path) -> None:
     recording = record(tmp_path, 4)
     slow = {"STAND_IN_NCCL_GBPS": "0.2", "STAND_IN_SLOW_LINKS": "1-3=5"}
-    done = replay(tmp_path, recording, "--probe", "pairs", **slow)
+    done = crossrank(tmp_path, "probe", recording, **slow)
     assert done.returncode == 1, done.stdout + done.stderr
     (ratio,) = re.findall(r"^Slow link: rank 3 \(.+\) with rank 1 \(.+\), ([\d.]+) x pairs like it", done.stdout, re.M)
     assert 4 < float(ratio) < 6
-    healthy = replay(tmp_path, recording, "--probe", "pairs", STAND_IN_NCCL_GBPS="0.2")
+    healthy = crossrank(tmp_path, "probe", recording, STAND_IN_NCCL_GBPS="0.2")
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import run as torchrun
 
+from crossrank.errors import CrossrankError
 from crossrank.replay import replay_options
 from crossrank.replay.plan.plan import save_plan
 from crossrank.replay.sweep import parse_sweeps, with_values
@@ -69,10 +70,10 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: p
         ([], "name one trace"),
         (["{plan}", "--trace-path", "x"], "name one trace"),
         (["/nowhere"], "/nowhere: no such file or folder"),
-        (["{plan}", "--repeat", "0"], "--repeat 0 is below 1"),
+        (["{plan}", "--repeat", "0"], "--repeat 0 is not a number from 1 to "),
         (["{plan}", "--nproc", "3", "--ops", "tree_reduce"], "--ops: 'tree_reduce' is no operation"),
-        (["{plan}", "--timeout", "-1"], "--timeout -1 is not a number of seconds from 1 on"),
-        (["{plan}", "--master-port", "99999"], "--master-port 99999 is not a port"),
+        (["{plan}", "--timeout", "-1"], "--timeout -1.0 is not a number from 1 to 1,000,000"),
+        (["{plan}", "--master-port", "99999"], "--master-port 99999 is not a number from 1 to 65,535"),
         (["{plan}", "--pace", "slow"], "--pace 'slow' is not fast, recorded, compute, or a factor"),
         (["{plan}", "--scale-bytes", "nan"], "--scale-bytes nan is not above 0"),
         (["{plan}", "--sweep", "speed=1,2"], "--sweep 'speed=1,2' is not NAME=VALUE,VALUE"),
@@ -90,6 +91,50 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert code == 2
     assert err.startswith(f"crossrank: {message}") or message in err
     assert err.count("\n") == 1
+
+
+def _parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    replay_options.add_arguments(parser)
+    return parser.parse_args(["job", *words])
+
+
+def _words(option: replay_options.Option) -> list[str]:
+    """The option as a user gives it."""
+    name = option.shown if option.shown.startswith("--") else f"--{option.name}"
+    if option.choices:
+        return [name, next(str(one) for one in option.choices if one != option.default)]
+    value = "1:2" if option.metavar == "START:STOP" else "1" if option.type is not str else "x"
+    return [name, value] if option.metavar else [name]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(one, other) for one in replay_options.OPTIONS.values() for other in one.not_with],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_options_that_contradict_each_other_are_refused(one: replay_options.Option, other: str) -> None:
+    beside = replay_options.OPTIONS[other]
+    with pytest.raises(CrossrankError, match=rf"^{one.shown} .*; leave out {beside.shown}$"):
+        replay_options.check(_parsed(*_words(one), *_words(beside)))
+
+
+@pytest.mark.parametrize(
+    "one", [one for one in replay_options.OPTIONS.values() if one.needs], ids=lambda one: str(one.name)
+)
+def test_an_option_about_another_one_is_refused_without_it(one: replay_options.Option) -> None:
+    with pytest.raises(CrossrankError, match=rf"^{one.shown} is for --{one.needs}; add it, or leave {one.shown} out$"):
+        replay_options.check(_parsed(*_words(one)))
+
+
+def test_a_probe_has_what_it_needs_of_a_replay_and_nothing_else() -> None:
+    parser = argparse.ArgumentParser()
+    replay_options.add_arguments(parser, replay_options.PROBE)
+    given = parser.parse_args(["job", "--groups", "ring", "--scale-bytes", "2"])
+    replay_options.check(given)
+    assert (given.groups, given.tolerance, given.scale_bytes, given.check, given.sweep) == ("ring", 1.5, 2, False, [])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["job", "--compute"])
 
 
 def test_a_pace_needs_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,9 +166,12 @@ def _reaches_a_replay(words: list[str], capsys: pytest.CaptureFixture[str]) -> b
     return bool(parsed.training_script_args == ["trace", *words])
 
 
-def test_torchrun_lets_every_option_through_under_one_of_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("mode", [replay_options.REPLAY, replay_options.PROBE])
+def test_torchrun_lets_every_option_through_under_one_of_its_names(
+    mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    replay_options.add_arguments(parser)
+    replay_options.add_arguments(parser, mode)
     kept_back = [
         action.option_strings
         for action in parser._actions
