@@ -35,6 +35,7 @@ from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import call_text
 from crossrank.tools.job.job import Job
+from crossrank.tools.job.one_run import problems
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace, with_members
 
 _SHOWN = 3
@@ -111,11 +112,7 @@ def _listed(found: list[str], step: str) -> str:
 
 
 def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
-    recorded = {source.world_size for source in sources if source.world_size}
-    if len(recorded) > 1:
-        sizes = ", ".join(map(str, sorted(recorded)))
-        raise CrossrankError(f"{path}: the ranks are of jobs of {sizes} ranks; name the folder of one job")
-    size = recorded.pop() if recorded else given
+    size = next((source.world_size for source in sources if source.world_size), given)
     if given not in (None, size):
         raise CrossrankError(f"--world-size {given}, but the files are of a job of {size} ranks; leave it out")
     if size is None:
@@ -127,22 +124,12 @@ def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
 
 def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str], partial: bool) -> Iterator[str]:
     """Why the files are not those of all ranks of one job, each once."""
-    found: dict[int, RankTrace] = {}
-    for source in sources:
-        if source.rank is None and len(sources) == 1:
-            source.rank = 0
-        rank = source.rank
-        if rank is None:
-            yield f"{source.path}: neither its name nor its content gives its rank; call it rank-N"
-            continue
-        if rank < 0:
-            yield f"{source.path}: rank {rank} is not valid; record it again"
-        if rank in found:
-            yield f"{source.path} and {found[rank].path} are both of rank {rank}; name one job"
-        if rank >= size:
-            yield f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files"
-        found[rank] = source
-    missing = rank_ranges(sorted(set(range(size)) - found.keys()))
+    yield from problems(sources)
+    ranks = {source.rank: source.path for source in sources if source.rank is not None}
+    for rank, file in ranks.items():
+        if not 0 <= rank < size:
+            yield f"{file}: rank {rank} is outside the job of {size} ranks; name one job's files"
+    missing = rank_ranges(sorted(set(range(size)) - ranks.keys()))
     if missing:
         yield (
             f"{path}: has no file of rank {missing} of {size}; add it, or let one rank's file stand for all "
@@ -150,18 +137,11 @@ def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str],
         )
     if damage and not partial:
         yield _listed(damage, "record it again, or replay what is left of it with --partial")
-    spans = [(*source.span, source.path) for source in sources if source.span is not None]
-    if spans:
-        _, end, early = min(spans, key=lambda span: span[1])
-        start, _, late = max(spans, key=lambda span: span[0])
-        if start > end:  # not one job, whatever their names
-            apart = f"{(start - end) / 1e9:.0f} s"
-            yield f"{early} ended {apart} before {late} began: they are of different runs; name the files of one"
     for owner, group in ((source.path, one.group) for source in sources for one in source.groups):
-        ranks = group.ranks or []
-        if not partial and (len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks)):
+        members = group.ranks or []
+        if not partial and (len(set(members)) < len(members) or not all(0 <= rank < size for rank in members)):
             yield (
-                f"{owner}: group {group.pg!r} has a member twice, or outside the {size} ranks ({ranks[:8]}); "
+                f"{owner}: group {group.pg!r} has a member twice, or outside the {size} ranks ({members[:8]}); "
                 "record it again, or leave its calls out with --partial"
             )
 

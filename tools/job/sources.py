@@ -17,6 +17,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
 from crossrank.tools.graph.linking.window_files import RankInput
+from crossrank.tools.job.one_run import problems
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import INSPECTOR, NSIGHT, REPORT, WHAT, Files, FoundFile, discover, files_by_rank
@@ -29,8 +30,6 @@ CHOICES = ("nsight", "kineto", "flight", "inspector", "comms")
 """What a user may ask for instead of what says most."""
 
 EXPORT = "nsys export --type sqlite"
-_RANKS_APART = 60_000_000_000
-"""ns between the end of one rank and the begin of another that no job has."""
 
 
 @dataclass
@@ -196,7 +195,8 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
             "those of other ranks; --source kineto, flight or comms reads them"
         )
     ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.path))
-    _refuse_several_runs(ranks)
+    for problem in problems(ranks):
+        raise CrossrankError(problem)
     return ranks
 
 
@@ -211,41 +211,3 @@ def read_task(task: RankSources) -> list[RankTrace] | str:
 def failed(task: RankSources, error: CrossrankError) -> list[RankTrace] | str:
     """What stands for a file that could not be used: why."""
     return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"
-
-
-def _refuse_several_runs(ranks: list[RankTrace]) -> None:
-    seen: dict[int, RankTrace] = {}
-    for one in ranks:
-        if one.rank is None:
-            if len(ranks) > 1:
-                raise CrossrankError(f"{one.path}: neither its name nor its content tells its rank; call it rank-N")
-            one.rank = 0
-        if one.rank in seen:
-            raise CrossrankError(
-                f"{seen[one.rank].path} and {one.path} are both of rank {one.rank}; name the one that counts, or the "
-                "folder of one run"
-            )
-        seen[one.rank] = one
-    sizes = {one.world_size: one.path for one in ranks if one.world_size is not None}
-    if len(sizes) > 1:
-        named = ", ".join(f"{path} of {size} ranks" for size, path in sorted(sizes.items()))
-        raise CrossrankError(f"the ranks are of different runs: {named}; name the files of one run")
-    spans = [(moments, one.path) for one in ranks if (moments := _first_and_last(one))]
-    if spans:
-        end, early = min((moments[-1], path) for moments, path in spans)
-        start, late = max((moments[0], path) for moments, path in spans)
-        if start > end + _RANKS_APART:
-            raise CrossrankError(
-                f"the ranks are of different runs: {early} ends {(start - end) / 1e9:.0f} s before {late} begins; "
-                "name the files of one run"
-            )
-
-
-_FIRST_DAY = 86_400_000_000_000
-"""A time before the second day of 1970 is no wall clock but one that starts with the capture."""
-
-
-def _first_and_last(one: RankTrace) -> list[int]:
-    """When its calls began, in order; none where it has no wall clock."""
-    columns = [column for column in (one.calls.called, one.calls.began) if column]
-    return sorted(moment for column in columns for moment in (min(column), max(column)) if moment > _FIRST_DAY)

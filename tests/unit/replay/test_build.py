@@ -18,7 +18,7 @@ from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Waits
 from tests.unit.replay.plans import built, isend, ops, plan_of, rank_trace, record, recv, send
 
 BARRIER, SUM = record("barrier"), record("all_reduce")
-LATE = (65_000_000_000, 70_000_000_000)
+LATE = (66_000_000_000, 70_000_000_000)
 HOLED = rank_trace(1, [BARRIER] * 4)
 HOLED.calls = HOLED.calls.take([0, 1, 3])
 _A, _B = (record("all_reduce", pg=pg, is_async=False) for pg in "ab")
@@ -266,14 +266,15 @@ def test_damage_counts_against_the_coverage() -> None:
     ("ranks", "message"),
     [
         ([rank_trace(0, [BARRIER])], "job: has no file of rank 1 of 2; add it"),
-        ([rank_trace(-1, []), rank_trace(0, [])], "rank--1: rank -1 is not valid; record it again"),
+        ([rank_trace(-1, []), rank_trace(0, [])], "rank--1: rank -1 is outside the job of 2 ranks; name"),
         ([rank_trace(0, []), rank_trace(2, [])], "rank-2: rank 2 is outside the job of 2 ranks; name one job's files"),
-        ([replace(rank_trace(0, []), rank=None), rank_trace(1, [])], "rank-0: neither its name nor its content gives"),
+        ([replace(rank_trace(0, []), rank=None), rank_trace(1, [])], "rank-0: neither its name nor its content tells"),
         ([rank_trace(0, []), rank_trace(0, [])], "rank-0 and rank-0 are both of rank 0"),
-        ([rank_trace(0, [], world=2), rank_trace(1, [], world=4)], "the ranks are of jobs of 2, 4 ranks"),
+        ([rank_trace(0, [], world=2), rank_trace(1, [], world=4)],
+         "the ranks are of different runs: rank-0 of 2 ranks, rank-1 of 4 ranks"),
         ([rank_trace(0, [BARRIER], world=3, span=LATE), rank_trace(1, [BARRIER], world=3, span=(0, 5_000_000_000)),
           rank_trace(2, [BARRIER], world=3, span=(1, 80_000_000_000))],
-         "rank-1 ended 60 s before rank-0 began: they are of different runs"),
+         "the ranks are of different runs: rank-1 ends 61 s before rank-0 begins"),
         ([rank_trace(0, [BARRIER], dropped=3), rank_trace(1, [BARRIER])], "its recorder could not keep 3 calls"),
         ([rank_trace(0, []), rank_trace(1, [])],
          "job: the execution traces hold no communication; was the window long"),
