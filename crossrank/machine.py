@@ -10,6 +10,10 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
+from crossrank.errors import CrossrankError
+
+_LEAST_MEMORY = 32 << 20
+"""Bytes that must be left to training when a recording begins, or writes down what torch knows."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -35,13 +39,16 @@ def memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def has_memory(size: int) -> bool:
-    """Whether this process may allocate `size` bytes more, as far as its own limits go."""
+def need_memory() -> None:
+    """Raise `CrossrankError` where this process may not allocate what a recording needs, as far as its own limits go.
+
+    Asked beforehand, for code of torch's that lacks memory may end the process."""
     try:
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        mmap.mmap(-1, _LEAST_MEMORY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
-        return False
-    return True
+        raise CrossrankError(
+            f"this process may allocate less than {_LEAST_MEMORY >> 20} MiB more; raise its limit (ulimit -v)"
+        ) from None
 
 
 def limit_memory(more: int) -> None:

@@ -12,13 +12,11 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument import config as configuration
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.log import log, once_per_job
-from crossrank.machine import has_memory
+from crossrank.machine import need_memory
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
-_LEAST_MEMORY = 32 << 20
-"""Bytes that must be left to training when a recording begins."""
 # Held while tracing starts or ends. A signal handler may do either while its own thread holds it.
 _lock = threading.RLock()
 _current: Session | None = None
@@ -81,10 +79,7 @@ def enable(
             config = configuration.load(arguments, os.environ)
             if config.emit == "NONE":
                 return Tracing(None)
-            if not has_memory(_LEAST_MEMORY):
-                raise CrossrankError(
-                    f"this process may allocate less than {_LEAST_MEMORY >> 20} MiB more; raise its limit (ulimit -v)"
-                )
+            need_memory()
             # torch is imported here: one that cannot be imported, or recorded, costs the recording alone.
             import torch.distributed as dist
 

@@ -35,6 +35,7 @@ from crossrank.instrument.record.recorder import NO_CALL
 from crossrank.instrument.torch_dumps import every_dump
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.comms_writer import clock
+from crossrank.machine import need_memory
 from crossrank.recording import FLIGHT, file_name
 from crossrank.text import writable
 
@@ -145,6 +146,7 @@ def dump(moment: dict[str, Any]) -> bytes:
     # makes the interpreter forget that a KeyboardInterrupt ends it: the process would exit with 1, not die of SIGINT.
     interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     with_stacks = _COMPILER in sys.modules and not interrupted
+    need_memory()
     # This process wrote the pickles a moment ago.
     contents = [pickle.loads(function(True, with_stacks, False)) for function in every_dump()]
     if not contents:
