@@ -25,8 +25,8 @@ import crossrank
 from tests.integration import forked_jobs
 from tests.integration.live_fault import DEVICE, batches, device_of, init_process_group, replicated
 
-HANG_SECONDS = 1.0
-LONG = 3.0
+HANG_SECONDS = 2.0
+LONG = 5.0
 RANKS = 4
 TIMEOUT = 120.0
 NEXT = 7
@@ -161,9 +161,9 @@ def waits_for_a_future_late(rank: int) -> None:
 
 def begins_a_call_one_after_the_other(rank: int) -> None:
     """Each rank begins its call when it has the time; nobody needs the result yet."""
-    time.sleep(rank * 0.8)
+    time.sleep(rank * LONG / RANKS)
     work = reduced()
-    time.sleep((RANKS - rank) * 0.8)
+    time.sleep((RANKS - rank) * LONG / RANKS)
     work.wait()
 
 
@@ -378,7 +378,7 @@ def averages_metrics_on_a_thread(rank: int) -> None:
 
     def average() -> None:
         for _ in range(4):
-            time.sleep(0.6)
+            time.sleep(LONG / 5)
             dist.all_reduce(torch.ones(1, device=device_of(rank)), group=metrics)
 
     thread = threading.Thread(target=average, name="metrics")
@@ -401,7 +401,7 @@ def saves_beside_training(rank: int) -> None:
 
     thread = threading.Thread(target=save, name="saver")
     thread.start()
-    for _ in range(30):
+    for _ in range(round(LONG / 0.1)):
         dist.all_reduce(torch.ones(8))
         time.sleep(0.1)
     thread.join()
