@@ -14,7 +14,7 @@ import griffe
 
 from crossrank.tools.analysis.diagnosis.findings import KINDS
 from crossrank.tools.cli import main
-from crossrank.tools.output.frames.columns import TABLES
+from crossrank.tools.tables import TABLES
 
 _WIDTH = "96"
 _PLACE = re.compile(r"^<!-- (?P<what>options|tables|findings|records)(?: (?P<name>[\w. ]+))? -->$", re.MULTILINE)
@@ -40,8 +40,9 @@ def _table_lines() -> Iterator[str]:
     for name, table in TABLES.items():
         parts = "one part for each rank" if table.of_rank else "one for the job"
         yield f"\n## {name}\n\n{table.meaning[0].upper()}{table.meaning[1:]}; {parts}.\n"
-        yield "| column | type | meaning |\n|---|---|---|"
-        yield from (f"| `{column}` | {one.dtype} | {one.meaning} |" for column, one in table.columns.items())
+        yield "| column | type | unit | meaning |\n|---|---|---|---|"
+        rows = ((column, one.dtype, one.unit, one.meaning) for column, one in table.columns.items())
+        yield from (f"| `{column}` | {dtype} | {unit} | {meaning} |" for column, dtype, unit, meaning in rows)
 
 
 def _findings(_: str) -> str:

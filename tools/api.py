@@ -25,9 +25,9 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import Measurements, find, read
 from crossrank.tools.output import plots
 from crossrank.tools.output.frames import job_frames, rank_frames
-from crossrank.tools.output.frames.columns import TABLES
 from crossrank.tools.output.frames.job_frames import Matched
 from crossrank.tools.parallel import Fleet
+from crossrank.tools.tables import TABLES
 from crossrank.tools.traces.rank_trace import RankTrace
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Answer:
 
 
 class LoadedJob:
-    """All ranks of a job, as polars frames; `crossrank.tools.output.frames.columns` says what each column means.
+    """All ranks of a job, as polars frames; `crossrank.tools.tables` says what each column means.
 
     Frames are made when they are first asked for, and kept.
     """

@@ -19,6 +19,8 @@ _INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
 class Column(NamedTuple):
     dtype: pl.DataType
     meaning: str
+    unit: str = ""
+    """ns, B (bytes), or GB/s of 1e9 bytes; empty where it has none."""
 
 
 class TableSchema(NamedTuple):
@@ -29,7 +31,11 @@ class TableSchema(NamedTuple):
 
     @property
     def schema(self) -> dict[str, Any]:
-        return {name: one.dtype for name, one in self.columns.items()}
+        return self.part(*self.columns)
+
+    def part(self, *names: str) -> dict[str, Any]:
+        """The types of some of its columns."""
+        return {name: self.columns[name].dtype for name in names}
 
     def select(self, frame: pl.DataFrame) -> pl.DataFrame:
         """The columns of the table from a frame that has them, in their order, each of its type; also `KEYS`, if the
@@ -50,29 +56,29 @@ _GROUP = {
     "pg": Column(_TEXT, "name of the process group"),
     "members": Column(_TEXT, "its global ranks, as 0-3,8; empty where they are not known"),
 }
-_SIZE = {"bytes": Column(_INT, "S of nccl-tests: see crossrank/comm.py")}
+_SIZE = {"bytes": Column(_INT, "S of nccl-tests: see crossrank/comm.py", "B")}
 _PLACE = {
     "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown"),
     "source": Column(_TEXT, "file.py:line of the user's code; null where C++ called"),
     "step": Column(_INT, "iteration"),
 }
 _SPAN = {
-    "began_ns": Column(_INT, "begin"),
-    "ended_ns": Column(_INT, "end"),
-    "duration_ns": Column(_INT, "how long it took"),
+    "began_ns": Column(_INT, "begin", "ns"),
+    "ended_ns": Column(_INT, "end", "ns"),
+    "duration_ns": Column(_INT, "how long it took", "ns"),
 }
 _TIMED_BY = {"timed_by": Column(_TEXT, "what measured it: kineto, nsight, flight, inspector, work, replay")}
 _MEASURED = {
     "ranks": Column(_INT, "ranks of which times are known"),
     "expected": Column(_INT, "ranks that take part"),
-    "called_ns": Column(_INT, "the first rank's host made the call"),
-    "arrived_ns": Column(_INT, "the last rank's communication began"),
-    "ended_ns": Column(_INT, "the last rank's communication ended"),
-    "time_ns": Column(_INT, "how long it took from the last arrival"),
+    "called_ns": Column(_INT, "the first rank's host made the call", "ns"),
+    "arrived_ns": Column(_INT, "the last rank's communication began", "ns"),
+    "ended_ns": Column(_INT, "the last rank's communication ended", "ns"),
+    "time_ns": Column(_INT, "how long it took from the last arrival", "ns"),
     "is_upper_bound": Column(_BOOL, "time_ns is an upper bound: not all ranks were seen, or clocks are too far apart"),
-    "algbw_gb_per_s": Column(_FLOAT, "bytes / time, GB/s of 1e9 bytes"),
-    "busbw_gb_per_s": Column(_FLOAT, "algbw x the factor of nccl-tests, GB/s of 1e9 bytes"),
-    "longest_wait_ns": Column(_INT, "how long the first rank waited for the last"),
+    "algbw_gb_per_s": Column(_FLOAT, "bytes / time", "GB/s"),
+    "busbw_gb_per_s": Column(_FLOAT, "algbw x the factor of nccl-tests", "GB/s"),
+    "longest_wait_ns": Column(_INT, "how long the first rank waited for the last", "ns"),
     "last_rank": Column(_INT, "who arrived last"),
 }
 
@@ -101,7 +107,7 @@ TABLES = {
             **_PLACE,
             "thread": Column(_INT, "the system's number of the thread that called"),
             "state": Column(_TEXT, "scheduled, started, retired or completed"),
-            "called_ns": Column(_INT, "the host made the call"),
+            "called_ns": Column(_INT, "the host made the call", "ns"),
             **_SPAN,
             **_TIMED_BY,
         },
@@ -134,16 +140,16 @@ TABLES = {
         {
             **_RANK,
             "step": Column(_INT, "iteration; null where none are known: the whole window"),
-            "began_ns": Column(_INT, "begin"),
-            "duration_ns": Column(_INT, "how long it took"),
-            "computation_ns": Column(_INT, "a kernel (operation of the host) computed"),
-            "communication_ns": Column(_INT, "a kernel (Work) communicated"),
-            "exposed_ns": Column(_INT, "communication while nothing computed"),
-            "memory_ns": Column(_INT, "copies and memsets while neither ran"),
-            "idle_ns": Column(_INT, "nothing ran"),
-            "waiting_ns": Column(_INT, "a call waited for another rank"),
+            "began_ns": Column(_INT, "begin", "ns"),
+            "duration_ns": Column(_INT, "how long it took", "ns"),
+            "computation_ns": Column(_INT, "a kernel (operation of the host) computed", "ns"),
+            "communication_ns": Column(_INT, "a kernel (Work) communicated", "ns"),
+            "exposed_ns": Column(_INT, "communication while nothing computed", "ns"),
+            "memory_ns": Column(_INT, "copies and memsets while neither ran", "ns"),
+            "idle_ns": Column(_INT, "nothing ran", "ns"),
+            "waiting_ns": Column(_INT, "a call waited for another rank", "ns"),
             "waits_for": Column(_INT, "the rank that was waited for longest"),
-            "waits_for_ns": Column(_INT, "how long"),
+            "waits_for_ns": Column(_INT, "how long", "ns"),
             "measured_on": Column(_TEXT, "device or host"),
         },
     ),
@@ -188,8 +194,8 @@ TABLES = {
             **KEYS,
             "op": Column(_TEXT, "operation"),
             "step": Column(_INT, "iteration"),
-            "late_ns": Column(_INT, "its communication began so long after that of the first rank, on one clock"),
-            "waiting_ns": Column(_INT, "it waited so long for the last rank"),
+            "late_ns": Column(_INT, "its communication began so long after that of the first rank, on one clock", "ns"),
+            "waiting_ns": Column(_INT, "it waited so long for the last rank", "ns"),
             "opens_window": Column(_BOOL, "a rank's window begins with it: its lateness may be that of a profiler"),
         },
     ),
@@ -204,7 +210,7 @@ TABLES = {
             "backend": Column(_TEXT, "backend"),
             "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown"),
             "calls": Column(_INT, "calls on it, summed over ranks"),
-            "bytes": Column(_INT, "S of nccl-tests, summed over ranks; null where that of a call is not known"),
+            "bytes": Column(_INT, "S of nccl-tests, summed over ranks; null where that of a call is not known", "B"),
         },
     ),
     "ranks": TableSchema(
@@ -218,7 +224,7 @@ TABLES = {
             **_TIMED_BY,
             "calls": Column(_INT, "calls read"),
             "steps": Column(_INT, "iterations read"),
-            "clock_shift_ns": Column(_INT, "what is added to its times to have them on the clock of the job"),
+            "clock_shift_ns": Column(_INT, "what is added to its times to have them on the clock of the job", "ns"),
             "ended_by": Column(_TEXT, "what ended the process, or the dump was taken for; null where it is not known"),
             "problems": Column(_INT, "parts of the file that could not be read"),
         },
@@ -231,8 +237,8 @@ TABLES = {
             "collectives": Column(_INT, "it took part in"),
             "first": Column(_INT, "of them it arrived at first"),
             "last": Column(_INT, "of them it arrived at last"),
-            "waiting_ns": Column(_INT, "time in which one of its calls waited for another rank"),
-            "waited_for_ns": Column(_INT, "time in which another rank waited for it"),
+            "waiting_ns": Column(_INT, "time in which one of its calls waited for another rank", "ns"),
+            "waited_for_ns": Column(_INT, "time in which another rank waited for it", "ns"),
         },
     ),
 }

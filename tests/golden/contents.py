@@ -21,6 +21,7 @@ from google.protobuf.json_format import MessageToDict
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2
 
 from crossrank.recording import ReadIssues, read_chunks
+from crossrank.tools.commands.export import SCHEMA
 from crossrank.tools.graph.chakra.framing import read_trace
 
 _MOST_TEXTS = 8
@@ -36,7 +37,8 @@ def contents(folder: Path, *others: Path) -> dict[str, dict[str, str]]:
     `others` are taken out of texts."""
     files: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(folder.rglob("*.*")):
-        files[_IN_A_NAME.sub("*", str(path.relative_to(folder)))].append(path)
+        if path.name != SCHEMA:  # which is the same for every job
+            files[_IN_A_NAME.sub("*", str(path.relative_to(folder)))].append(path)
     found = {}
     for name, paths in files.items():
         values: dict[str, list[Any]] = defaultdict(list)

@@ -16,7 +16,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
 from crossrank.tools.api import LoadedJob
 from crossrank.tools.output.frames import rank_frames
-from crossrank.tools.output.frames.columns import KEYS, TABLES
+from crossrank.tools.tables import KEYS, TABLES
 from crossrank.tools.traces.rank_trace import HostWaits
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.job.ranks import Rank

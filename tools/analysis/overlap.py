@@ -16,32 +16,15 @@ last in most of it. Computation, communication and idling are those of HolisticT
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 import polars as pl
 
 from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.tables import TABLES
 from crossrank.tools.traces.busy import Ints, Spans, covered, spans_of, union
 from crossrank.tools.traces.rank_trace import RankTrace
-
-SCHEMA: dict[str, Any] = {
-    "rank": pl.Int64,
-    "step": pl.Int64,
-    "began_ns": pl.Int64,
-    "duration_ns": pl.Int64,
-    "computation_ns": pl.Int64,
-    "communication_ns": pl.Int64,
-    "exposed_ns": pl.Int64,
-    "memory_ns": pl.Int64,
-    "idle_ns": pl.Int64,
-    "waiting_ns": pl.Int64,
-    "waits_for": pl.Int64,
-    "waits_for_ns": pl.Int64,
-    "measured_on": pl.String,
-}
-
 
 _MOST_RANKS = 128
 _MOST_STEPS = 2000
@@ -123,12 +106,12 @@ def overlap_of(ranks: Sequence[RankTrace], found: Collectives) -> Overlap | None
 
 
 def overlap_frame(ranks: Sequence[RankTrace], found: Collectives) -> pl.DataFrame:
-    """One row per rank and iteration, or window where no iterations are known: see `SCHEMA`. Times are ns; `began_ns`
-    is on the rank's own clock, since 1970. What no other rank can be compared with is null."""
+    """The table `overlap`: one row per rank and iteration, or window where no iterations are known. `began_ns` is on
+    the rank's own clock. What no other rank can be compared with is null."""
     traced = [one for one in ranks if one.busy.where]
     waits = _waits(found) if traced else {}
     frames = [_of_rank(one, waits.get(one.rank or 0)) for one in traced]
-    return pl.concat([pl.DataFrame(schema=SCHEMA), *frames])
+    return pl.concat([pl.DataFrame(schema=TABLES["overlap"].schema), *frames])
 
 
 def _of_rank(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
@@ -158,7 +141,7 @@ def _of_rank(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
         "waits_for_ns": longest,
         "measured_on": [busy.where] * len(windows),
     }
-    return pl.DataFrame(columns, schema=SCHEMA)
+    return pl.DataFrame(columns, schema=TABLES["overlap"].schema)
 
 
 def _waits(found: Collectives) -> dict[int, dict[int, Spans]]:

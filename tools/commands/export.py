@@ -26,11 +26,11 @@ from crossrank.tools.job import sources
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_json
-from crossrank.tools.output.frames.columns import FORMAT, TABLES
 from crossrank.tools.output.frames.job_frames import OF_JOB, Matched
 from crossrank.tools.output.frames.rank_frames import OF_RANK, calls
 from crossrank.tools.parallel import map_ranks
 from crossrank.tools.sharing.folders import refuse_full
+from crossrank.tools.tables import FORMAT, TABLES
 from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.discover import INSPECTOR
 from crossrank.tools.traces.rank_trace import HostWaits, RankTrace
@@ -64,9 +64,9 @@ SCHEMA = "schema.json"
 
 class ExportCommand:
     """Write the tables of a job as Parquet, CSV or Arrow files: DIR/calls/rank-0.parquet, one file for each rank, and
-    DIR/collectives/job.parquet where ranks are matched; schema.json names columns, types and meanings. Each rank is
-    read and written by itself; tables of the job hold the calls of all ranks in memory. Exit code 1: a file could not
-    be used."""
+    DIR/collectives/job.parquet where ranks are matched; schema.json says type, unit and meaning of each column. Each
+    rank is read and written by itself; tables of the job hold the calls of all ranks in memory. Exit code 1: a file
+    could not be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
@@ -171,7 +171,7 @@ class _Export:
                 "meaning": TABLES[name].meaning,
                 "files": f"{name}/{'rank-N' if name in OF_RANK else 'job'}.{_WRITERS[self.format][0]}",
                 "columns": {
-                    column: {"type": str(one.dtype), "meaning": one.meaning}
+                    column: {"type": str(one.dtype), "unit": one.unit, "meaning": one.meaning}
                     for column, one in TABLES[name].columns.items()
                 },
             }

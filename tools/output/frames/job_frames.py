@@ -16,7 +16,13 @@ from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import SEND_RECV
-from crossrank.tools.output.frames.columns import KEYS, TABLES
+from crossrank.tools.tables import KEYS, TABLES
+
+_KINDS = {
+    **TABLES["collectives"].part("group", "pg", "members", "op", "root"),
+    "p2p": pl.Boolean,
+    **TABLES["transfers"].part("locality", "source", "source_rank", "destination_rank"),
+}
 
 
 class Matched:
@@ -212,17 +218,3 @@ def _measured(matched: Matched, *, p2p: bool) -> pl.DataFrame:
     ).with_columns(pl.when(pl.col("last_rank") >= 0).then("last_rank").alias("last_rank"))
     frame = pl.concat([kinds[found.of_kind], launches.drop("collective"), known, whole], how="horizontal")
     return frame.with_row_index("place").filter(p2p=p2p).with_columns(collective=pl.col("place") + first)
-
-
-_KINDS = {
-    "group": pl.Int64,
-    "pg": pl.String,
-    "members": pl.String,
-    "op": pl.String,
-    "root": pl.Int64,
-    "p2p": pl.Boolean,
-    "locality": pl.String,
-    "source": pl.String,
-    "source_rank": pl.Int64,
-    "destination_rank": pl.Int64,
-}

@@ -11,9 +11,10 @@ import polars as pl
 
 from crossrank.recording import STOOD
 from crossrank.text import printable, rank_ranges
-from crossrank.tools.output.frames.columns import KEYS, TABLES
+from crossrank.tools.tables import KEYS, TABLES
 from crossrank.tools.traces.rank_trace import STATES, RankTrace
 
+_CALLS = TABLES["calls"]
 _DTYPE = {"q": np.int64, "i": np.int32, "I": np.uint32, "B": np.uint8}
 
 
@@ -33,8 +34,9 @@ def calls(trace: RankTrace) -> pl.DataFrame:
             )
             for one in map(trace.signatures.__getitem__, used.tolist())
         ],
-        schema=_part("calls", "op", "api", "peer", "root", "bytes", "dtype", "reduce")
-        | _part("calls", "inputs", "outputs", "locality", "source"),
+        schema=_CALLS.part(
+            *("op", "api", "peer", "root", "bytes", "dtype", "reduce", "inputs", "outputs", "locality", "source")
+        ),
         orient="row",
     ).with_columns(pl.selectors.string().map_elements(printable, return_dtype=pl.String))
     groups = _groups(trace)
@@ -55,7 +57,7 @@ def calls(trace: RankTrace) -> pl.DataFrame:
     )
     began, ended = pl.col("began_ns"), pl.col("ended_ns")
     measured = pl.when(took > 0).then(took).when((began > 0) & (ended > began)).then(ended - began)
-    return TABLES["calls"].select(
+    return _CALLS.select(
         pl.concat([frame, kinds[kind], groups[_column(of.group)]], how="horizontal")
         .with_columns(duration_ns=measured)
         .with_columns(
@@ -109,10 +111,6 @@ OF_RANK: dict[str, Callable[[RankTrace, pl.DataFrame], pl.DataFrame]] = {
 """Table -> what makes the part of a rank, of its trace and its table `calls`, which is made once for all."""
 
 
-def _part(table: str, *names: str) -> dict[str, pl.DataType]:
-    return {name: TABLES[table].columns[name].dtype for name in names}
-
-
 def _column(values: array[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.frombuffer(values, _DTYPE[values.typecode]).astype(np.int64)
 
@@ -121,4 +119,4 @@ def _groups(trace: RankTrace) -> pl.DataFrame:
     rows = [
         (printable(one.group.pg), rank_ranges(one.group.ranks or ()), printable(one.group.desc)) for one in trace.groups
     ]
-    return pl.DataFrame(rows, schema=_part("calls", "pg", "members", "desc"), orient="row")
+    return pl.DataFrame(rows, schema=_CALLS.part("pg", "members", "desc"), orient="row")
