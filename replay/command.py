@@ -348,7 +348,7 @@ def resized(recorded: Plan, given: argparse.Namespace) -> Plan:
     """A copy of the plan with the calls that were asked for, of the sizes that were asked for."""
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
     for name, change in _CHANGES.items():
-        if getattr(given, name) is not None:
+        if getattr(given, name) not in (None, False):
             plan = change(plan, getattr(given, name))
     return plan
 

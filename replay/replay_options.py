@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
@@ -31,6 +31,7 @@ class Option:
     """What stands for its value in `--help`; empty: a switch, or one of `choices`."""
     type: Callable[[str], Any] = str
     default: Any = None
+    """Of a switch False."""
     choices: Collection[str] = ()
     range: tuple[float, float] | None = None
     """The lowest and the highest value."""
@@ -42,10 +43,8 @@ class Option:
     """The option that it is about."""
     not_with: Mapping[str, str] = field(default_factory=dict)
     """Another option -> why the two do not go together."""
-    swept: bool = False
-    """`--sweep` may give it values."""
-    is_change: bool = False
-    """It changes what was recorded, so a sweep may leave it out: `recorded`."""
+    swept: Literal["", "value", "change"] = ""
+    """`--sweep` may give it values; where it changes what was recorded, also `recorded`, which leaves it out."""
     has_effect: bool = True
     """Results depend on it: those of another value are not used again."""
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -56,23 +55,29 @@ class Option:
         return str(self.more.get("dest") or self.names.split()[0].removeprefix("--").replace("-", "_"))
 
     @property
+    def unset(self) -> Any:
+        """Its value where it is not given."""
+        return [] if self.several else False if self.is_switch else self.default
+
+    @property
+    def is_switch(self) -> bool:
+        return not (self.metavar or self.choices)
+
+    @property
     def shown(self) -> str:
         return self.names.split()[0]
 
     def is_given(self, arguments: argparse.Namespace) -> bool:
-        value = getattr(arguments, self.name)
-        return value not in (None, False, []) and value != self.default
+        return getattr(arguments, self.name) not in (None, False, [], self.default)
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
-        how: dict[str, Any] = {"help": self.help, "default": self.default, **self.more}
-        if self.choices:
-            how |= {"choices": self.choices}
-        elif not self.metavar:
+        how: dict[str, Any] = {"help": self.help, "default": self.unset, **self.more}
+        if self.is_switch:
             how |= {"action": "store_true"}
-        if self.metavar:
-            how |= {"metavar": self.metavar, "type": self.type}
-        if self.several:
-            how |= {"action": "append", "default": []}
+        elif self.choices:
+            how |= {"choices": self.choices}
+        else:
+            how |= {"metavar": self.metavar, "type": self.type, "action": "append" if self.several else "store"}
         group.add_argument(*self.names.split(), **how)
 
 
@@ -98,19 +103,13 @@ READ = (
         modes=_BOTH,
         not_with={"compute": "chooses calls of a comms file (--window chooses a window)"},
     ),
-    Option(
-        "--partial",
-        "leave out, counted, what is damaged or has no match on other ranks",
-        default=False,
-        modes=_BOTH,
-    ),
-    Option("--strict", "exit 1 when anything recorded is not replayed", default=False, has_effect=False),
-    Option("--one-trace --use-one-trace", "let one rank's file stand for all ranks", default=False, modes=_BOTH),
+    Option("--partial", "leave out, counted, what is damaged or has no match on other ranks", modes=_BOTH),
+    Option("--strict", "exit 1 when anything recorded is not replayed", has_effect=False),
+    Option("--one-trace --use-one-trace", "let one rank's file stand for all ranks", modes=_BOTH),
     Option("--world-size", "ranks of the recorded job, where no file says it", "N", int, range=_MANY, modes=_BOTH),
     Option(
         "--compute",
         "replay the computation of a window too: every operation at its place, communication between them",
-        default=False,
         not_with=_BETWEEN,
     ),
     Option(
@@ -129,7 +128,7 @@ READ = (
         "how indices into embedding tables are spread over the rows, where the trace has none (--compute)",
         default="uniform",
         choices=INDICES,
-        swept=True,
+        swept="value",
     ),
 )
 CHANGE = (
@@ -142,66 +141,31 @@ CHANGE = (
         int,
         range=_MANY,
         modes=_BOTH,
-        swept=True,
-        is_change=True,
+        swept="change",
     ),
-    Option(
-        "--scale-bytes",
-        "messages F times as large",
-        "F",
-        float,
-        default=1.0,
-        modes=_BOTH,
-        swept=True,
-        is_change=True,
-    ),
-    Option(
-        "--dtype", "all elements of this type: bfloat16, float32, …", "TYPE", modes=_BOTH, swept=True, is_change=True
-    ),
+    Option("--scale-bytes", "messages F times as large", "F", float, default=1.0, modes=_BOTH, swept="change"),
+    Option("--dtype", "all elements of this type: bfloat16, float32, …", "TYPE", modes=_BOTH, swept="change"),
     Option(
         "--ops --allow-ops --allow-list",
         "only these operations: all_reduce,all_gather",
         "LIST",
         modes=_BOTH,
-        swept=True,
-        is_change=True,
+        swept="change",
     ),
-    Option(
-        "--drop",
-        "without these operations: how fast would it be?",
-        "LIST",
-        modes=_BOTH,
-        swept=True,
-        is_change=True,
-    ),
-    Option(
-        "--bucket-mb",
-        "DDP's gradients in buckets of F MiB, merged or split",
-        "F",
-        float,
-        swept=True,
-        is_change=True,
-    ),
+    Option("--drop", "without these operations: how fast would it be?", "LIST", modes=_BOTH, swept="change"),
+    Option("--bucket-mb", "DDP's gradients in buckets of F MiB, merged or split", "F", float, swept="change"),
     Option(
         "--overlap",
         "none: every communication is waited for at once (default: recorded)",
         choices=OVERLAPS,
-        swept=True,
-        is_change=True,
+        swept="change",
     ),
     Option(
         "--blocking -b",
         "every call is waited for at once, with a barrier of its group before and after each collective",
         not_with=_BETWEEN,
     ),
-    Option(
-        "--pgs",
-        "only calls on these groups, by name or description",
-        "LIST",
-        modes=_BOTH,
-        swept=True,
-        is_change=True,
-    ),
+    Option("--pgs", "only calls on these groups, by name or description", "LIST", modes=_BOTH, swept="change"),
     Option(
         "--max-calls --max-msg-cnt",
         "the first N calls of each rank",
@@ -209,8 +173,7 @@ CHANGE = (
         int,
         range=_MANY,
         modes=_BOTH,
-        swept=True,
-        is_change=True,
+        swept="change",
     ),
     Option(
         "--sweep",
@@ -223,7 +186,7 @@ CHANGE = (
 )
 RUN = (
     Option(
-        "--backend", "nccl, gloo, … (default: nccl where there are GPUs, else gloo)", "NAME", modes=_BOTH, swept=True
+        "--backend", "nccl, gloo, … (default: nccl where there are GPUs, else gloo)", "NAME", modes=_BOTH, swept="value"
     ),
     Option("--device", "cpu or cuda", "NAME", modes=_BOTH),
     Option(
@@ -232,7 +195,7 @@ RUN = (
         "a factor on them (0.5); with --compute, of the host's own time between operations: recorded (default), fast "
         "or a factor",
         "PACE",
-        swept=True,
+        swept="value",
     ),
     Option(
         "--threads",
@@ -241,15 +204,14 @@ RUN = (
         int,
         range=_MANY,
         modes=_BOTH,
-        swept=True,
-        is_change=True,
+        swept="change",
     ),
     Option(
         "--warmup --warmup-iter", "passes not measured (2)", "N", int, default=2, range=(0, MOST_RANKS), modes=_BOTH
     ),
     Option("--repeat --num-replays", "passes measured (5)", "N", int, default=5, range=_MANY, modes=_BOTH),
-    Option("--graph --cudagraph", "capture the calls of a pass, and launch them as a CUDA graph", default=False),
-    Option("--check", "verify every result, in a pass of its own", default=False, not_with=_ALONE),
+    Option("--graph --cudagraph", "capture the calls of a pass, and launch them as a CUDA graph"),
+    Option("--check", "verify every result, in a pass of its own", not_with=_ALONE),
     Option(
         "--save-data",
         "save what every call gives, from inputs that are always alike",
@@ -340,16 +302,15 @@ WRITE = (
         has_effect=False,
     ),
     Option(
-        "--batch --colls-per-batch", "print what N calls in a row take together, on each rank", "N", int, range=_MANY
+        "--batch --colls-per-batch",
+        "print what N calls in a row take together, on each rank",
+        "N",
+        int,
+        range=_MANY,
     ),
-    Option("--json", "print the report as JSON", default=False, modes=_BOTH, has_effect=False),
-    Option(
-        "--save-plan",
-        "write the plan, which can be replayed in place of the trace",
-        "FILE",
-        has_effect=False,
-    ),
-    Option("--dry-run", "make and match the plan, and replay nothing", default=False, modes=_BOTH, has_effect=False),
+    Option("--json", "print the report as JSON", modes=_BOTH, has_effect=False),
+    Option("--save-plan", "write the plan, which can be replayed in place of the trace", "FILE", has_effect=False),
+    Option("--dry-run", "make and match the plan, and replay nothing", modes=_BOTH, has_effect=False),
 )
 _GROUPS = {"what is read": READ, "what if": CHANGE, "how it runs": RUN, "what is written": WRITE}
 OPTIONS = {one.name: one for options in _GROUPS.values() for one in options}
@@ -364,8 +325,7 @@ def add_arguments(parser: argparse.ArgumentParser, mode: str = REPLAY) -> None:
         for one in options:
             if mode in one.modes:
                 one.add_to(group)
-    others = {one.name: [] if one.several else one.default for one in OPTIONS.values() if mode not in one.modes}
-    parser.set_defaults(**others)
+    parser.set_defaults(**{one.name: one.unset for one in OPTIONS.values() if mode not in one.modes})
     if mode == REPLAY:
         hidden = argparse.SUPPRESS
         parser.add_argument("--use-timestamp", dest="pace", action="store_const", const="recorded", help=hidden)

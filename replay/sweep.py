@@ -78,7 +78,7 @@ def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argpar
     for name, value in values.items():
         try:
             option = OPTIONS[name]
-            is_left_out = value == RECORDED and option.is_change
+            is_left_out = value == RECORDED and option.swept == "change"
             setattr(given, option.name, option.default if is_left_out else option.type(value))
         except ValueError:
             raise CrossrankError(f"--sweep {name}: {value!r} is not a number") from None

@@ -13,6 +13,7 @@ from crossrank.tools.sharing.rules import (
     LEFT_OUT,
     Rule,
     Scrubber,
+    all_of,
     event_name,
     inner_json,
     name,
@@ -45,36 +46,14 @@ def _text(value: Any, scrubber: Scrubber) -> Any:
     return event_name(value, scrubber) if isinstance(value, str) else number(value, scrubber)
 
 
-_TIMES: dict[str, Rule] = dict.fromkeys(("start", "end"), wall)
-_IDS: dict[str, Rule] = dict.fromkeys(
-    (
-        *(
-            "globalTid",
-            "endGlobalTid",
-            "globalPid",
-            "correlationId",
-            "deviceId",
-            "contextId",
-            "streamId",
-            "graphNodeId",
-        ),
-        *("originalGraphNodeId", "graphId", "eventId", "eventClass", "eventType", "rangeId", "domainId", "category"),
-        *(
-            "textId",
-            "jsonTextId",
-            "nameId",
-            "demangledName",
-            "shortName",
-            "mangledName",
-            "copyKind",
-            "srcKind",
-            "dstKind",
-        ),
-        *("srcDeviceId", "dstDeviceId", "int64Value", "uint64Value", "int32Value", "uint32Value", "returnValue"),
-        *("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ", "registersPerThread", "staticSharedMemory"),
-        *("dynamicSharedMemory", "launchType"),
-    ),
+_TIMES: dict[str, Rule] = all_of(wall, "start, end")
+_IDS: dict[str, Rule] = all_of(
     number,
+    """globalTid, endGlobalTid, globalPid, correlationId, deviceId, contextId, streamId, graphNodeId,
+    originalGraphNodeId, graphId, eventId, eventClass, eventType, rangeId, domainId, category, textId,
+    jsonTextId, nameId, demangledName, shortName, mangledName, copyKind, srcKind, dstKind, srcDeviceId,
+    dstDeviceId, int64Value, uint64Value, int32Value, uint32Value, returnValue, gridX, gridY, gridZ, blockX,
+    blockY, blockZ, registersPerThread, staticSharedMemory, dynamicSharedMemory, launchType""",
 )
 _ACTIVITY = _TIMES | _IDS | {"bytes": size}
 TABLES: dict[str, dict[str, Rule]] = {

@@ -10,6 +10,7 @@ from crossrank.tools.sharing.rules import (
     MOST_DEPTH,
     Rule,
     Scrubber,
+    all_of,
     counts,
     day,
     each,
@@ -47,7 +48,7 @@ GROUP_FIELDS: dict[str, Rule] = {
 }
 GROUP = fields("group", GROUP_FIELDS)
 _RECORD: dict[str, Rule] = {
-    **dict.fromkeys(("id", "t", "seq", "p2p_seq", "async", "root", "peer", "tag", "batch", "step", "thread"), number),
+    **all_of(number, "id, t, seq, p2p_seq, async, root, peer, tag, batch, step, thread"),
     "op": text("api"),
     "c10d": text("api"),
     "pg": text("group"),
@@ -70,14 +71,12 @@ MARKER = fields(
     "marker",
     _RECORD
     | {
-        **dict.fromkeys(
-            (
-                *("rank", "world_size", "message_size", "peer_rank", "root_rank", "correlation_id"),
-                *("Message size [bytes]", "Peer rank", "No. of ranks", "Rank", "Root"),
-            ),
+        **all_of(
             number,
+            """rank, world_size, message_size, peer_rank, root_rank, correlation_id, Message size [bytes],
+            Peer rank, No. of ranks, Rank, Root""",
         ),
-        **dict.fromkeys(("group_ranks", "rank_runs", "CUDA device"), numbers),
+        **all_of(numbers, "group_ranks, rank_runs, CUDA device"),
         "inputs": sizes,
         "outputs": sizes,
         "crossrank": text("version"),
@@ -112,7 +111,7 @@ _CLOCK = fields("clock", {"t": number, "wall": wall})
 _GPU = fields(
     "gpu",
     {
-        **dict.fromkeys(("index", "memory", "sms", "compute_capability", "major", "minor", "power_w"), numbers),
+        **all_of(numbers, "index, memory, sms, compute_capability, major, minor, power_w"),
         "name": text("device name"),
         "driver": text("version"),
         "uuid": name("uuid"),
@@ -128,9 +127,9 @@ _GPU = fields(
 _CONFIG = fields(
     "config",
     {
-        **dict.fromkeys(("print_calls", "flight", "hang_seconds", "timing", "nsys", "ring"), number),
-        **dict.fromkeys(("emit", "nvtx", "on_hang", "kernel"), text("emit")),
-        "window": fields("window", dict.fromkeys(("start", "stop", "every"), number)),
+        **all_of(number, "print_calls, flight, hang_seconds, timing, nsys, ring"),
+        **all_of(text("emit"), "emit, nvtx, on_hang, kernel"),
+        "window": fields("window", all_of(number, "start, stop, every")),
         "directory": name("folder"),
         "node": name("node"),
         "gpu_serial": name("serial"),
@@ -140,7 +139,7 @@ _CONFIG = fields(
 _HEADER = fields(
     "header",
     {
-        **dict.fromkeys(("rank", "world_size", "local_rank", "pid", "all_calls"), number),
+        **all_of(number, "rank, world_size, local_rank, pid, all_calls"),
         "part": numbers,
         "schema": text("schema"),
         "host": name("host"),
@@ -158,14 +157,12 @@ _HEADER = fields(
 )
 _WAIT = fields(
     "wait",
-    {**dict.fromkeys(("t", "took", "thread", "id", "raised", "on_device"), number), "in": text("stack kind")},
+    {**all_of(number, "t, took, thread, id, raised, on_device"), "in": text("stack kind")},
 )
 _END = fields(
     "end",
     {
-        **dict.fromkeys(
-            ("step", "calls", "records", "dropped", "unwritten", "filtered", "spans", "spans_dropped", "errors"), number
-        ),
+        **all_of(number, "step, calls, records, dropped, unwritten, filtered, spans, spans_dropped, errors"),
         "reason": text("reason"),
         "exceptions": each(_RAISED),
         "blind_spots": each(message),
@@ -189,9 +186,7 @@ COMMS_LINES: dict[str, Rule] = {
 _STATUS = fields(
     "pg_status",
     {
-        **dict.fromkeys(
-            ("last_enqueued_collective", "last_started_collective", "last_completed_collective"), text("literal")
-        ),
+        **all_of(text("literal"), "last_enqueued_collective, last_started_collective, last_completed_collective"),
     },
 )
 
@@ -204,29 +199,11 @@ def _dtypes(value: Any, scrubber: Scrubber) -> Any:
 _ENTRY = fields(
     "entry",
     {
-        **dict.fromkeys(
-            (
-                "record_id",
-                "pg_id",
-                "op_id",
-                "collective_seq_id",
-                "p2p_seq_id",
-                "timeout_ms",
-                "duration_ms",
-                "retired",
-                "is_p2p",
-            ),
+        **all_of(
             text("literal"),
+            """record_id, pg_id, op_id, collective_seq_id, p2p_seq_id, timeout_ms, duration_ms, retired, is_p2p""",
         ),
-        **dict.fromkeys(
-            (
-                "time_created_ns",
-                "time_discovered_started_ns",
-                "time_discovered_completed_ns",
-                "time_created_us",
-            ),
-            wall,
-        ),
+        **all_of(wall, "time_created_ns, time_discovered_started_ns, time_discovered_completed_ns, time_created_us"),
         "profiling_name": event_name,
         "process_group": pair(text("group"), text("group")),
         "input_sizes": sizes,
@@ -277,7 +254,7 @@ _PG_CONFIG = fields(
         "pg_desc": text("group"),
         "backend_id": text("literal"),
         "backend_config": text("backend"),
-        **dict.fromkeys(("pg_size", "group_count", "group_size"), text("literal")),
+        **all_of(text("literal"), "pg_size, group_count, group_size"),
         "ranks": counts(numbers),
     },
 )
@@ -327,7 +304,7 @@ def _schema(value: Any, scrubber: Scrubber) -> Any:
 
 
 _ATTRIBUTES: dict[str, Rule] = {
-    **dict.fromkeys(("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid"), text("literal")),
+    **all_of(text("literal"), "rf_id, fw_parent, seq_id, scope, tid, fw_tid"),
     "op_schema": _schema,
     "kernel_backend": text("emit"),
     "kernel_file": path,
@@ -336,9 +313,9 @@ _ATTRIBUTES: dict[str, Rule] = {
     "pg_desc": text("group"),
     "collective_name": text("api"),
     "dtype": text("dtype"),
-    **dict.fromkeys(("pg_size", "global_rank_start", "global_rank_stride"), text("literal")),
-    **dict.fromkeys(("comm_size", "in_msg_nelems", "out_msg_nelems"), size),
-    **dict.fromkeys(("in_split_size", "out_split_size"), counts(sizes)),
+    **all_of(text("literal"), "pg_size, global_rank_start, global_rank_stride"),
+    **all_of(size, "comm_size, in_msg_nelems, out_msg_nelems"),
+    **all_of(counts(sizes), "in_split_size, out_split_size"),
 }
 
 
@@ -376,7 +353,7 @@ def _sentence(text: str, scrubber: Scrubber) -> str:
 PROVENANCE = fields(
     "crossrank",
     {
-        **dict.fromkeys(("rank", "world_size"), number),
+        **all_of(number, "rank, world_size"),
         "version": text("version"),
         "et_schema": text("version"),
         "base_time_ns": wall,
@@ -406,65 +383,19 @@ _COMMUNICATION = fields(
     },
 )
 _KINETO_ARGS: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            "External id",
-            "external id",
-            "Record function id",
-            "Sequence number",
-            "Fwd thread id",
-            "Ev Idx",
-            "Op count",
-            "Python id",
-            "Python parent id",
-            "Python module id",
-            "Rank",
-            "Group size",
-            "Global rank start",
-            "Global rank stride",
-            "Src Rank",
-            "Dst Rank",
-            "Seq",
-            "Is asynchronized op",
-            "device",
-            "context",
-            "stream",
-            "correlation",
-            "cbid",
-            "cid",
-            "registers per thread",
-            "shared memory",
-            "blocks per SM",
-            "warps per SM",
-            "est. achieved occupancy %",
-            "queued",
-            "wait_on_stream",
-            "wait_on_cuda_event_record_corr_id",
-            "wait_on_cuda_event_id",
-            "sort_index",
-            "memory bandwidth (GB/s)",
-            "graph id",
-            "graph node id",
-            "ctx_id",
-            "kernel_num",
-            "ptr",
-            "Addr",
-            "Device Id",
-            "Device Type",
-            "Total Allocated",
-            "Total Reserved",
-            "Bytes",
-            "cudaGraph id",
-            "cuda_event_id",
-            "priority",
-            "device_id",
-            "ccid",
-        ),
+    **all_of(
         text("literal"),
+        """External id, external id, Record function id, Sequence number, Fwd thread id, Ev Idx, Op count,
+        Python id, Python parent id, Python module id, Rank, Group size, Global rank start, Global rank stride,
+        Src Rank, Dst Rank, Seq, Is asynchronized op, device, context, stream, correlation, cbid, cid,
+        registers per thread, shared memory, blocks per SM, warps per SM, est. achieved occupancy %, queued,
+        wait_on_stream, wait_on_cuda_event_record_corr_id, wait_on_cuda_event_id, sort_index,
+        memory bandwidth (GB/s), graph id, graph node id, ctx_id, kernel_num, ptr, Addr, Device Id, Device Type,
+        Total Allocated, Total Reserved, Bytes, cudaGraph id, cuda_event_id, priority, device_id, ccid""",
     ),
-    **dict.fromkeys(("grid", "block"), numbers),
-    **dict.fromkeys(("bytes", "In msg nelems", "Out msg nelems", "Nbytes"), size),
-    **dict.fromkeys(("Input Dims", "Input Strides", "Output Dims", "Output Strides"), sizes),
+    **all_of(numbers, "grid, block"),
+    **all_of(size, "bytes, In msg nelems, Out msg nelems, Nbytes"),
+    **all_of(sizes, "Input Dims, Input Strides, Output Dims, Output Strides"),
     "Input type": each(text("type")),
     "Output type": each(text("type")),
     "Concrete Inputs": each(_value),
@@ -499,22 +430,10 @@ KINETO_EVENT = fields(
     },
 )
 KINETO_HEAD: dict[str, Rule] = {
-    **dict.fromkeys(
-        (
-            "schemaVersion",
-            "record_shapes",
-            "with_stack",
-            "with_flops",
-            "with_modules",
-            "profile_memory",
-            "roctracer_version",
-            "hip_driver_version",
-            "hip_runtime_version",
-            "cuda_driver_version",
-            "cuda_runtime_version",
-            "cupti_version",
-        ),
+    **all_of(
         number,
+        """schemaVersion, record_shapes, with_stack, with_flops, with_modules, profile_memory, roctracer_version,
+        hip_driver_version, hip_runtime_version, cuda_driver_version, cuda_runtime_version, cupti_version""",
     ),
     "displayTimeUnit": text("unit"),
     "baseTimeNanoseconds": wall,
@@ -522,24 +441,12 @@ KINETO_HEAD: dict[str, Rule] = {
         fields(
             "deviceProperties",
             {
-                **dict.fromkeys(
-                    (
-                        "id",
-                        "totalGlobalMem",
-                        "computeMajor",
-                        "computeMinor",
-                        "maxThreadsPerBlock",
-                        "maxThreadsPerMultiprocessor",
-                        "regsPerBlock",
-                        "warpSize",
-                        "sharedMemPerBlock",
-                        "numSms",
-                        "regsPerMultiprocessor",
-                        "sharedMemPerBlockOptin",
-                        "sharedMemPerMultiprocessor",
-                        "maxSharedMemoryPerMultiProcessor",
-                    ),
+                **all_of(
                     number,
+                    """id, totalGlobalMem, computeMajor, computeMinor, maxThreadsPerBlock,
+                    maxThreadsPerMultiprocessor, regsPerBlock, warpSize, sharedMemPerBlock, numSms,
+                    regsPerMultiprocessor, sharedMemPerBlockOptin, sharedMemPerMultiprocessor,
+                    maxSharedMemoryPerMultiProcessor""",
                 ),
                 "name": text("device name"),
             },
@@ -548,7 +455,7 @@ KINETO_HEAD: dict[str, Rule] = {
     "distributedInfo": fields(
         "distributedInfo",
         {
-            **dict.fromkeys(("rank", "world_size", "pg_count"), number),
+            **all_of(number, "rank, world_size, pg_count"),
             "backend": text("backend"),
             "nccl_version": text("version"),
             "pg_config": _pg_configs,
@@ -564,9 +471,7 @@ TRACE_HEAD: dict[str, Rule] = {
 }
 """Of an execution trace, linked or not."""
 _LINKED: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("inclusive_dur", "exclusive_dur", "blocked_dur", "correlation", "comm_host", "inter_thread_dep"), number
-    ),
+    **all_of(number, "inclusive_dur, exclusive_dur, blocked_dur, correlation, comm_host, inter_thread_dep"),
     "ts": wall,
     "sync_dep": numbers,
     "cat": text("category"),
@@ -582,9 +487,7 @@ _LINKED: dict[str, Rule] = {
 TRACE_NODE = fields(
     "node",
     {
-        **dict.fromkeys(
-            ("id", "ctrl_deps", "parent", "rf_id", "fw_parent", "fw_tid", "seq_id", "scope", "tid", "pid"), number
-        ),
+        **all_of(number, "id, ctrl_deps, parent, rf_id, fw_parent, fw_tid, seq_id, scope, tid, pid"),
         "name": event_name,
         "inputs": _side,
         "outputs": _side,

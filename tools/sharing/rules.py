@@ -219,6 +219,15 @@ def fields(where: str, rules: dict[str, Rule]) -> Rule:
     return of_object
 
 
+def all_of(rule: Rule, names: str) -> dict[str, Rule]:
+    """The fields with these names, between which there are commas, all with one rule.
+
+    >>> list(all_of(number, "a b,  c"))
+    ['a b', 'c']
+    """
+    return dict.fromkeys(map(str.strip, names.split(",")), rule)
+
+
 def keyed(kind: str, rule: Rule) -> Rule:
     """An object whose keys are texts of a kind, and whose values all have the rule."""
 

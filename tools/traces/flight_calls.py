@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import msgspec
@@ -68,6 +69,8 @@ _UNNOTED = ("c10d", "root", "reduce", "in_split", "out_split")
 """Fields of a collective that torch's recorder does not note, or less exactly."""
 UNRECORDED = ("monitored_barrier_",)
 """Collectives of gloo that torch's recorder neither notes nor counts."""
+_COMPARED = 8
+"""Calls of a group whose times are compared."""
 SAME_TIME = 50_000_000
 """ns between torch's and our note of one call: the launch lies between them."""
 GLOO_ALONE = (
@@ -469,7 +472,8 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     """Add what torch's recorder does not note of a collective: root, reduction, splits, source line.
 
     torch counts from the start of the process, the records from `enable()`: the last call of a group, which must be the
-    same operation at the same time, shows by how many they differ.
+    same operation, shows by how many they differ. The last few calls must have been made at the same times; of one or
+    two of them the host may have been kept from going on between our note and torch's.
     """
     trace, signatures = builder.trace, builder.signatures
     calls, recorded_from, clock = trace.calls, trace.dump.recorded_from, WallClock([moment.clock])
@@ -482,16 +486,25 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             by_number[name, number] = row
             last[name] = row
     collectives = [(record.pg, record.seq, record) for record in moment.calls if record.seq is not None]
-    newest = {pg: (seq, record) for pg, seq, record in collectives}
+    of_group: dict[str, list[tuple[int, CommRecord]]] = defaultdict(list)
+    for pg, seq, record in collectives:
+        of_group[pg].append((seq, record))
     for pg, row in last.items():
-        if pg not in newest:
+        if pg not in of_group:
             continue
-        seq, record = newest[pg]
+        seq, record = of_group[pg][-1]
         op = signatures.rows[calls.signature[row]].op
         # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
         same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
-        if same and abs(calls.called[row] - clock.at(record.t)) < SAME_TIME:
-            recorded_from[pg] = calls.number[row] - seq
+        before = calls.number[row] - seq
+        apart = [
+            abs(calls.called[by_number[pg, number + before]] - clock.at(one.t))
+            for number, one in of_group[pg][-_COMPARED:]
+            if (pg, number + before) in by_number
+        ]
+        # What was recorded after torch's last note is a call that torch has not noted.
+        if same and clock.at(record.t) < calls.called[row] + SAME_TIME and median_low(apart) < SAME_TIME:
+            recorded_from[pg] = before
     for pg, seq, record in collectives:
         if pg not in recorded_from or (pg, seq + recorded_from[pg]) not in by_number:
             continue

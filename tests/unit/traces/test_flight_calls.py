@@ -291,6 +291,27 @@ def test_the_last_call_of_a_group_shows_from_where_on_calls_were_recorded(
     assert trace.starts_late is False
 
 
+@pytest.mark.parametrize(
+    ("noted_later", "found"),
+    [
+        ((0, 0, SAME_TIME), {"0": 4}),  # the host was kept from going on within the last call
+        ((SAME_TIME, 0, 0), {"0": 4}),
+        ((0, SAME_TIME, SAME_TIME), {}),
+        ((-1, -1, -SAME_TIME), {}),  # the last one is a call that torch has not noted
+    ],
+)
+def test_of_the_last_calls_of_a_group_most_were_noted_at_the_times_of_the_records(
+    noted_later: tuple[int, ...], found: dict[str, int], tmp_path: Path
+) -> None:
+    entries = [entry(number, "all_reduce", 5 + number) for number in range(3)]
+    at = [one["time_created_ns"] for one in entries]
+    calls = [
+        {"id": number, "t": made - later, "seq": 1 + number}
+        for number, (made, later) in enumerate(zip(at, noted_later, strict=True))
+    ]
+    assert read(tmp_path, *entries, crossrank=moment(*calls)).dump.recorded_from == found
+
+
 def test_sends_that_no_entry_has_are_added_where_they_were_made(tmp_path: Path) -> None:
     send = CALL | {"op": "send", "c10d": "send", "peer": 6}
     calls = [send | {"id": 5, "t": 900, "p2p_seq": 1}, send | {"id": 6, "t": 2000, "p2p_seq": 2, "api": "send"}]
