@@ -348,8 +348,9 @@ def resized(recorded: Plan, given: argparse.Namespace) -> Plan:
     """A copy of the plan with the calls that were asked for, of the sizes that were asked for."""
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
     for name, change in _CHANGES.items():
-        if getattr(given, name) not in (None, False):
-            plan = change(plan, getattr(given, name))
+        value = getattr(given, name)
+        if value is not None and value is not False:  # 0 is a value, most often one to refuse
+            plan = change(plan, value)
     return plan
 
 

@@ -41,10 +41,11 @@ class ProbeCommand:
 
 def _probe(given: argparse.Namespace, lead: Lead | None) -> int:
     from crossrank.replay.results.probe_report import judge, print_probe
-    from crossrank.replay.run.worker import check_backend_name, leave
 
     recorded = read_plan(given)
     if given.backend is not None:
+        from crossrank.replay.run.worker import check_backend_name
+
         check_backend_name(given.backend)
     if lead is not None:
         machines = lead.machines()
@@ -63,6 +64,8 @@ def _probe(given: argparse.Namespace, lead: Lead | None) -> int:
         results = run_plan(probe.plan, settings, _ONCE, lead)
     except Failed:
         if lead is not None:
+            from crossrank.replay.run.worker import leave
+
             leave(1)
         return 1
     report = judge(probe, results, machines, settings.backend, given.tolerance)

@@ -68,7 +68,7 @@ class Option:
         return self.names.split()[0]
 
     def is_given(self, arguments: argparse.Namespace) -> bool:
-        return getattr(arguments, self.name) not in (None, False, [], self.default)
+        return bool(getattr(arguments, self.name) != self.unset)
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         how: dict[str, Any] = {"help": self.help, "default": self.unset, **self.more}
@@ -239,7 +239,7 @@ RUN = (
         range=(1, 1e6),
         modes=_BOTH,
     ),
-    Option("--record", "record the measured passes with crossrank into DIR", "DIR", not_with=_BETWEEN),
+    Option("--record", "record the measured passes with crossrank into DIR", "DIR", modes=_BOTH, not_with=_BETWEEN),
     Option(
         "--profile --enable-profiler",
         "after the measured passes record two more into DIR, with execution traces and Kineto (a window)",
@@ -275,7 +275,7 @@ RUN = (
         "F",
         float,
         default=1.5,
-        range=(1, 1e6),
+        range=(1.01, 1e6),
         modes=(PROBE,),
     ),
     Option(
@@ -289,7 +289,7 @@ RUN = (
 WRITE = (
     Option(
         "-o --output --output-path",
-        "where results are written",
+        "write replay.json, .csv and .html, or probe.json, into DIR",
         "DIR",
         modes=_BOTH,
         has_effect=False,

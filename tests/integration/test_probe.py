@@ -115,4 +115,4 @@ def test_what_a_probe_cannot_do_is_said_before_anything_starts(
     assert main(["probe", str(recorded)]) == 2
     assert "2 rank(s) make one at most; use 3 or more" in capsys.readouterr().err
     assert main(["probe", str(recorded), "--nproc", "4", "--groups", "ring", "--tolerance", "0.9"]) == 2
-    assert "--tolerance 0.9 is not a number from 1 to 1,000,000" in capsys.readouterr().err
+    assert "--tolerance 0.9 is not a number from 1.01 to 1,000,000" in capsys.readouterr().err

@@ -118,7 +118,7 @@ _Read = tuple[list[RankTrace] | str | None, list[tuple[FoundFile, RankTrace | Fa
 
 
 def _by_rank(tasks: Sequence[RankSources], candidates: Sequence[FoundFile]) -> list[_Item]:
-    """Work for workers, in which each file is read by one of them."""
+    """Work for workers, in which the files of a rank are read by one of them."""
     items = [_Item(task, []) for task in tasks]
     of_path = {path: item for task, item in zip(tasks, items, strict=True) for path in (task.path, task.flight)}
     for file in candidates:
@@ -139,10 +139,10 @@ def _read(item: _Item) -> _Read:
 
 
 def _failed(item: _Item, error: CrossrankError) -> _Read:
-    return (
-        None if item.times is None else sources.failed(item.times, error),
-        [(file, failed(file, error)) for file in item.evidence],
-    )
+    if item.times is None:
+        return None, [(file, failed(file, error)) for file in item.evidence]
+    # What could not be measured may be evidence all the same: a dump beside a broken comms file.
+    return sources.failed(item.times, error), [(file, read_candidate(file)) for file in item.evidence]
 
 
 def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:

@@ -40,14 +40,20 @@ def problems(ranks: Sequence[RankTrace]) -> Iterator[str]:
     if spans:
         _, end, early = min(spans, key=lambda span: (span[1], span[2].path))
         start, _, late = max(spans, key=lambda span: (span[0], span[2].path))
-        if start > end + (0 if early.clock and early.clock == late.clock else _APART):
+        known = early.clock == late.clock and _is_whole(early) and _is_whole(late)
+        if start > end + (0 if known else _APART):
             apart = f"{(start - end) / 1e9:.0f} s"
             yield f"the ranks are of different runs: {early.path} ends {apart} before {late.path} begins; {_STEP}"
 
 
+def _is_whole(one: RankTrace) -> bool:
+    """Whether its span is that of the process: a comms file has both ends, other traces say when they began at most."""
+    return one.source == "comms" and one.span is not None and bool(one.clock)
+
+
 def _span(one: RankTrace) -> tuple[int, int] | None:
     """From when to when the rank ran, or called; None where it has no wall clock."""
-    if one.span is not None:
+    if one.source == "comms" and one.span is not None:
         return one.span
     columns = [column for column in (one.calls.called, one.calls.began) if column]
     moments = [moment for column in columns for moment in (min(column), max(column)) if moment > _FIRST_DAY]

@@ -59,7 +59,7 @@ def read_comms_and_times(given: RankSources) -> RankTrace:
     trace = read_comms(given.path, given.rank, steps=given.steps)
     calls = trace.calls
     # Times that are added here are not for others who read the file.
-    times = {name: getattr(calls, name)[:] for name in ("began", "ended", "took")}
+    times = {name: getattr(calls, name)[:] for name in ("began", "ended", "took", "state")}
     trace = replace(trace, calls=replace(calls, **times), notes=trace.notes[:])
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
     in_windows = False

@@ -16,6 +16,28 @@ def ran(rank: int, begin: int, end: int, clock: str) -> RankTrace:
     return RankTrace(rank=rank, path=f"rank-{rank}", source="comms", span=span, clock=clock)
 
 
+def called(rank: int, at: int, clock: str, source: str = "comms") -> RankTrace:
+    """A rank of which the file says no end, or a span that is none of the run."""
+    grid = (BEGIN - 50 * 86_400 * SECOND, BEGIN - 49 * 86_400 * SECOND) if source == "kineto" else None
+    trace = RankTrace(rank=rank, path=f"rank-{rank}", source=source, clock=clock, span=grid)
+    trace.calls.append(group=0, signature=0, number=1, id=0, called=BEGIN + at * SECOND)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_one"),
+    [
+        # A job that was killed: of each rank only its calls are known.
+        (called(0, 0, "a"), called(1, 59, "a"), True),
+        (called(0, 0, "a"), called(1, 61, "a"), False),
+        (ran(0, 0, 10, "a"), called(1, 5, "", "kineto"), True),
+        (called(0, 0, "", "kineto"), called(1, 86_400, "", "kineto"), False),
+    ],
+)
+def test_where_no_file_says_how_long_it_ran_its_calls_tell(first: RankTrace, second: RankTrace, is_one: bool) -> None:
+    assert (list(problems([second, first])) == []) == is_one
+
+
 @pytest.mark.parametrize(
     ("first", "second", "is_one"),
     [

@@ -12,6 +12,7 @@ import pytest
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
+from crossrank.tools.cli import main
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
@@ -301,3 +302,16 @@ def test_ranks_of_several_runs_are_refused(ranks: list[RankTrace], message: str 
     found = Measurements([], ["first", "second", "third", "fourth"])
     with nullcontext() if message is None else pytest.raises(CrossrankError, match=message):
         settle([ranks], found)
+
+
+def test_a_dump_beside_a_broken_comms_file_is_evidence_for_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        dump(tmp_path, rank, [entry(0, "all_reduce", 0, 1, collective_seq_id=1)], ours=True)
+        comms(tmp_path, rank, [{"id": 0, "seq": 1, "t": 0, "op": "all_reduce"}])
+    (tmp_path / "rank-0.comms.jsonl").write_text('{"no": "header"}\n')
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["diagnosis"]["ranks"] == [0, 1]
+    assert any("rank-0.comms.jsonl" in text for text in found["skipped"])

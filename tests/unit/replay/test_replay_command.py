@@ -76,6 +76,7 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: p
         (["{plan}", "--master-port", "99999"], "--master-port 99999 is not a number from 1 to 65,535"),
         (["{plan}", "--pace", "slow"], "--pace 'slow' is not fast, recorded, compute, or a factor"),
         (["{plan}", "--scale-bytes", "nan"], "--scale-bytes nan is not above 0"),
+        (["{plan}", "--scale-bytes", "0"], "--scale-bytes 0 is not above 0"),
         (["{plan}", "--sweep", "speed=1,2"], "--sweep 'speed=1,2' is not NAME=VALUE,VALUE"),
         (["{plan}", "--backend", "carrier_pigeon"], "--backend 'carrier_pigeon' is not one of gloo, nccl, "),
         (["{plan}", "--backend", "carrier_pigeon", "--dry-run"], "--backend 'carrier_pigeon' is not one of gloo, "),
