@@ -296,14 +296,6 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _read_with_computation(arguments: argparse.Namespace) -> Plan:
-    if arguments.trace_type is not None:
-        raise CrossrankError(
-            "--trace-type chooses the calls of one kind of file; --compute reads windows: leave one out"
-        )
-    if arguments.steps is not None:
-        raise CrossrankError(
-            "--steps chooses calls of a comms file; --compute replays a window: choose it with --window"
-        )
     found = find_windows(arguments.trace, arguments.window, one_trace=arguments.one_trace)
     size = sum(
         os.path.getsize(path) for one in found.inputs for path in (one.et, one.linked) if path and os.path.exists(path)

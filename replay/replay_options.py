@@ -84,6 +84,7 @@ class Option:
 _BOTH = (REPLAY, PROBE)
 _ALONE = {"compute": "is about communication alone, with numbers of its own"}
 _BETWEEN = {"graph": "acts between calls, of which a graph has none"}
+_MEETING = {"init_method": "says where the ranks meet, as --init-method does"}
 _MANY = (1, MOST_RANKS)
 
 READ = (
@@ -258,7 +259,7 @@ RUN = (
         "where rank 0 is, where the launcher does not say it",
         "HOST",
         modes=_BOTH,
-        not_with={"init_method": "says where the ranks meet, as --init-method does"},
+        not_with=_MEETING,
     ),
     Option(
         "--master-port",
@@ -267,7 +268,7 @@ RUN = (
         int,
         range=(1, 65535),
         modes=_BOTH,
-        not_with={"init_method": "says where the ranks meet, as --init-method does"},
+        not_with=_MEETING,
     ),
     Option(
         "--tolerance",

@@ -179,8 +179,9 @@ class _Found:
         columns = {name: np.empty(most, np.int64) for name in _MADE}
         count = 0
         for first in range(0, len(ranks), _AT_ONCE):
-            made = self._made(ranks[first : first + _AT_ONCE])
-            self._count(ranks[first : first + _AT_ONCE], made)
+            some = ranks[first : first + _AT_ONCE]
+            made = self._made(some)
+            self._count(some, made)
             for name, column in columns.items():
                 column[count : count + len(made)] = made[name].to_numpy()
             count += len(made)
