@@ -35,9 +35,7 @@ from crossrank.tools.graph.chakra.convert_ranks import (
 from crossrank.tools.graph.chakra.simulate import Cost, RankGraph, Simulation, Transfer, simulate
 from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
 from crossrank.tools.graph.linking.window_files import Inputs
-from crossrank.tools.job.collectives import match_collectives
-from crossrank.tools.job.job import Job
-from crossrank.tools.job.sources import find, read
+from crossrank.tools.job.sources import open_job
 from crossrank.tools.output.console import print_json
 from crossrank.tools.output.simulation import print_beside, print_leave_one_out, print_network, print_simulation
 from crossrank.tools.parallel import Fleet
@@ -181,7 +179,7 @@ def _needs_kinds(arguments: argparse.Namespace) -> bool:
 
 def _measured(paths: Sequence[str], fleet: Fleet) -> list[MeasuredKind]:
     """The times of the recording's own collectives."""
-    return measured_kinds(match_collectives(Job.match(read(find(paths), fleet))))
+    return measured_kinds(open_job(paths, fleet))
 
 
 def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Network | None:

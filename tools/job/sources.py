@@ -17,6 +17,8 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
 from crossrank.tools.graph.linking.window_files import RankInput
+from crossrank.tools.job.collectives import JobTables, match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.job.one_run import problems
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
@@ -153,6 +155,29 @@ def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSou
         if kind in files:
             return RankSources(kind=kind, path=files[kind][0].path, rank=rank)
     return None
+
+
+def open_job(
+    paths: Sequence[str],
+    fleet: Fleet,
+    ranks: Collection[int] | None = None,
+    source: str | None = None,
+    also: str = "",
+) -> JobTables:
+    """The job whose files are at `paths`, all ranks read and matched; the other arguments are those of `find`. Of the
+    `ranks` that are asked for some may have no file.
+
+    Raises `CrossrankError` where there is no measurement, no file can be used, or the ranks are of several runs.
+    """
+    found = find(paths, ranks, source, also=also)
+    return job_of(read(found, fleet), found, ranks)
+
+
+def job_of(traces: Iterable[RankTrace], found: Measurements, ranks: Collection[int] | None = None) -> JobTables:
+    """Those of the ranks that were asked for, matched."""
+    job = Job.match([one for one in traces if ranks is None or one.rank in ranks])
+    job.skipped = found.skipped
+    return match_collectives(job)
 
 
 def read(found: Measurements, fleet: Fleet) -> list[RankTrace]:

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import polars as pl
+
 from crossrank.comm import Locality
-from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.launches import SEND_RECV
 from crossrank.tools.predict.network import STEPS, Algorithm, Link, Network, steps
 
@@ -49,14 +51,14 @@ class Predicted:
         return None if self.time_ns is None else self.time_ns / self.kind.time_ns - 1
 
 
-def measured_kinds(found: Collectives) -> list[MeasuredKind]:
+def measured_kinds(found: JobTables) -> list[MeasuredKind]:
     """What the collectives of a job took, those left out whose time or size is not known or an upper bound."""
-    frame = found.collectives_frame()
+    frame = found.about(found.timed.filter(~pl.col("is_upper_bound")), "label", "group", "locality")
     times: dict[tuple[str, int, Locality, int], list[tuple[float, float]]] = defaultdict(list)
-    columns = ("op", "group", "locality", "bytes", "time", "busbw", "bound")
-    for op, group, locality, size, time, busbw, bound in zip(*(frame[name] for name in columns), strict=True):
+    columns = ("label", "group", "locality", "bytes", "time_ns", "busbw_gb_per_s")
+    for op, group, locality, size, time, busbw in frame.select(columns).iter_rows():
         name = "send" if op == SEND_RECV else op
-        if time and not bound and size is not None and name in STEPS and found.groups[group].size > 1:
+        if time and size is not None and name in STEPS and found.groups[group].size > 1:
             times[name, found.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
     return [
         MeasuredKind(

@@ -20,7 +20,7 @@ def figures_of(*ranks: Rank) -> Figures:
 
 
 def figures_of_times(times: list[RankTrace]) -> Figures:
-    return figures(times, match_collectives(Job.match(times)), inputs=["run"], diagnosis_problem="none here")
+    return figures(match_collectives(Job.match(times)), inputs=["run"], diagnosis_problem="none here")
 
 
 def late_job() -> list[Rank]:
@@ -136,7 +136,7 @@ def test_groups_made_alike_are_one_class() -> None:
     found = figures_of_times(groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
     assert found.matrix.groups == ["tp: 2 of 2 ranks", "dp: 2 of 2 ranks", "group 0: 4 ranks"]
     assert found.matrix.calls == [[4, 4, 4]]
-    assert [(row.pg, row.collectives) for row in found.bandwidth.rows] == [
+    assert [(row["pg"], row["collectives"]) for row in found.bandwidth.rows] == [
         ("dp: 2 of 2 ranks", 2),
         ("tp: 2 of 2 ranks", 2),
         ("group 0: 4 ranks", 1),
@@ -160,7 +160,7 @@ def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:
     assert (found.ranks, found.missing_ranks, found.waiting) == (1, "", None)
     assert found.matrix.time_ms == [[0.1]]
     (row,) = found.bandwidth.rows
-    assert (row.busbw_gb_per_s, row.upper_bounds) == (None, 0)
+    assert (row["busbw_gb_per_s"], row["upper_bounds"]) == (None, 0)
 
 
 def test_calls_that_wait_at_the_same_time_count_once() -> None:

@@ -93,7 +93,7 @@ def hostile_pages() -> dict[str, str]:
     figures.notes, figures.about, figures.inputs = [EVIL], {EVIL: EVIL}, [EVIL]
     figures.matrix.groups, figures.traffic.labels, figures.sources[0].source = [EVIL], [EVIL, "b"], EVIL
     for row in figures.bandwidth.rows:
-        row.pg = row.op = EVIL
+        row["pg"] = row["op"] = EVIL
     return {
         "diagnosis": diagnosis_page(diagnosis),
         "replay": replay_page(report),
