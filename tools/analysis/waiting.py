@@ -137,8 +137,7 @@ def _calls(found: JobTables) -> pl.DataFrame:
     """The launches with `wait`, in ns, the `moment` at which it begins, and how many `members` their collective has:
     by times of the communication, or where there are none by when hosts made calls."""
     calls = found.calls.select("rank", "kind", "step", "collective", "called_ns", wait="waiting_ns", moment="began_ns")
-    calls = calls.hstack(found.of_collective("last_rank", "expected", "opens"))
-    calls = calls.with_columns(members=pl.len().over("collective"))
+    calls = calls.hstack(found.of_collective("last_rank", "expected", "opens", "launches"))
     return calls if _has_times(found) else _by_calls(calls, found)
 
 
@@ -147,7 +146,7 @@ def _by_calls(calls: pl.DataFrame, found: JobTables) -> pl.DataFrame:
     calls = calls.with_columns(moment="called_ns")
     if found.clocks.count > 1:
         return calls
-    usable = pl.col("releases_all") & pl.col("moment").is_not_null() & (pl.col("members") > 1)
+    usable = pl.col("releases_all") & pl.col("moment").is_not_null() & (pl.col("launches") > 1)
     last = pl.col("moment").filter(usable).max().over("collective")
     calls = found.about(calls, "releases_all").with_columns(wait=pl.when(usable).then(last - pl.col("moment")))
     return calls.with_columns(last_rank=pl.col("rank").filter(pl.col("wait") == 0).last().over("collective"))
@@ -170,7 +169,7 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"
 
 
-_KNOWN = pl.col("wait").is_not_null() & (pl.col("members") >= pl.col("expected")) & ~pl.col("opens")
+_KNOWN = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected")) & ~pl.col("opens")
 """Of calls: all members of the collective are known, how long they waited, and that no profiler made them late."""
 
 
@@ -184,17 +183,15 @@ def arrivals(found: JobTables) -> pl.DataFrame:
 def lateness(found: JobTables) -> pl.DataFrame:
     """One row per launch: `late_ns`, how long it began after that of the first rank, on corrected clocks, and
     `waiting_ns`, how long it waited for the last one; null where ranks cannot be compared."""
-    on_one_clock = pl.lit(found.calls["comparable"]) if _has_times(found) else pl.lit(value=found.clocks.count == 1)
-    moment = pl.col("moment")
-    return (
-        _calls(found)
-        .with_columns(moment=pl.when(on_one_clock).then(moment))
-        .select(
-            late_ns=pl.when(moment.count().over("collective") > 1).then(moment - moment.min().over("collective")),
-            waiting_ns="wait",
-            opens_window="opens",
-        )
-    )
+    calls = _calls(found).select("collective", "wait", "moment", "opens")
+    if not _has_times(found) and found.clocks.count > 1:
+        calls = calls.with_columns(moment=None)
+    elif _has_times(found):
+        calls = calls.with_columns(moment=pl.when(found.calls["comparable"]).then("moment"))
+    first = calls.lazy().group_by("collective").agg(pl.min("moment"), several=pl.count("moment") > 1).sort("collective")
+    of_call = first.collect()[calls["collective"]]
+    late = pl.when(of_call["several"]).then(pl.col("moment") - of_call["moment"])
+    return calls.select(late_ns=late, waiting_ns="wait", opens_window="opens")
 
 
 def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:

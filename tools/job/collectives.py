@@ -37,7 +37,7 @@ from crossrank.tools.traces.rank_trace import Interned
 _BY_PROFILER = ("kineto", "nsight")
 _OF_COLLECTIVE = (
     *("kind", "number", "step", "calls", "bytes", "exchanged", "ranks", "expected", "called_ns", "arrived_ns"),
-    *("ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank"),
+    *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank"),
 )
 _OF_END = ("clock", "collective", "ended_ns")
 NO_DURATION = "calls whose end does not come after their begin: they have no times"
@@ -57,9 +57,10 @@ class JobTables(Launches):
 
     collectives: pl.DataFrame
     """One row per collective or transfer, with the columns `number`, `step` and the measured ones of the tables
-    `collectives` and `transfers` in `crossrank.tools.tables`; `kind`, that of its first rank; `exchanged`, the bytes of
-    an uneven all_to_all or a batch that the busiest rank exchanges; `opens`: it is the first that one of its ranks made
-    in a window of a profiler, which began on that rank when it did."""
+    `collectives` and `transfers` in `crossrank.tools.tables`. Beside them: `kind`, that of its first rank; `launches`,
+    how many it is of; `exchanged`, the bytes of an uneven all_to_all or a batch that the busiest rank exchanges;
+    `opens`: it is the first that one of its ranks made in a window of a profiler, which began on that rank when it
+    did."""
     clocks: Clocks
     shift: dict[int, int]
     """Rank -> what was added to its times to have them on the common clock, in ns."""
@@ -185,6 +186,7 @@ def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFram
             pl.max("bytes", "exchanged"),
             calls=pl.max_horizontal("calls", "together").max(),
             shares_launch=pl.max("together") > 1,
+            launches=pl.len(),
             ranks=ended.count(),
             called_ns=pl.min("called_ns"),
             arrived_ns=began.max(),
@@ -198,7 +200,7 @@ def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFram
         .sort("collective")
         .collect()
     )
-    collectives = _timed(found.about(collectives, "members", "late_ends", "guessed", "sized"), clocks)
+    collectives = _timed(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
     of_call = collectives.select("released", "shortest", "by_begin", "compared", last_begin="arrived_ns")[
         found.calls["collective"]
     ]
@@ -248,7 +250,7 @@ def _timed(collectives: pl.DataFrame, clocks: Clocks) -> pl.DataFrame:
     return (
         # A send that left before its receive began is over when the receive has it: ends after begins, or nothing.
         collectives.with_columns(
-            placed=placed & (span > 0).fill_null(value=False), expected=pl.when(apart).then(1).otherwise("members")
+            placed=placed & (span > 0).fill_null(value=False), expected=pl.when(apart).then(1).otherwise("participants")
         )
         .with_columns(time_ns=pl.when(released).then("shortest").when(placed).then(span).otherwise("longest"))
         .with_columns(

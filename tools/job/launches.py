@@ -143,7 +143,7 @@ class Launches:
 
 # As categories texts cost 4 bytes a row.
 _FACTS = {
-    "op": pl.String,
+    "op": pl.Categorical,
     "label": pl.Categorical,
     "group": pl.Int64,
     "root": pl.Int64,
@@ -162,7 +162,7 @@ _FACTS = {
     "releases_all": pl.Boolean,
     "late_ends": pl.Boolean,
     "guessed": pl.Boolean,
-    "members": pl.Int64,
+    "participants": pl.Int64,
 }
 
 

@@ -85,7 +85,8 @@ def _join(calls: pl.DataFrame) -> pl.DataFrame:
     span = int(calls.select(pl.max("number")).item() or 0) + 1
     key = pl.col("lane").cast(pl.Int64) * span + pl.col("number")
     key = pl.when(_APART).then(-1 - pl.int_range(pl.len())).otherwise(key)
-    return calls.with_columns(collective=key.rank("dense").cast(pl.UInt32) - 1)
+    _, collective = np.unique(calls.select(key).to_series().to_numpy(), return_inverse=True)
+    return calls.with_columns(pl.Series(collective, dtype=pl.UInt32).alias("collective"))
 
 
 def _leave_out(calls: pl.DataFrame, out: pl.Series | pl.Expr, why: str, unmatched: Counter[str]) -> pl.DataFrame:
@@ -203,12 +204,13 @@ def _agreed_size(kind: CallKind) -> int | None:
 
 def _part_unlike_calls(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
     """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
-    named = [pl.col(name) for name in ("operation", "agreed", "root")]
-    is_unlike = pl.any_horizontal((one != one.first().over("collective")).fill_null(value=False) for one in named)
-    unlike = calls.select(is_unlike.any().over("collective")).to_series()
-    if not unlike.any():
+    differ = [pl.min(name) != pl.max(name) for name in ("operation", "agreed", "root")]
+    unlike = (
+        calls.lazy().group_by("collective").agg(pl.any_horizontal(differ).alias("unlike")).filter("unlike").collect()
+    )
+    if not len(unlike):
         return calls
-    calls = calls.with_columns(unlike=unlike)
+    calls = calls.with_columns(unlike=pl.col("collective").is_in(unlike["collective"].implode()))
     calls = _leave_out(calls, _on_bad_lanes(~_APART, pl.col("unlike")), SHIFTED, unmatched)
     calls = _leave_out(calls, pl.col("unlike"), DISAGREE, unmatched)
     return _join(calls.drop("unlike"))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
+import numpy as np
 import polars as pl
 
 from crossrank.text import printable, rank_ranges
@@ -75,18 +77,19 @@ def _of(found: JobTables, p2p: bool) -> tuple[JobTables, int]:
 def _calls(found: JobTables, *, p2p: bool) -> pl.DataFrame:
     """The launches of collectives, or of transfers, with `KEYS` and what waiting says of each."""
     source, first = _of(found, p2p)
-    launches = source.about(source.calls.drop("waiting_ns"), "group", "op", "is_p2p").hstack(lateness(source))
-    return launches.filter(is_p2p=p2p).with_columns(pl.col("collective").cast(pl.Int64) + first)
+    launches = source.calls.select("rank", "row", "step", "collective", "kind").hstack(lateness(source))
+    launches = source.about(launches, "group", "op", "is_p2p").filter(is_p2p=p2p)
+    return launches.with_columns(pl.col("collective").cast(pl.Int64) + first)
 
 
 def arrivals_by_call(found: JobTables) -> pl.DataFrame:
     """The table `arrivals`."""
+    ranks = found.job.ranks
+    first_of = dict(zip(ranks, accumulate(map(len, ranks.values()), initial=0), strict=False))
+    place = pl.col("rank").replace_strict(first_of, return_dtype=pl.UInt32) + pl.col("row")
+    numbers = pl.Series(np.concatenate([np.zeros(0, np.int64), *(trace.numbers for trace in ranks.values())]))
     calls = pl.concat(_calls(found, p2p=p2p) for p2p in (False, True))
-    numbers = [
-        pl.DataFrame({"rank": rank, "call": trace.numbers}).with_row_index("row").cast({"rank": pl.Int32})
-        for rank, trace in found.job.ranks.items()
-    ]
-    return TABLES["arrivals"].select(calls.join(pl.concat(numbers), on=("rank", "row"), maintain_order="left"))
+    return TABLES["arrivals"].select(calls.with_columns(call=pl.lit(numbers).gather(place)))
 
 
 def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
