@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 import polars as pl
@@ -20,6 +20,7 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.overlap import Overlap, overlap_of
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.tables import ANSWERS, Row
 
 KEYS = {
     "op": ("op",),
@@ -33,25 +34,6 @@ BY = ("op", "group", "size", "locality")
 
 _FACTS = ("label", "group", "locality", "source")
 _GROUPED_BY = ("op", "group", "size_from", "size_to", "locality", "source")
-_COLUMNS = (
-    *("op", "pg", "desc", "ranks", "size_from", "size_to", "locality", "source", "collectives", "calls", "bytes"),
-    *("unsized", "time_us", "kernel_us", "waiting_us", "algbw_gb_per_s", "busbw_gb_per_s", "line_rate_gb_per_s"),
-    *("line_rate_share", "upper_bounds"),
-)
-Row = dict[str, Any]
-"""Collectives that agree in what they are grouped by. None stands for what is not grouped by, or not known.
-
-* `op`, `pg`, `desc`, `ranks` (members of the group), `locality`, `source`
-* `size_from`, `size_to`: sizes of the bucket in bytes, S of nccl-tests; both ends belong to it
-* `collectives`; `calls` with times that they are made of, over all ranks
-* `bytes`: the sum of S, as far as it is known; `unsized`: collectives of which it is not known
-* `time_us`: p50, p95, max and total of the times of collectives, from the last arrival
-* `kernel_us`: the same of the durations on each rank, waiting for others included
-* `waiting_us`: the same of how long each rank waited; None where no rank can be compared with another
-* `algbw_gb_per_s`, `busbw_gb_per_s`: p5, p50, p95 and max over the collectives, GB/s of 1e9 bytes; 95 % reach p5
-* `line_rate_gb_per_s`, as the user gives it for the locality, and `line_rate_share`, busbw over it
-* `upper_bounds`: collectives of which the time is an upper bound, so that the rates are lower ones
-"""
 
 
 class Bandwidth(msgspec.Struct, kw_only=True):
@@ -154,7 +136,7 @@ def bandwidth(
         not_compared=found.unmatched,
         clocks=found.clocks,
         by=list(by),
-        rows=bandwidth_rows(found, by, rates or {}, classes).to_dicts(),
+        rows=ANSWERS["bandwidth"].rows(bandwidth_rows(found, by, rates or {}, classes)),
         total_ms=round(int(timed["time_ns"].sum()) / 1e6, 3),
         notes=list(dict.fromkeys(note for one in ranks for note in (*one.notes, *one.named_problems))),
         skipped=found.job.skipped,
@@ -178,7 +160,7 @@ def bucket_of(size: int) -> tuple[int, int]:
 def bandwidth_rows(
     found: JobTables, by: Sequence[str], rates: dict[str, float], classes: Sequence[str] = ()
 ) -> pl.DataFrame:
-    """One `Row` for each combination of what is grouped by; the one that takes longest first."""
+    """The answer `bandwidth`: one row for each combination of what is grouped by; the one that takes longest first."""
     keys = [column for name in by for column in KEYS[name]]
     groups = _groups(found, classes)
     timed = found.about(found.collectives.with_row_index("collective").drop_nulls("time_ns"), *_FACTS)
@@ -223,7 +205,7 @@ def bandwidth_rows(
             pl.col("op", "pg").cast(pl.String).fill_null(""),
             maintain_order=True,
         )
-        .select(_COLUMNS)
+        .select(*ANSWERS["bandwidth"].columns)
     )
 
 

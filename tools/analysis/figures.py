@@ -16,6 +16,7 @@ from crossrank.tools.analysis.exposed import Exposed, exposed_of
 from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_of
 from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
 from crossrank.tools.traces.replayed import ReplayReport
 
@@ -40,20 +41,6 @@ class Matrix(msgspec.Struct, kw_only=True):
     """Summed over ranks."""
 
 
-class Source(msgspec.Struct, kw_only=True):
-    """A line of the user's code."""
-
-    source: str
-    op: str
-    calls: int
-    bytes: int
-    """As far as they are known."""
-    unsized: int
-    """Calls of which the bytes are not known."""
-    time_ms: float | None
-    waiting_ms: float | None
-
-
 class Figures(msgspec.Struct, kw_only=True):
     """Everything that the page shows, and `--json` prints."""
 
@@ -72,7 +59,7 @@ class Figures(msgspec.Struct, kw_only=True):
     """Bytes, S of nccl-tests, summed over ranks."""
     matrix: Matrix
     traffic: Traffic
-    sources: list[Source]
+    sources: list[Row]
     bandwidth: Bandwidth
     waiting: Waiting | None
     steps: Steps | None
@@ -213,7 +200,7 @@ def _matrix(kinds: pl.DataFrame) -> Matrix:
     return Matrix(ops=ops, groups=groups, **columns)
 
 
-def _sources(found: JobTables, kinds: pl.DataFrame) -> list[Source]:
+def _sources(found: JobTables, kinds: pl.DataFrame) -> list[Row]:
     """Lines by the time that they cost; a collective that ranks call from several lines counts for each of them."""
     line = ("source", "op")
     calls = found.calls.select("collective", "kind").hstack(found.of_collective("time_ns")).drop_nulls("time_ns")
@@ -223,11 +210,6 @@ def _sources(found: JobTables, kinds: pl.DataFrame) -> list[Source]:
     lines = lines.join(times, on=line, how="left", maintain_order="left").fill_null(0)
     lines = lines.with_columns(pl.col("time_ms", "waiting_ms").round(3))
     lines = lines.sort(["time_ms", "bytes", "source"], descending=[True, True, False], maintain_order=True)
-    return [
-        Source(
-            **row
-            | {"source": printable(row["source"])}
-            | {name: row[name] or None for name in ("time_ms", "waiting_ms")}
-        )
-        for row in lines.head(_MOST_SOURCES).to_dicts()
-    ]
+    no_time = [pl.when(pl.col(name) != 0).then(name).alias(name) for name in ("time_ms", "waiting_ms")]
+    shown = lines.head(_MOST_SOURCES).with_columns(no_time)
+    return [row | {"source": printable(row["source"])} for row in ANSWERS["sources"].rows(shown)]

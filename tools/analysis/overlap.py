@@ -20,40 +20,12 @@ import numpy as np
 import polars as pl
 
 from crossrank.tools.job.collectives import JobTables
-from crossrank.tools.tables import TABLES
+from crossrank.tools.tables import ANSWERS, TABLES, Row
 from crossrank.tools.traces.busy import Ints, Spans, covered, spans_of, union
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_RANKS = 128
 _MOST_STEPS = 2000
-
-
-class TimeShares(msgspec.Struct, kw_only=True):
-    """What time went to, in ms of an iteration; of a window where no iterations are known."""
-
-    computation_ms: float
-    exposed_ms: float
-    memory_ms: float
-    idle_ms: float
-
-
-class RankTime(TimeShares, kw_only=True):
-    """Means over the iterations of one rank."""
-
-    rank: int
-    iterations: int
-    duration_ms: float
-    communication_ms: float
-    waiting_ms: float | None
-    """None where no other rank can be compared with."""
-    waits_for: int | None
-    """The rank that came last in most of the waiting."""
-
-
-class StepTime(TimeShares, kw_only=True):
-    """Medians over the ranks of one iteration."""
-
-    step: int
 
 
 class Overlap(msgspec.Struct, kw_only=True):
@@ -70,9 +42,9 @@ class Overlap(msgspec.Struct, kw_only=True):
     memory: float
     idle: float
     of_ranks: int
-    ranks: list[RankTime]
+    ranks: list[Row]
     """Those with most exposed communication, in the order of ranks."""
-    steps: list[StepTime]
+    steps: list[Row]
 
 
 def overlap_of(found: JobTables) -> Overlap | None:
@@ -98,8 +70,8 @@ def overlap_of(found: JobTables) -> Overlap | None:
         windows=len(rows),
         **{name: round(sums[f"{name}_ns"] / sums["duration_ns"], 4) for name in shares},
         of_ranks=len(of_rank),
-        ranks=[RankTime(**row) for row in shown.to_dicts()],
-        steps=[StepTime(**row) for row in of_step.to_dicts()],
+        ranks=ANSWERS["time_of_ranks"].rows(shown),
+        steps=ANSWERS["time_of_steps"].rows(of_step),
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import polars as pl
 
 from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_BINS = 120
@@ -16,30 +16,6 @@ _MOST_ROWS = 128
 _MOST_STEPS = 2000
 _MOST_RANKS = 16
 """Ranks that are listed by name."""
-
-
-class Last(msgspec.Struct, kw_only=True):
-    """A rank that came last."""
-
-    rank: int
-    last: int
-    """Collectives in which it did, of those whose members are all known."""
-    of: int
-    """Those that it took part in."""
-    cost_ms: float
-    """Time during which somebody waited for it; calls that wait at the same time count once."""
-
-
-class Waiter(msgspec.Struct, kw_only=True):
-    """A rank that waited."""
-
-    rank: int
-    waiting_ms: float
-    """Time during which one of its calls waited; calls that wait at the same time count once."""
-    first: int
-    """Collectives in which it came first, of those whose members are all known."""
-    of: int
-    """Those that it took part in."""
 
 
 class Waiting(msgspec.Struct, kw_only=True):
@@ -58,9 +34,9 @@ class Waiting(msgspec.Struct, kw_only=True):
     """Ranks, or blocks of them."""
     mean_us: list[list[float | None]]
     """Mean waiting of a row's calls in each bin."""
-    last: list[Last]
+    last: list[Row]
     """Ranks that others waited for, those that cost most first."""
-    waiters: list[Waiter]
+    waiters: list[Row]
     """Ranks that waited longest in all."""
     openings: int
     """Collectives that neither `last` nor `waiters` count: see `openings`."""
@@ -95,7 +71,7 @@ def waiting_of(found: JobTables) -> Waiting | None:
     spread = {place: values for place, *values in of_bin.iter_rows()}
     # A bin in which nobody waited has no values.
     p50, p95, most = ([_tenths(spread[at][n] if at in spread else None) for at in places] for n in range(3))
-    arrived = _arrivals(calls, found.ranks)
+    arrived = _arrivals(calls, found.ranks).with_columns(of="collectives")
     means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
     mean_of = {(block, place): mean for block, place, mean in means.iter_rows()}
     return Waiting(
@@ -107,14 +83,8 @@ def waiting_of(found: JobTables) -> Waiting | None:
         max_us=most,
         rows=[f"rank {first}" if width == 1 else f"rank {first}-{first + width - 1}" for first in blocks],
         mean_us=[[_tenths(mean_of.get((block, at))) for at in places] for block in range(len(blocks))],
-        last=[
-            Last(rank=one["rank"], last=one["last"], of=one["collectives"], cost_ms=in_ms(one["waited_for_ns"]))
-            for one in with_most(arrived, "waited_for_ns")
-        ],
-        waiters=[
-            Waiter(rank=one["rank"], waiting_ms=in_ms(one["waiting_ns"]), first=one["first"], of=one["collectives"])
-            for one in with_most(arrived, "waiting_ns")
-        ],
+        last=ANSWERS["last"].rows(with_most(arrived, "waited_for_ns").with_columns(cost_ms=in_ms("waited_for_ns"))),
+        waiters=ANSWERS["waiters"].rows(with_most(arrived, "waiting_ns").with_columns(waiting_ms=in_ms("waiting_ns"))),
         openings=openings(found),
     )
 
@@ -134,7 +104,7 @@ def _has_times(found: JobTables) -> bool:
 
 
 def _calls(found: JobTables) -> pl.DataFrame:
-    """The launches with `wait`, in ns, the `moment` at which it begins, and how many `members` their collective has:
+    """The launches with `wait`, in ns, the `moment` at which it begins, and how many `launches` their collective has:
     by times of the communication, or where there are none by when hosts made calls."""
     calls = found.calls.select("rank", "kind", "step", "collective", "called_ns", wait="waiting_ns", moment="began_ns")
     calls = calls.hstack(found.of_collective("last_rank", "expected", "opens", "launches"))
@@ -226,14 +196,13 @@ def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr
     )
 
 
-def with_most(frame: pl.DataFrame, column: str) -> Iterator[dict[str, Any]]:
-    """The rows of the ranks with most ns of a column, by name."""
-    rows = frame.filter(pl.col(column) > 0).sort(column, "rank", descending=[True, False]).head(_MOST_RANKS)
-    return rows.iter_rows(named=True)
+def with_most(frame: pl.DataFrame, column: str) -> pl.DataFrame:
+    """The rows of the ranks with most of a column."""
+    return frame.filter(pl.col(column) > 0).sort(column, "rank", descending=[True, False]).head(_MOST_RANKS)
 
 
-def in_ms(ns: int) -> float:
-    return round(ns / 1e6, 3)
+def in_ms(ns: str) -> pl.Expr:
+    return (pl.col(ns) / 1e6).round(3)
 
 
 def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:

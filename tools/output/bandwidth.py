@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from crossrank.text import amount, microseconds, percent, percents, printable, significant, size_text
-from crossrank.tools.analysis.bandwidth import Bandwidth, Row
+from crossrank.tools.analysis.bandwidth import Bandwidth
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.launches import TIMED_BY
 from crossrank.tools.output.console import Table, print_counts, print_notes, table_of
+from crossrank.tools.tables import Row
 
 _SHOWN = 24
 BOUNDS = "upper bounds: not all members were seen, several calls shared a launch, or the end is known only from a wait"

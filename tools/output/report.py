@@ -53,7 +53,7 @@ def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
         "traffic": ("Who sends to whom", bool(figures.traffic.total), "sizes of calls whose ranks are known"),
         "lines": (
             "Source lines",
-            any(row.source != _NO_LINE for row in figures.sources),
+            any(row["source"] != _NO_LINE for row in figures.sources),
             "lines of the code that calls, which recordings of crossrank and dumps have",
         ),
         "bandwidth": ("Bandwidth", bool(figures.bandwidth.timed_collectives), "how long communication took"),
@@ -164,14 +164,14 @@ _PARTS = {
 
 
 def _overlap(overlap: Overlap) -> Chart:
-    ranks = [f"rank {one.rank}" for one in overlap.ranks]
+    ranks = [f"rank {one['rank']}" for one in overlap.ranks]
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": name,
             "y": ranks,
-            "x": [getattr(one, part) for one in overlap.ranks],
+            "x": [one[part] for one in overlap.ranks],
             "hovertemplate": "%{y}: %{x:,.2f} ms<extra>" + name + "</extra>",
             **({"marker": {"color": "rgba(128, 128, 128, 0.4)"}} if name == "idle" else {}),
         }
