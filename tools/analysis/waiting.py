@@ -153,15 +153,16 @@ def arrivals(found: JobTables) -> pl.DataFrame:
 def lateness(found: JobTables) -> pl.DataFrame:
     """One row per launch: `late_ns`, how long it began after that of the first rank, on corrected clocks, and
     `waiting_ns`, how long it waited for the last one; null where ranks cannot be compared."""
-    calls = _calls(found).select("collective", "wait", "moment", "opens")
-    if not _has_times(found) and found.clocks.count > 1:
-        calls = calls.with_columns(moment=None)
-    elif _has_times(found):
-        calls = calls.with_columns(moment=pl.when(found.calls["comparable"]).then("moment"))
+    if _has_times(found):
+        moment = pl.when("comparable").then("began_ns")
+        calls = found.calls.select("collective", moment=moment, wait="waiting_ns")
+    else:
+        calls = _calls(found).select("collective", "moment", "wait")
+        calls = calls if found.clocks.count == 1 else calls.with_columns(moment=None)
     first = calls.lazy().group_by("collective").agg(pl.min("moment"), several=pl.count("moment") > 1).sort("collective")
     of_call = first.collect()[calls["collective"]]
     late = pl.when(of_call["several"]).then(pl.col("moment") - of_call["moment"])
-    return calls.select(late_ns=late, waiting_ns="wait", opens_window="opens")
+    return calls.select(late_ns=late, waiting_ns="wait", opens_window=found.of_collective("opens")["opens"])
 
 
 def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:

@@ -205,29 +205,19 @@ def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFram
         found.calls["collective"]
     ]
     lateness, longer = pl.col("last_begin") - began, duration - pl.col("shortest")
-    calls = found.calls.hstack(of_call)
     wait = pl.when("released").then(longer).otherwise(pl.min_horizontal(lateness, duration))
     # Who arrived last: between clocks the shortest duration tells it better than begins that are only so well aligned.
     is_last = pl.col("compared") & (pl.when("by_begin").then(lateness).otherwise(longer) == 0)
-    is_exact = pl.col("placed") & ~pl.col("by_begin")
-    calls = calls.with_columns(waiting_ns=pl.when("compared").then(wait))
+    of_call = found.calls.hstack(of_call)
+    last = of_call.filter(is_last).select("collective", "rank", exact=pl.col("placed") & ~pl.col("by_begin"))
+    calls = found.calls.hstack(of_call.select(waiting_ns=pl.when("compared").then(wait)))
+    del of_call  # as large as the calls
+    waits = calls.lazy().group_by("collective").agg(longest_wait_ns=pl.max("waiting_ns")).sort("collective").collect()
     # Durations that kernels have are exact, whatever the clocks; what is no later than clocks may be apart is not late.
-    last = (
-        calls.lazy()
-        .group_by("collective")
-        .agg(
-            longest_wait_ns=pl.max("waiting_ns"),
-            last=pl.col("rank").filter(is_last).last(),
-            last_exactly=pl.col("rank").filter(is_last & is_exact).last(),
-        )
-        .sort("collective")
-        .select(
-            "longest_wait_ns",
-            last_rank=pl.when(pl.col("longest_wait_ns") > clocks.slack_ns).then("last").otherwise("last_exactly"),
-        )
-        .collect()
-    )
-    return calls.drop(of_call.columns), with_rates(found, collectives.hstack(last).select(_OF_COLLECTIVE))
+    is_late = waits["longest_wait_ns"].gather(last["collective"]) > clocks.slack_ns
+    last = last.filter(pl.col("exact") | is_late).group_by("collective").agg(last_rank=pl.last("rank"))
+    collectives = collectives.hstack(waits.select("longest_wait_ns")).join(last, on="collective", how="left")
+    return calls, with_rates(found, collectives.sort("collective").select(_OF_COLLECTIVE))
 
 
 def with_rates(found: Launches, collectives: pl.DataFrame) -> pl.DataFrame:

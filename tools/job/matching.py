@@ -72,12 +72,8 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
         calls, at_edge, unlike = _renumber_shifted(calls, unlike)
         calls = _leave_out(calls, at_edge, AT_EDGE, unmatched)
         calls = _leave_out(calls, unlike, UNLIKE_COUNTS, unmatched)
-    # Two calls of a rank with one number: a group that was made anew under its old name. Nobody knows which calls of
-    # such a collective belong together.
-    is_twice = calls.select("lane", "number", twice=(~_APART).sum().over("rank", "lane", "number") > 1)
-    is_twice = is_twice.select(~calls["apart"] & pl.col("twice").any().over("lane", "number"))
-    calls = _leave_out(calls, is_twice.to_series(), TWICE, unmatched)
-    return _part_unlike_calls(_join(calls), unmatched).drop("operation", "agreed", "root", "meaning")
+    calls = _part_unlike_calls(_without_doubles(_join(calls), unmatched), unmatched)
+    return calls.drop("operation", "agreed", "root", "meaning")
 
 
 def _join(calls: pl.DataFrame) -> pl.DataFrame:
@@ -87,6 +83,18 @@ def _join(calls: pl.DataFrame) -> pl.DataFrame:
     key = pl.when(_APART).then(-1 - pl.int_range(pl.len())).otherwise(key)
     _, collective = np.unique(calls.select(key).to_series().to_numpy(), return_inverse=True)
     return calls.with_columns(pl.Series(collective, dtype=pl.UInt32).alias("collective"))
+
+
+def _without_doubles(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+    """Leave out collectives that a rank has two calls of: a group that was made anew under its old name. Nobody knows
+    which of the calls belong together."""
+    most = int(calls.select(pl.max("rank")).item() or 0) + 1
+    one_rank = pl.col("collective").cast(pl.Int64) * most + pl.col("rank")
+    made = np.sort(calls.select(one_rank).to_series().to_numpy())
+    double = np.unique(made[1:][made[1:] == made[:-1]] // most)
+    if not len(double):
+        return calls
+    return _join(_leave_out(calls, pl.col("collective").is_in(double), TWICE, unmatched))
 
 
 def _leave_out(calls: pl.DataFrame, out: pl.Series | pl.Expr, why: str, unmatched: Counter[str]) -> pl.DataFrame:
