@@ -1,7 +1,7 @@
 """Which Kineto event is which node of the execution trace.
 
-Since 2024 both carry the id of the RecordFunction. For older traces each thread's sequence of names is aligned with
-the sequence of the Kineto thread that it fits best (see `name_alignment`).
+Since 2024 both carry the id of the RecordFunction. In older traces each thread's sequence of names is laid along the
+sequence of the Kineto thread that it fits best, at the place where most names agree.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from crossrank.tools.graph.linking.name_alignment import OpSequence, align
+import numpy as np
+
 from crossrank.tools.graph.linking.nesting import Nesting, events_by_thread
-from crossrank.tools.traces.execution_trace import ExecutionTrace
+from crossrank.tools.traces.execution_trace import ExecutionTrace, HostNode
 from crossrank.tools.traces.kineto import HostEvent, KinetoTrace
 
 BY_RF_ID = "record function id"
 BY_SEQUENCE = "sequence of names"
 # Local times of ET and Kineto may be in any two time zones.
 _SECONDS_BETWEEN_ZONES = 26 * 3600
+_WORK = 100_000_000
+"""Comparisons of names that looking for the best place of a thread may take."""
 
 
 @dataclass(kw_only=True)
@@ -134,33 +137,61 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
         if thread is None or not common[thread]:
             match.unmatched.update(dict.fromkeys(positions, "its thread is not in the Kineto trace"))
             continue
-        indices = threads[thread]
-        alignment = align(
-            OpSequence([nodes[p].name for p in positions], [nodes[p].seq_id for p in positions]),
-            OpSequence([events[i].name for i in indices], [events[i].seq_id for i in indices]),
-        )
-        for i, j in alignment.pairs:
-            match.pair(positions[i], indices[j])
-        first, last = (alignment.pairs[0][0], alignment.pairs[-1][0]) if alignment.pairs else (0, -1)
-        for i, position in enumerate(positions):
-            if match.event_of[position] < 0:
-                inside = first < i < last
-                match.unmatched[position] = "no Kineto event in its place" if inside else "outside the Kineto trace"
-        if alignment.places > 1:
+        ours, theirs = [nodes[p] for p in positions], [events[i] for i in threads[thread]]
+        shift, places = best_shift(ours, theirs)
+        if places > 1:
             match.warnings.append(
-                f"thread {tid}: its names fit the Kineto trace at {alignment.places} places equally well; the first "
-                "was taken, so times may be those of another iteration"
+                f"thread {tid}: its names fit the Kineto trace at {places} places equally well; the first was taken, "
+                "so times may be those of another iteration"
             )
-        numbers = ((nodes[positions[i]].seq_id, events[indices[j]].seq_id) for i, j in alignment.pairs)
-        shifts = Counter(theirs - ours for ours, theirs in numbers if ours >= 0 <= theirs)
-        shift, count = shifts.most_common(1)[0] if shifts else (0, 0)
-        if shift:
+        steps: Counter[int] = Counter()
+        for at, (position, node) in enumerate(zip(positions, ours, strict=True), start=shift):
+            event = theirs[at] if 0 <= at < len(theirs) else None
+            if event is None:
+                match.unmatched[position] = "outside the Kineto trace"
+            elif event.name != node.name:
+                match.unmatched[position] = "no Kineto event in its place"
+            else:
+                match.pair(position, threads[thread][at])
+                if node.seq_id >= 0 <= event.seq_id:
+                    steps[event.seq_id - node.seq_id] += 1
+        step, count = steps.most_common(1)[0] if steps else (0, 0)
+        if step:
             match.of_other_iterations += count
             match.warnings.append(
-                f"thread {tid}: autograd's sequence numbers differ by {shift} ({count} of {shifts.total()} operations):"
+                f"thread {tid}: autograd's sequence numbers differ by {step} ({count} of {steps.total()} operations):"
                 " the two files hold different iterations of one job, and times are those of the Kineto trace's"
             )
         del names[thread]
+
+
+def best_shift(ours: Sequence[HostNode], theirs: Sequence[HostEvent]) -> tuple[int, int]:
+    """Which element of `theirs` belongs to the first of `ours` (below 0: it lies before them), and how many places fit
+    equally well, of which that is the first.
+
+    Names repeat from iteration to iteration. The places at which the rarest common name agrees are tried, and the one
+    that most sequence numbers name. The place with most equal names wins, among those the one with most equal numbers.
+    """
+    codes: dict[str, int] = {}
+    a, b = (np.array([codes.setdefault(one.name, len(codes)) for one in side]) for side in (ours, theirs))
+    counts = np.bincount(a, minlength=len(codes)) * np.bincount(b, minlength=len(codes))
+    rarest = int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))
+    here, there = np.flatnonzero(a == rarest), np.flatnonzero(b == rarest)
+    shifts = there - here[0] if len(a) <= len(b) else np.sort(there[0] - here)
+    numbers = np.array([one.seq_id for one in ours]), np.array([one.seq_id for one in theirs])
+    place_of = {number: place for place, number in enumerate(numbers[1].tolist()) if number >= 0}
+    votes = Counter(place_of[number] - place for place, number in enumerate(numbers[0].tolist()) if number in place_of)
+    tried = dict.fromkeys([shift for shift, _ in votes.most_common(1)])
+    tried |= dict.fromkeys(shifts[: 1 + _WORK // min(len(a), len(b))].tolist())
+    scores = {}
+    for shift in sorted(tried):
+        mine, its = slice(max(0, -shift), len(b) - shift), slice(max(0, shift), len(a) + shift)
+        same = a[mine] == b[its]
+        equal = same & (numbers[0][mine] == numbers[1][its]) & (numbers[0][mine] >= 0)
+        scores[shift] = int(np.count_nonzero(same)), int(np.count_nonzero(equal))
+    best = max(scores.values())
+    fitting = [shift for shift, score in scores.items() if score == best]
+    return fitting[0], len(fitting)
 
 
 def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
