@@ -247,11 +247,14 @@ def read_attributes(node: HostNode) -> bool:
     except BROKEN:
         node.attributes = _EMPTY_LIST
         return False
-    numbers = [attribute for attribute in given if attribute.name in _NUMBERS]
-    good = [one for one in numbers if isinstance(one.value, int) and abs(one.value) < 1 << 64]
-    for attribute in good:
-        setattr(node, attribute.name, attribute.value)
-    return len(good) == len(numbers)
+    good = True
+    for attribute in given:
+        if attribute.name in _NUMBERS:
+            if isinstance(attribute.value, int) and -_LARGEST < attribute.value < _LARGEST:
+                setattr(node, attribute.name, attribute.value)
+            else:
+                good = False
+    return good
 
 
 def attributes(node: HostNode) -> dict[str, Any]:
@@ -296,6 +299,7 @@ def attribute_text(node: HostNode) -> msgspec.Raw:
 
 
 _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
+_LARGEST = 1 << 64
 
 
 def _schema_warnings(schema: str) -> list[str]:

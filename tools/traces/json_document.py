@@ -43,7 +43,7 @@ class Document(Generic[Content]):
 
     content: Content
     sha256: str
-    """Of the uncompressed content."""
+    """Of the uncompressed content, where the shape is hashed."""
     budget: Budget
     """What reading it has used, for what its content asks for."""
     damage: tuple[str, ...] = ()
@@ -61,6 +61,8 @@ class Shape(Generic[Content]):
     row: type[Any]
     bare_list: bool = False
     """Whether the list alone, without the object around it, is accepted."""
+    hashed: bool = True
+    """Whether anyone asks for the SHA-256."""
 
 
 def parse(text: Any, content: type[Content]) -> Content | None:
@@ -145,7 +147,8 @@ class _Reader(Generic[Content]):
                     f"{self.path}: holds more than {size / 1e9:.1f} GB of JSON, too much for this machine's "
                     f"{memory / 1e9:.0f} GB of memory; record a shorter window, or use a larger machine"
                 )
-            self.digest.update(chunk)
+            if self._shape.hashed:
+                self.digest.update(chunk)
             self.issues.budget.spend(OBJECTS, chunk.count(b"{"))
             searched = max(0, len(self._rest) - 100)
             self._rest += chunk

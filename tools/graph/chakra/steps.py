@@ -13,7 +13,7 @@ trace is kept, unless those orders imply it, and what ran through the host where
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, product
 
 import msgspec
@@ -178,13 +178,15 @@ def draw_dependencies(
     ended.
     """
     for edge in trace.edges:
-        ends = several.get(edge.source, (edge.source,)), several.get(edge.target, (edge.target,))
-        for source_id, target_id in product(*ends):
+        ends: Iterable[tuple[int, int]] = ((edge.source, edge.target),)
+        if edge.source in several or edge.target in several:
+            ends = product(several.get(edge.source, (edge.source,)), several.get(edge.target, (edge.target,)))
+        for source_id, target_id in ends:
             source, target = nodes.get(source_id), nodes.get(target_id)
             if source is None or target is None or source is target:
                 continue
-            overlap = source.start_ns + source.duration_ns > target.start_ns
-            if edge.kind != "group_order" or not overlap:
+            # Communications of a group that ran at the same time do not wait for each other.
+            if edge.kind != "group_order" or source.start_ns + source.duration_ns <= target.start_ns:
                 # Whoever makes the call launches what runs outside its thread.
                 kind: EdgeKind = "launch" if edge.kind == "caller" and not target.is_cpu else edge.kind
                 target.dependencies.append(Dependency(source_id, kind, edge.inferred))

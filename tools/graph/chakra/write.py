@@ -259,7 +259,7 @@ class _Template:
         self.message = pb.Node()
         names = ("start_ns", "duration_ns", "rf_id") if has_rf_id else ("start_ns", "duration_ns")
         self.numbers = [self.message.attr.add(name=name) for name in names]
-        self.io = (self.message.inputs, self.message.outputs) if has_io else ()
+        self.inputs, self.outputs = self.message.inputs, self.message.outputs
         self.ctrl_deps, self.data_deps = self.message.ctrl_deps, self.message.data_deps
 
 
@@ -267,11 +267,12 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
     """One node as a message, without what it communicates. `start` is what a node without dependencies waits for."""
     ctrl_deps: list[int] = []
     data_deps = [] if node.dependencies else start
+    in_ctrl_deps = _IN_CTRL_DEPS[mode]
     for dependency in node.dependencies:
-        deps = ctrl_deps if dependency.kind in _IN_CTRL_DEPS[mode] else data_deps
+        deps = ctrl_deps if dependency.kind in in_ctrl_deps else data_deps
         if dependency.source not in deps:
             deps.append(dependency.source)
-    message, comm = template.message, node.comm
+    message, comm, op = template.message, node.comm, node.op
     message.id = node.id
     message.name = node.name
     message.type = pb.COMP_NODE if comm is None else P2P_TYPES.get(comm.record.op, pb.COMM_COLL_NODE)
@@ -279,9 +280,10 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
     template.data_deps[:] = data_deps
     message.start_time_micros = max(0, trace.base_ns + node.start_ns) // 1000
     message.duration_micros = (node.duration_ns + 500) // 1000
-    if node.op is not None:
-        for given, text in zip(template.io, (node.op.inputs, node.op.outputs), strict=True):
-            given.values, given.shapes, given.types = io_texts(text)
+    if op is not None:
+        given, made = template.inputs, template.outputs
+        given.values, given.shapes, given.types = io_texts(op.inputs)
+        made.values, made.shapes, made.types = io_texts(op.outputs)
     for attribute, value in zip(template.numbers, (node.start_ns, node.duration_ns, node.rf_id), strict=False):
         attribute.int64_val = value
     return message.SerializeToString()

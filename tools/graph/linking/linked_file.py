@@ -43,6 +43,7 @@ from crossrank.tools.graph.linking.linked_trace import (
     by_begin,
 )
 from crossrank.tools.graph.linking.nesting import is_work
+from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import (
     FIRST_NESTED_SCHEMA,
     FLAT_SCHEMA,
@@ -62,7 +63,7 @@ _COMPRESSORS: dict[Compression, Callable[[BinaryIO], AbstractContextManager[Any]
 }
 _BATCH = 2048
 """Nodes of a line."""
-_MOST_US = 1 << 52
+_MOST_US = Decimal(1 << 52)
 _NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
 _EMPTY = msgspec.Raw(b"[]")
 _NO_ARGS = msgspec.Raw(b"{}")
@@ -117,7 +118,7 @@ class LinkedFile(msgspec.Struct, kw_only=True):
     nodes: list[Node] = []
 
 
-_SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nodes", row=Node)
+_SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nodes", row=Node, hashed=False)
 
 
 def write_linked(trace: LinkedTrace, path: str | Path, compression: Compression = "zst") -> None:
@@ -220,6 +221,7 @@ def microseconds(ns: int) -> msgspec.Raw:
     return msgspec.Raw(b"%b%d.%03d" % (sign, whole, rest) if rest else b"%b%d" % (sign, whole))
 
 
+@paused_gc()
 def read_linked(path: str) -> LinkedTrace:
     """The graph in a linked trace, plain, gzip or zstd.
 
@@ -342,8 +344,8 @@ def _ns(us: msgspec.Raw | UnsetType) -> int:
     text = bytes(us).decode()
     try:
         time = Decimal(text)
-    except ArithmeticError:
-        time = Decimal("NaN")
-    if not time.is_finite() or abs(time) >= _MOST_US:
-        raise ValueError(f"invalid time {text[:40]} us")
-    return int(time * 1000)
+        if -_MOST_US < time < _MOST_US:
+            return int(time * 1000)
+    except ArithmeticError:  # no number
+        pass
+    raise ValueError(f"invalid time {text[:40]} us")
