@@ -25,7 +25,6 @@ from crossrank.tools.commands.options import add_shared, complain, fleet_of
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import (
     ConvertedRank,
-    chakra_name,
     convert_ranks,
     copies_of,
     delay_starts,
@@ -33,11 +32,17 @@ from crossrank.tools.graph.chakra.convert_ranks import (
     write_groups,
 )
 from crossrank.tools.graph.chakra.simulate import Cost, RankGraph, Simulation, Transfer, simulate
-from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
+from crossrank.tools.graph.chakra.write import chakra_name
 from crossrank.tools.graph.linking.window_files import Inputs
 from crossrank.tools.job.sources import open_job
 from crossrank.tools.output.console import print_json
-from crossrank.tools.output.simulation import print_beside, print_leave_one_out, print_network, print_simulation
+from crossrank.tools.output.simulation import (
+    print_beside,
+    print_leave_one_out,
+    print_network,
+    print_simulation,
+    write_timeline,
+)
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.predict.astra_sim import AstraRun, run_astra_sim
 from crossrank.tools.predict.fit import MeasuredKind, Predicted, fit_network, leave_one_out, measured_kinds

@@ -17,16 +17,15 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name, is_url
 from crossrank.text import rank_ranges
 from crossrank.tools.graph.chakra.chakra_graph import Comm, Options
-from crossrank.tools.graph.chakra.convert import Converted, CopiesOf, convert
+from crossrank.tools.graph.chakra.convert import Converted, convert
 from crossrank.tools.graph.chakra.group_numbers import merge
-from crossrank.tools.graph.chakra.grow import JobGrowth, plan_growth, used_groups
+from crossrank.tools.graph.chakra.grow import CopiesOf, JobGrowth, plan_growth, used_groups
 from crossrank.tools.graph.chakra.mesh import find_mesh
 from crossrank.tools.graph.chakra.simulate import offsets
-from crossrank.tools.graph.chakra.write import delay_start
+from crossrank.tools.graph.chakra.write import chakra_name, delay_start
 from crossrank.tools.graph.linking import link
 from crossrank.tools.graph.linking.linked_file import read_linked, write_linked
-from crossrank.tools.graph.linking.window_files import RankInput
-from crossrank.tools.graph.rank_output import RankOutput, writing
+from crossrank.tools.graph.linking.window_files import RankInput, RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 
 GROUPS = "comm_groups.json"
@@ -43,15 +42,6 @@ class ConvertedRank(RankOutput):
     damage: list[str] = field(default_factory=list)
     host_rate: float = 0.0
     activity_rate: float = 0.0
-
-
-def chakra_name(rank: int, window: int) -> str:
-    """Name of a rank's file; ASTRA-sim appends `.RANK.et` to a prefix that the user gives.
-
-    >>> chakra_name(3, 1), chakra_name(3, 2)
-    ('chakra.3.et', 'chakra-w2.3.et')
-    """
-    return f"chakra.{rank}.et" if window == 1 else f"chakra-w{window}.{rank}.et"
 
 
 def convert_ranks(
@@ -172,7 +162,7 @@ def copies_of(
         found[one.rank, one.window] = CopiesOf(
             growth=growth,
             folder=folder,
-            name=partial(chakra_name, window=one.window),
+            window=one.window,
             late_ns=late[one.rank, one.window],
             dedupe=dedupe,
         )

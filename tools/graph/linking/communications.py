@@ -157,7 +157,8 @@ class _Finder(Communications):
 
     def cover_ops_around(self, positions: Iterable[int]) -> None:
         """Cover the ops that our ranges ran in where the trace names another caller, which it does beside a Work that
-        ends (see `callers`): a c10d op and a functional one that began just before on the thread, for the same call.
+        ends (see `event_matching`): a c10d op and a functional one that began just before on the thread for the same
+        call.
 
         `positions` are those of ranges, c10d and functional ops in the order in which they began.
         """
@@ -234,7 +235,7 @@ class _Finder(Communications):
     def find_works(self) -> None:
         """Give every communication the range of its Work: the first that its thread began after the call.
 
-        The caller that the trace names for it is not reliable, see `callers`.
+        The caller that the trace names for it is not reliable, see `event_matching`.
         """
         last: dict[int, tuple[int, Communication]] = {}
         involved = [position for position, op in enumerate(self.host) if op.is_work or position in self.at]

@@ -17,9 +17,8 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import RANGE, CommsFile, ReadIssues, read_chunks
 from crossrank.tools.graph.linking import dependencies as draw
 from crossrank.tools.graph.linking.activities import OUTSIDE, find_launches
-from crossrank.tools.graph.linking.callers import correct_callers
 from crossrank.tools.graph.linking.communications import Communications, find_communications
-from crossrank.tools.graph.linking.event_matching import HostMatch, doubts, match_hosts
+from crossrank.tools.graph.linking.event_matching import HostMatch, correct_callers, doubts, match_hosts
 from crossrank.tools.graph.linking.linked_trace import Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.nesting import is_work, nest
 from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits

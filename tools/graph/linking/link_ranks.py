@@ -13,8 +13,7 @@ from crossrank.recording import LINKED, file_name
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import Compression, write_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace, MatchReport
-from crossrank.tools.graph.linking.window_files import RankInput
-from crossrank.tools.graph.rank_output import RankOutput, writing
+from crossrank.tools.graph.linking.window_files import RankInput, RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.param_comms import named_by_address
 

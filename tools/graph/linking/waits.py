@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from crossrank.comm import CommRecord
-from crossrank.tools.graph.linking.ordered import Ordered, ordered_by
+from crossrank.tools.graph.linking.dependencies import Ordered, ordered_by
 from crossrank.tools.traces.kineto import Id, KinetoTrace, RuntimeCall
 from crossrank.tools.traces.param_comms import ParamComms
 

@@ -25,8 +25,8 @@ from crossrank.tools.graph.chakra.simulate import (
     rank_graph,
     simulate,
 )
-from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
 from crossrank.tools.graph.linking import link
+from crossrank.tools.output.simulation import write_timeline
 from tests.unit.graph.chakra.test_convert import params, two_streams
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
