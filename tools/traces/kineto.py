@@ -1,7 +1,8 @@
 """Kineto traces (the JSON that `torch.profiler` exports), of 2023 to now, for CUDA and for ROCm.
 
 Times in the file are microseconds with up to three decimals, since 1970 or, where `baseTimeNanoseconds` stands in
-the file, since that. Here all times are whole nanoseconds on the file's own clock.
+the file, since that. Here all times are whole nanoseconds on the file's own clock. Of a time since 1970 with decimals
+a double holds a quarter of a microsecond.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from decimal import Decimal
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -63,7 +63,6 @@ class RuntimeCall(msgspec.Struct, gc=False):
     start: int
     end: int
     correlation: int | None
-    external_id: int | None
 
 
 class DeviceEvent(msgspec.Struct, gc=False):
@@ -72,7 +71,6 @@ class DeviceEvent(msgspec.Struct, gc=False):
     name: str
     category: str
     device: Id
-    context: int | None
     stream: Id
     start: int
     end: int
@@ -158,19 +156,10 @@ class _Event(msgspec.Struct, gc=False):
     args: msgspec.Raw = _NO_ARGS
 
 
-class _ExactEvent(_Event, gc=False):
-    ts: Decimal | None = None  # type: ignore[assignment]
-    dur: Decimal | None = None  # type: ignore[assignment]
-
-
 class _File(msgspec.Struct):
     traceEvents: list[_Event]
     baseTimeNanoseconds: Int = 0
     distributedInfo: _Distributed = _Distributed()
-
-
-class _ExactFile(_File):
-    traceEvents: list[_ExactEvent]  # type: ignore[assignment]
 
 
 class _HostArgs(msgspec.Struct, gc=False):
@@ -182,7 +171,6 @@ class _HostArgs(msgspec.Struct, gc=False):
 
 class _DeviceArgs(msgspec.Struct, gc=False):
     device: Id = None
-    context: Int | None = None
     stream: Id = None
     correlation: Int | None = None
     external_id: Int | None = msgspec.field(name="External id", default=None)
@@ -194,8 +182,6 @@ class _DeviceArgs(msgspec.Struct, gc=False):
 _SHAPE = Shape(what="a Kineto trace", content=_File, rows="traceEvents", row=_Event, bare_list=True)
 _MOST_US = float(1 << 53)
 """285 years."""
-# Above this many microseconds a double no longer holds three decimals.
-_EXACT_FROM = float(1 << 43)
 
 _host_args = msgspec.json.Decoder(_HostArgs, strict=False).decode
 _device_args = msgspec.json.Decoder(_DeviceArgs, strict=False).decode
@@ -205,9 +191,6 @@ def read_kineto(path: str) -> KinetoTrace:
     """Read one rank's Kineto trace. Raises `CrossrankError` where nothing of it can be used."""
     events = _Events()
     document = read_document(path, _SHAPE, events.take)
-    if events.loses_decimals:
-        events = _Events()
-        document = read_document(path, replace(_SHAPE, content=_ExactFile, row=_ExactEvent), events.take)
     if not (events.host or events.calls or events.device or events.unread):
         raise CrossrankError(f"{path}: holds no events at all; record a window in which the job takes a step")
     file = document.content
@@ -240,13 +223,6 @@ def _nanoseconds(us: float) -> int:
     return whole * 1000 + round((us - whole) * 1000)
 
 
-def _is_within(us: float, least: float) -> bool:
-    try:
-        return least <= us < _MOST_US
-    except ArithmeticError:  # a decimal that is no number
-        return False
-
-
 @dataclass
 class _Events:
     """Puts every event where it belongs, in the order of the file."""
@@ -259,8 +235,6 @@ class _Events:
     untimed: list[str] = field(default_factory=list)
     bad_durations: list[str] = field(default_factory=list)
     bad_args: list[str] = field(default_factory=list)
-    loses_decimals: bool = False
-    """Whether some time, read as a double, is not what the file says."""
 
     def take(self, rows: list[_Event]) -> None:
         for event in rows:
@@ -271,13 +245,12 @@ class _Events:
                 self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
 
     def _take(self, event: _Event) -> None:
-        if event.ts is None or not _is_within(event.ts, -_MOST_US):
+        if event.ts is None or not -_MOST_US <= event.ts < _MOST_US:
             self.untimed.append(event.name)
             return
-        self.loses_decimals |= type(event.ts) is float and event.ts > _EXACT_FROM
         start = _nanoseconds(event.ts)
         duration = event.dur
-        if duration is None or not _is_within(duration, 0):
+        if duration is None or not 0 <= duration < _MOST_US:
             self.bad_durations.append(event.name)
             duration = 0
         try:
@@ -294,7 +267,7 @@ class _Events:
             self.host.append(HostEvent(name, event.pid, event.tid, start, end, *numbers, args))
         elif category.endswith(_CALL_SUFFIXES):
             of = _device_args(event.args)
-            self.calls.append(RuntimeCall(name, event.pid, event.tid, start, end, of.correlation, of.external_id))
+            self.calls.append(RuntimeCall(name, event.pid, event.tid, start, end, of.correlation))
         elif category == SYNC_CATEGORY:
             of = _device_args(event.args)
             device = event.pid if of.device is None else of.device
@@ -307,7 +280,7 @@ class _Events:
             stream = event.tid if of.stream is None else of.stream
             ids = of.correlation, of.external_id
             args = event.args.copy()
-            self.device.append(DeviceEvent(name, category, device, of.context, stream, start, end, *ids, args))
+            self.device.append(DeviceEvent(name, category, device, stream, start, end, *ids, args))
         else:
             self.unread[category or "(none)"] += 1
 

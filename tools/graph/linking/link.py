@@ -21,7 +21,7 @@ from crossrank.tools.graph.linking.communications import Communications, find_co
 from crossrank.tools.graph.linking.event_matching import HostMatch, correct_callers, doubts, match_hosts
 from crossrank.tools.graph.linking.linked_trace import Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.nesting import is_work, nest
-from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
+from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, find_waits
 from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kineto import KinetoTrace, RuntimeCall, read_kineto
@@ -86,14 +86,13 @@ class _Linking:
             budget=Budget.of(self.et.path),
         )
         index_of = {activity: index for index, activity in ids.items()}
-        around = Surroundings(
-            nodes_around=lambda call: [
-                n for event in self.nesting.upwards(call) if (n := self.match.node_of[event]) >= 0
-            ],
+        waits = find_waits(
+            self.kineto,
+            self.launches.call,
+            self._nodes_around,
             issuing={node: (c.record, [index_of[one] for one in c.activities]) for node, c in found.at.items()},
             waiting=found.waits,
         )
-        waits = find_waits(self.kineto, self.launches.call, around)
         ordered = draw.in_program_order(self.host)
         edges = [
             *(Edge(op.caller, op.node.id, "caller") for op in self.host if op.caller),
@@ -135,6 +134,10 @@ class _Linking:
         event = self.kineto.host[index]
         duration, exclusive = event.end - event.start, self.nesting.exclusive_ns[index]
         return HostOp(node, node.parent, event.start, duration, exclusive, is_work=is_work(node.name))
+
+    def _nodes_around(self, call: int) -> list[int]:
+        """Positions of the nodes around a runtime call, the innermost first."""
+        return [node for event in self.nesting.upwards(call) if (node := self.match.node_of[event]) >= 0]
 
     def _event_args(self, position: int) -> msgspec.Raw | None:
         index = self.match.event_of[position]
