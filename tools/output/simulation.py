@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
-from typing import BinaryIO
 
 import msgspec
 
-from crossrank.atomic_file import gzip_writer, whole_file
+from crossrank.atomic_file import gzip_writer
 from crossrank.text import amount, percent, plural
 from crossrank.tools.graph.chakra.chakra_graph import PAUSE
 from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation
@@ -102,14 +102,10 @@ def _ms(ns: int) -> str:
     return f"{ns / 1e6:,.3f}"
 
 
-def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path) -> None:
-    """Write a Chrome trace, which ui.perfetto.dev opens: a process for every rank, a track for every thread and stream.
-
-    It goes to `path`, compressed where its name ends in `.gz`: whole or not at all."""
-    with whole_file(path) as temporary, temporary.open("wb") as plain:
-        file: BinaryIO = plain
-        if path.name.endswith(".gz"):
-            file = gzip_writer(plain)
+def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path, *, compress: bool) -> None:
+    """Write a Chrome trace, which ui.perfetto.dev opens: a process for every rank, a track for every thread and
+    stream."""
+    with path.open("wb") as plain, gzip_writer(plain) if compress else nullcontext(plain) as file:
         file.write(b'{"displayTimeUnit":"ns","metadata":{"crossrank":"simulation"},"traceEvents":[')
         separator = b"\n"
         for graph in graphs:
@@ -117,8 +113,6 @@ def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Pa
                 file.write(separator + msgspec.json.encode(event))
                 separator = b",\n"
         file.write(b"\n]}\n")
-        if file is not plain:
-            file.close()
 
 
 def _events(graph: RankGraph, simulation: Simulation) -> Iterator[dict[str, object]]:

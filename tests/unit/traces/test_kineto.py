@@ -33,7 +33,7 @@ def read(folder: Path, content: Any) -> KinetoTrace:
         ("-3.5", "1.25", -3500, -2250),
     ],
 )
-def test_times_keep_every_nanosecond_that_a_double_holds(tmp_path: Path, ts: str, dur: str, start: int, end: int) -> None:
+def test_times_keep_every_digit_of_a_double(tmp_path: Path, ts: str, dur: str, start: int, end: int) -> None:
     text = (
         json.dumps({"traceEvents": [event()]})
         .replace('"ts": 1.0', f'"ts": {ts}')
