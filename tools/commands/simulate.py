@@ -42,7 +42,7 @@ from crossrank.tools.output.simulation import (
 )
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.predict.astra_sim import AstraRun, run_astra_sim
-from crossrank.tools.predict.fit import MeasuredKind, Predicted, fit_network, leave_one_out, measured_kinds
+from crossrank.tools.predict.fit import MeasuredKind, fit_network, leave_one_out, measured_kinds
 from crossrank.tools.predict.network import ALGORITHMS, Algorithm, Link, Network, bus_bytes, link_of
 
 _FIGURES = ("makespan_ns", "measured_ns", "by_clocks", "error", "critical_ns", "waiting_ns", "joined", "alone")
@@ -255,7 +255,7 @@ def _astra_sim(
 def _answer(
     simulations: Mapping[int, Simulation],
     network: Network | None,
-    predicted: Sequence[Predicted],
+    predicted: Sequence[MeasuredKind],
     grown: Grown | None,
     beside: Sequence[AstraRun],
     differ: Sequence[str],
@@ -275,8 +275,8 @@ def _answer(
             ],
         },
         "leave_one_out": [
-            {"op": one.kind.op, "ranks": one.kind.size, "locality": one.kind.locality, "bytes": one.kind.bytes}
-            | {"collectives": one.kind.count, "measured_ns": one.kind.time_ns, "predicted_ns": one.time_ns}
+            {"op": one.op, "ranks": one.size, "locality": one.locality, "bytes": one.bytes}
+            | {"collectives": one.count, "measured_ns": one.time_ns, "predicted_ns": one.predicted_ns}
             for one in predicted
         ],
         "grown": growth_json(grown),

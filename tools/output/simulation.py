@@ -15,7 +15,7 @@ from crossrank.tools.graph.chakra.chakra_graph import PAUSE
 from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation
 from crossrank.tools.output.console import Columns, table_of
 from crossrank.tools.predict.astra_sim import AstraRun
-from crossrank.tools.predict.fit import Predicted
+from crossrank.tools.predict.fit import MeasuredKind
 from crossrank.tools.predict.network import Network
 
 _BUSIEST = 12
@@ -72,7 +72,7 @@ def print_network(network: Network) -> None:
         print(f"           {locality:<14} {link}  ({op})")
 
 
-def print_leave_one_out(predicted: Sequence[Predicted]) -> None:
+def print_leave_one_out(predicted: Sequence[MeasuredKind]) -> None:
     """What the times of all other kinds of collectives say of each."""
     if not predicted:
         print("\nNo collective has both a size and a time, so that none is predicted from the others")
@@ -86,14 +86,14 @@ def print_leave_one_out(predicted: Sequence[Predicted]) -> None:
         )
 
 
-_PREDICTED: Columns[Predicted] = (
-    ("operation", lambda one: one.kind.op),
-    ("#ranks", lambda one: one.kind.size),
-    ("locality", lambda one: one.kind.locality),
-    ("#S", lambda one: amount(one.kind.bytes)),
-    ("#collectives", lambda one: f"{one.kind.count:,}"),
-    ("#measured us", lambda one: f"{one.kind.time_ns / 1000:,.1f}"),
-    ("#predicted us", lambda one: "-" if one.time_ns is None else f"{one.time_ns / 1000:,.1f}"),
+_PREDICTED: Columns[MeasuredKind] = (
+    ("operation", lambda one: one.op),
+    ("#ranks", lambda one: one.size),
+    ("locality", lambda one: one.locality),
+    ("#S", lambda one: amount(one.bytes)),
+    ("#collectives", lambda one: f"{one.count:,}"),
+    ("#measured us", lambda one: f"{one.time_ns / 1000:,.1f}"),
+    ("#predicted us", lambda one: "-" if one.predicted_ns is None else f"{one.predicted_ns / 1000:,.1f}"),
     ("#error", lambda one: percent(one.error, signed=True)),
 )
 

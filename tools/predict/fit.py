@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import polars as pl
@@ -35,20 +35,13 @@ class MeasuredKind:
     count: int
     time_ns: float
     """The median, from the last arrival."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predicted:
-    """A kind of collectives, and what all others say how long it takes."""
-
-    kind: MeasuredKind
-    time_ns: float | None
-    """None where the others say nothing: there is no other one of its locality."""
+    predicted_ns: float | None = None
+    """What all other kinds say that it takes; None where they say nothing: there is no other one of its locality."""
 
     @property
     def error(self) -> float | None:
         """Share by which the predicted time differs from the measured one."""
-        return None if self.time_ns is None else self.time_ns / self.kind.time_ns - 1
+        return None if self.predicted_ns is None else self.predicted_ns / self.time_ns - 1
 
 
 def measured_kinds(found: JobTables) -> list[MeasuredKind]:
@@ -112,12 +105,11 @@ def _fit(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Link:
     return Link(rate=1 / per_byte if per_byte else float("inf"), latency_ns=latency)
 
 
-def leave_one_out(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> list[Predicted]:
-    """Each kind as the network says that fits all the others."""
+def leave_one_out(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> list[MeasuredKind]:
+    """Each kind, predicted by the network that fits all the others."""
     found = []
     for place, kind in enumerate(kinds):
         network = fit_network([*kinds[:place], *kinds[place + 1 :]], algorithm)
-        found.append(
-            Predicted(kind=kind, time_ns=network.duration_ns(kind.op, kind.size, kind.bus_bytes, kind.locality))
-        )
+        predicted_ns = network.duration_ns(kind.op, kind.size, kind.bus_bytes, kind.locality)
+        found.append(replace(kind, predicted_ns=predicted_ns))
     return found

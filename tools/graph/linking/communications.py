@@ -63,24 +63,6 @@ _WORK_FOLLOWS = 16
 """Fewer RecordFunctions than this begin between a call and its Work."""
 
 
-@dataclass(kw_only=True)
-class Communications:
-    """What a rank communicated."""
-
-    communications: list[Communication] = field(default_factory=list)
-    """In the order in which they began."""
-    groups: dict[str, Group]
-    at: dict[int, Communication] = field(default_factory=dict)
-    """By the position of their host node."""
-    waits: dict[int, ParamComms] = field(default_factory=dict)
-    """Positions of the nodes that wait for a communication, with what they say of it."""
-    unknown: list[str] = field(default_factory=list)
-    """Names of communications that are no operation of the table, one entry each."""
-    kernels_alone: int = 0
-    """Communication kernels without a call around them, each a communication of its own."""
-    warnings: list[str] = field(default_factory=list)
-
-
 def find_communications(
     host: Sequence[HostOp],
     activities: Iterable[Activity],
@@ -97,7 +79,7 @@ def find_communications(
     Kineto arguments of a host node by its position; `budget` is that of the execution trace. Sets `HostOp.caller` of
     ranges of a Work.
     """
-    found = _Finder(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
+    found = Communications(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
     communicating = [position for position, op in enumerate(host) if op.node.name.startswith(COMMUNICATING)]
     ranges, params, c10d, functional = (
         [position for position in communicating if host[position].node.name.startswith(prefix)]
@@ -118,13 +100,25 @@ def find_communications(
 
 
 @dataclass(kw_only=True)
-class _Finder(Communications):
-    """Adds communications, step by step."""
+class Communications:
+    """What a rank communicated, as far as it is found."""
 
     host: Sequence[HostOp]
     records: Mapping[int, CommRecord]
     event_args: Callable[[int], msgspec.Raw | None]
     budget: Budget
+    groups: dict[str, Group]
+    communications: list[Communication] = field(default_factory=list)
+    """In the order in which they began."""
+    at: dict[int, Communication] = field(default_factory=dict)
+    """By the position of their host node."""
+    waits: dict[int, ParamComms] = field(default_factory=dict)
+    """Positions of the nodes that wait for a communication, with what they say of it."""
+    unknown: list[str] = field(default_factory=list)
+    """Names of communications that are no operation of the table, one entry each."""
+    kernels_alone: int = 0
+    """Communication kernels without a call around them, each a communication of its own."""
+    warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._position: dict[int | None, int] = {op.node.id: position for position, op in enumerate(self.host)}

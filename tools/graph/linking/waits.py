@@ -55,17 +55,6 @@ class GpuWait:
     slack_ns: int | None = None
 
 
-@dataclass(kw_only=True)
-class GpuWaits:
-    """All waits of a trace."""
-
-    waits: list[GpuWait] = field(default_factory=list)
-    kinds: Counter[str] = field(default_factory=Counter)
-    """Kind -> synchronisations looked at."""
-    unresolved: Counter[str] = field(default_factory=Counter)
-    """Reason -> synchronisations that gave no wait."""
-
-
 def find_waits(
     kineto: KinetoTrace,
     launch_call: Sequence[int],
@@ -76,7 +65,7 @@ def find_waits(
     """`launch_call` gives the launching call of each activity, -1 where it is not known. `nodes_around` gives the nodes
     around a call, the innermost first; `issuing` the communication that a node issues, with its kernels; `waiting` the
     arguments of a `wait` node. Nodes, activities and calls are positions in the traces."""
-    search = _Search(
+    search = GpuWaits(
         kineto=kineto, launch_call=launch_call, nodes_around=nodes_around, issuing=issuing, waiting=waiting
     )
     if kineto.syncs:
@@ -88,14 +77,19 @@ def find_waits(
 
 
 @dataclass(kw_only=True)
-class _Search(GpuWaits):
-    """Adds waits, and knows the activities of every stream by their start, their end, and their launch."""
+class GpuWaits:
+    """All waits of a trace, as far as they are found."""
 
     kineto: KinetoTrace
     launch_call: Sequence[int]
     nodes_around: Callable[[int], Sequence[int]]
     issuing: Mapping[int, tuple[CommRecord, Sequence[int]]]
     waiting: Mapping[int, ParamComms]
+    waits: list[GpuWait] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Kind -> synchronisations looked at."""
+    unresolved: Counter[str] = field(default_factory=Counter)
+    """Reason -> synchronisations that gave no wait."""
 
     def __post_init__(self) -> None:
         self._stream_of = [(activity.device, activity.stream) for activity in self.kineto.device]
