@@ -180,8 +180,8 @@ def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
     waits = [
         (bisect_left(launches, op.start_ns + window.base_ns), wait)
         for op in window.host
-        if op.node.name == "record_param_comms" and op.start_ns is not None
-        if (wait := from_node(op.node)) is not None and wait.name == "wait"
+        if op.name == "record_param_comms" and op.start_ns is not None
+        if (wait := from_node(op)) is not None and wait.name == "wait"
     ]
     _place_recorded_waits(trace, sorted(waits, key=lambda one: one[0]))
     return trace

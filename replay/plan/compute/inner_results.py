@@ -37,7 +37,7 @@ def used_from_inside(order: Sequence[HostOp], sides: Callable[[HostOp], tuple[IO
     given_by: dict[Tensor, list[_Running]] = {}
     """Tensor -> who gave it last, the outermost that returned it, and those around that one."""
     for op in order:
-        stack = stacks.setdefault(op.node.tid, [])
+        stack = stacks.setdefault(op.tid, [])
         while stack and stack[-1].op.id != op.caller:
             _end(stack, given_by)
         inputs, outputs = sides(op)

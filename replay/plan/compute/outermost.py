@@ -70,9 +70,9 @@ def outermost(
     """The nodes that run again, in the order in which they began, over all threads. `sides` gives what a node takes
     and gives."""
     by_id = {op.id: op for op in host}
-    order = sorted((op for op in host if op.node.rf_id and not op.is_work), key=lambda op: op.node.rf_id)
+    order = sorted((op for op in host if op.rf_id and not op.is_work), key=lambda op: op.rf_id)
     backend = _backend_threads(host)
-    order = [op for op in order if op.node.tid not in backend]
+    order = [op for op in order if op.tid not in backend]
     schemas = {op.id: _attributes(op) for op in order}
 
     def above(op: HostOp) -> Iterable[HostOp]:
@@ -85,7 +85,7 @@ def outermost(
     is_split: set[int] = set()
     """Operations of which those inside run, because of what is below them."""
     for op in order:
-        if op.node.name == SUBCLASS:
+        if op.name == SUBCLASS:
             is_split.update(one.id for one in above(op))
     call_at: dict[int, int] = {}
     for one in communications:
@@ -94,7 +94,7 @@ def outermost(
             continue
         chain = [host_op, *above(host_op)]
         # The op at the dispatcher has the tensors; what is above it (a functional op) has more to do than to call.
-        at = next((number for number, each in enumerate(chain) if each.node.name.startswith(C10D)), 0)
+        at = next((number for number, each in enumerate(chain) if each.name.startswith(C10D)), 0)
         call_at[chain[at].id] = one.record.id
         is_split.update(each.id for each in chain[at + 1 :])
     device_ns: Counter[int] = Counter()
@@ -113,7 +113,7 @@ def outermost(
             window.positions[op.id] = window.positions[around.op.id]
             around.device_ns += device_ns[op.id]
             continue
-        if op.node.name.startswith(_STEP):
+        if op.name.startswith(_STEP):
             window.steps.append(len(window.found))
         schema, integers = schemas[op.id]
         call = call_at.get(op.id, -1)
@@ -151,24 +151,24 @@ def _backend_threads(host: Sequence[HostOp]) -> set[int]:
     outside: set[int] = set()
     timed: set[int] = set()
     for op in host:
-        if op.is_work or op.start_ns is None or not op.node.rf_id:
+        if op.is_work or op.start_ns is None or not op.rf_id:
             continue
-        timed.add(op.node.tid)
+        timed.add(op.tid)
         before = bisect_right(starts, op.start_ns) - 1
         if before < 0 or latest[before] < op.end_ns:
-            outside.add(op.node.tid)
+            outside.add(op.tid)
     return timed - outside
 
 
 def _attributes(op: HostOp) -> tuple[str, str]:
-    given = attributes(op.node)
+    given = attributes(op)
     schema, ranges = given.get("op_schema"), given.get("tensor_range")
     return schema if isinstance(schema, str) else "", ranges if isinstance(ranges, str) else ""
 
 
 def _chooses(op: HostOp | None) -> bool:
-    return op is not None and op.node.name in _LOOKS_AT_GRADIENTS
+    return op is not None and op.name in _LOOKS_AT_GRADIENTS
 
 
 def _is_marker(op: HostOp) -> bool:
-    return is_thread_root(op.node) or is_group_node(op.node.name)
+    return is_thread_root(op) or is_group_node(op.name)

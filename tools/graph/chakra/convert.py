@@ -81,7 +81,7 @@ def convert(
     warnings: list[str] = []
     several = convert_communications(trace, nodes, groups, warnings)
     draw_dependencies(trace, nodes, several)
-    wait_for_threads(nodes, {op.id for op in trace.host if op.node.scope == USER_SCOPE})
+    wait_for_threads(nodes, {op.id for op in trace.host if op.scope == USER_SCOPE})
     # Cycles are broken before edges are left out: one that goes may be all that implied another.
     ordered, dropped = in_order(nodes, strict=options.strict)
     if options.nodes == "gpu":

@@ -34,23 +34,23 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     nodes: dict[int, ChakraNode] = {}
     begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
     last_start: dict[int, int] = {}
-    sides = {op.id: (op.node.inputs, op.node.outputs) for op in trace.host}
+    sides = {op.id: (op.inputs, op.outputs) for op in trace.host}
     counts = counts_by_activity(trace)
     for op in in_program_order(trace.host):
-        if is_group_node(op.node.name):
+        if is_group_node(op.name):
             continue  # the groups stand in a metadata node
         # An operation without a time began after the one before it.
-        start = op.start_ns if op.start_ns is not None else last_start.get(op.node.tid, begin)
-        last_start[op.node.tid] = start
+        start = op.start_ns if op.start_ns is not None else last_start.get(op.tid, begin)
+        last_start[op.tid] = start
         nodes[op.id] = ChakraNode(
             id=op.id,
-            name=op.node.name,
-            runs_on=("thread", op.node.tid),
+            name=op.name,
+            runs_on=("thread", op.tid),
             start_ns=start,
             duration_ns=max(0, op.exclusive_ns - op.blocked_ns),
             is_cpu=True,
-            rf_id=op.node.rf_id,
-            op=op.node,
+            rf_id=op.rf_id,
+            op=op,
         )
     for activity in trace.activities:
         nodes[activity.id] = ChakraNode(
@@ -140,7 +140,7 @@ def _without_kernel(
         dependencies=[],
     )
     if op is not None:
-        node.name, node.rf_id, node.duration_ns = op.node.name, op.node.rf_id, op.duration_ns
+        node.name, node.rf_id, node.duration_ns = op.name, op.rf_id, op.duration_ns
         node.start_ns = op.start_ns if op.start_ns is not None else start
     elif call is not None:
         node.dependencies.append(Dependency(call.id, "launch"))

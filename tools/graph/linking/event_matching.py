@@ -19,9 +19,8 @@ from datetime import datetime, timezone
 
 import numpy as np
 
-from crossrank.tools.graph.linking.linked_trace import HostOp
 from crossrank.tools.graph.linking.nesting import Nesting, events_by_thread
-from crossrank.tools.traces.execution_trace import ExecutionTrace, HostNode, is_thread_root
+from crossrank.tools.traces.execution_trace import ExecutionTrace, HostOp, is_thread_root
 from crossrank.tools.traces.kineto import HostEvent, KinetoTrace
 
 BY_RF_ID = "record function id"
@@ -172,7 +171,7 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
         del names[thread]
 
 
-def best_shift(ours: Sequence[HostNode], theirs: Sequence[HostEvent]) -> tuple[int, int]:
+def best_shift(ours: Sequence[HostOp], theirs: Sequence[HostEvent]) -> tuple[int, int]:
     """Which element of `theirs` belongs to the first of `ours` (below 0: it lies before them), and how many places fit
     equally well, of which that is the first.
 
@@ -215,8 +214,8 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
 
     Changes `HostOp.caller` in place and returns a warning about it.
     """
-    op_of = {op.node.id: op for op in host}
-    roots = {op.node.tid: op.id for op in reversed(host) if is_thread_root(op.node)}
+    op_of = {op.id: op for op in host}
+    roots = {op.tid: op.id for op in reversed(host) if is_thread_root(op)}
     nearest = nearest_nodes(match, nesting)
     corrected = []
     for position, op in enumerate(host):
@@ -228,7 +227,7 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
         if around is caller:
             continue
         if caller.is_work or not caller.start_ns <= op.start_ns <= caller.end_ns:
-            op.caller = around.id if around is not None else roots.get(op.node.tid, 0)
+            op.caller = around.id if around is not None else roots.get(op.tid, 0)
         elif around is not None and _is_between(caller, around, op):
             op.caller = around.id
         else:
@@ -245,4 +244,4 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
 def _is_between(caller: HostOp, around: HostOp, op: HostOp) -> bool:
     """Whether `around` ran inside `caller`, and `op` inside it: not at its edge, since times may be rounded."""
     starts = [one.start_ns or 0 for one in (around, op)]
-    return caller.node.tid == around.node.tid and starts[0] < starts[1] and op.end_ns < around.end_ns <= caller.end_ns
+    return caller.tid == around.tid and starts[0] < starts[1] and op.end_ns < around.end_ns <= caller.end_ns

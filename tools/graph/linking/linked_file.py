@@ -37,7 +37,6 @@ from crossrank.tools.graph.linking.linked_trace import (
     Communication,
     Edge,
     EdgeKind,
-    HostOp,
     LinkedTrace,
     Provenance,
     by_begin,
@@ -47,7 +46,7 @@ from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import (
     FIRST_NESTED_SCHEMA,
     FLAT_SCHEMA,
-    HostNode,
+    HostOp,
     attribute_text,
     is_thread_root,
     read_attributes,
@@ -64,7 +63,7 @@ _COMPRESSORS: dict[Compression, Callable[[BinaryIO], AbstractContextManager[Any]
 _BATCH = 2048
 """Nodes of a line."""
 _MOST_US = Decimal(1 << 52)
-_NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
+_NO_HOST = HostOp(id=0, name="", caller=0, rf_id=0, tid=0)
 _EMPTY = msgspec.Raw(b"[]")
 _NO_ARGS = msgspec.Raw(b"{}")
 
@@ -154,9 +153,9 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
     by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
-        yield _host_node(op, deps.pop(op.node.id, []), by_host.get(op.node.id))
-    hosts = {op.node.id: op.node for op in trace.host}
-    root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id)
+        yield _host_node(op, deps.pop(op.id, []), by_host.get(op.id))
+    hosts = {op.id: op for op in trace.host}
+    root = next((op.id for op in trace.host if is_thread_root(op)), trace.host[0].id)
     for activity in trace.activities:
         host = _NO_HOST if activity.host is None else hosts[activity.host]
         communication = by_activity.get(activity.id)
@@ -188,14 +187,13 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
 
 
 def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communication | None) -> Node:
-    node = op.node
     out = Node(
-        id=node.id,
-        name=node.name,
-        ctrl_deps=op.caller or node.id,  # torch's own root is its own parent
-        inputs=node.inputs,
-        outputs=node.outputs,
-        attrs=attribute_text(node),
+        id=op.id,
+        name=op.name,
+        ctrl_deps=op.caller or op.id,  # torch's own root is its own parent
+        inputs=op.inputs,
+        outputs=op.outputs,
+        attrs=attribute_text(op),
         sync_dep=[one.id for one in deps if one.kind == "sync"],
         comm=communication,
         pg_name=communication.record.pg if communication else None,
@@ -303,22 +301,22 @@ class _Graph:
 
 
 def _read_host_op(node: Node) -> HostOp:
-    caller = 0 if node.ctrl_deps == node.id else node.ctrl_deps
-    given = HostNode(
+    op = HostOp(
         id=node.id,
         name=node.name,
-        parent=caller,
+        caller=0 if node.ctrl_deps == node.id else node.ctrl_deps,
         rf_id=0,
         tid=0,
         inputs=node.inputs,
         outputs=node.outputs,
         attributes=node.attrs,
+        is_work=is_work(node.name),
     )
-    read_attributes(given)
-    if node.ts is UNSET:
-        return HostOp(given, caller, is_work=is_work(node.name))
-    times = _ns(node.ts), _ns(node.inclusive_dur), _ns(node.exclusive_dur), _ns(node.blocked_dur)
-    return HostOp(given, caller, *times, is_work(node.name))
+    read_attributes(op)
+    if node.ts is not UNSET:
+        op.start_ns, op.duration_ns = _ns(node.ts), _ns(node.inclusive_dur)
+        op.exclusive_ns, op.blocked_ns = _ns(node.exclusive_dur), _ns(node.blocked_dur)
+    return op
 
 
 def _read_activity(node: Node, category: str) -> Activity:

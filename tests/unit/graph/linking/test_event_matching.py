@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from crossrank.tools.graph.linking import link
 from crossrank.tools.graph.linking.event_matching import best_shift
-from crossrank.tools.traces.execution_trace import HostNode
+from crossrank.tools.traces.execution_trace import HostOp
 from crossrank.tools.traces.kineto import HostEvent
 from tests.unit.graph.linking.small_traces import SmallTrace
 
@@ -140,10 +140,10 @@ def test_names_that_fit_another_iteration_are_told(
     assert [one[: len(expected)] for one, expected in zip(found, warnings, strict=True)] == warnings
 
 
-def nodes(names: str, numbers: Sequence[int] = ()) -> list[HostNode]:
+def nodes(names: str, numbers: Sequence[int] = ()) -> list[HostOp]:
     given = [*numbers, *[-1] * len(names)]
     return [
-        HostNode(at, name, 0, at, 1, seq_id=number) for at, (name, number) in enumerate(zip(names, given, strict=False))
+        HostOp(at, name, 0, at, 1, seq_id=number) for at, (name, number) in enumerate(zip(names, given, strict=False))
     ]
 
 
@@ -170,7 +170,7 @@ def events(names: str, numbers: Sequence[int] = ()) -> list[HostEvent]:
     ],
 )
 def test_the_place_where_most_names_and_numbers_agree_is_found(
-    ours: list[HostNode], theirs: list[HostEvent], shift: int, places: int
+    ours: list[HostOp], theirs: list[HostEvent], shift: int, places: int
 ) -> None:
     assert best_shift(ours, theirs) == (shift, places)
 
