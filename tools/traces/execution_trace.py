@@ -21,7 +21,7 @@ from crossrank.budget import Budget
 from crossrank.comm import Amount, Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.tools.traces.group_config import read_groups
-from crossrank.tools.traces.json_document import Shape, parse, read_document
+from crossrank.tools.traces.json_document import Document, Shape, parse
 
 FLAT_SCHEMA = "1.0.1"
 NEWEST_SCHEMA = "1.1.1-chakra.0.0.4"
@@ -163,7 +163,7 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
     Raises `CrossrankError` where nothing of it can be used.
     """
     nodes = _Nodes(keeps)
-    document = read_document(path, _SHAPE, nodes.take)
+    document = Document(path, _SHAPE, nodes.take)
     file = document.content
     if not nodes.count:
         raise CrossrankError(f"{path}: holds no nodes at all; record a window in which the job takes a step")

@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 from crossrank.comm import Group, Int
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.tools.traces.group_config import read_groups
-from crossrank.tools.traces.json_document import Shape, read_document
+from crossrank.tools.traces.json_document import Document, Shape
 
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
 ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
@@ -190,7 +190,7 @@ _device_args = msgspec.json.Decoder(_DeviceArgs, strict=False).decode
 def read_kineto(path: str) -> KinetoTrace:
     """Read one rank's Kineto trace. Raises `CrossrankError` where nothing of it can be used."""
     events = _Events()
-    document = read_document(path, _SHAPE, events.take)
+    document = Document(path, _SHAPE, events.take)
     if not (events.host or events.calls or events.device or events.unread):
         raise CrossrankError(f"{path}: holds no events at all; record a window in which the job takes a step")
     file = document.content

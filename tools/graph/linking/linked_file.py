@@ -51,7 +51,7 @@ from crossrank.tools.traces.execution_trace import (
     is_thread_root,
     read_attributes,
 )
-from crossrank.tools.traces.json_document import Shape, read_document
+from crossrank.tools.traces.json_document import Document, Shape
 
 Compression = Literal["zst", "gz", "none"]
 
@@ -226,7 +226,7 @@ def read_linked(path: str) -> LinkedTrace:
     Raises `CrossrankError` where the file is damaged or is no linked trace: dependencies of a part would mislead.
     """
     graph = _Graph(path)
-    document = read_document(path, _SHAPE, graph.take)
+    document = Document(path, _SHAPE, graph.take)
     file, head = document.content, document.content.crossrank
     if head is None:
         raise CrossrankError(f"{path}: is no linked trace of crossrank; make one with `crossrank link`")
