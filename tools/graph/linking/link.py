@@ -208,7 +208,7 @@ class _Linking:
                 *_of(kineto.path, kineto.damage),
                 *(_of(self.comms.path, self.comms.issues.problems) if self.comms else ()),
             ],
-            unread=kineto.unread,
+            unread=dict(sorted(kineto.unread.items())),
             warnings=[
                 *_of("execution trace", et.warnings),
                 *_of("Kineto trace", kineto.warnings),
