@@ -97,23 +97,21 @@ def convert(
     cut_waits(ordered)
     if options.pauses:
         ordered = with_pauses(ordered)
-    result.communications = [comm for _, comm in in_group_order(ordered)]
+    communicates = [node for node in ordered if node.comm is not None]
+    result.communications = [comm for _, comm in in_group_order(communicates)]
     for comm in result.communications:
         if not is_p2p(comm.record):
             # Members of an uneven all_to_all put in different amounts.
             size = "" if comm.record.op == "all_to_all" else f" of {comm.record.bytes} B"
             result.collectives.setdefault(comm.group.number, []).append(comm.record.op + size)
-    source = trace.rank or 0
-    recorded = [node.comm for node in ordered if node.comm is not None]
-    first = source
+    recorded = [node.comm for node in communicates if node.comm is not None]
+    first = trace.rank or 0
     if copies is not None:
-        first = copies.growth.copies[source][0]
-        for node in ordered:
-            if node.comm is not None:
-                node.comm = copies.growth.comm(node.comm, first)
+        first = copies.growth.copies[first][0]
+        for node, comm in zip(communicates, recorded, strict=True):
+            node.comm = copies.growth.comm(comm, first)
     if keep_graph:
         result.graph = rank_graph(ordered, first, result.begin_ns, result.length_ns)
-    communicates = [node for node in ordered if node.comm is not None]
     if options.lower:
         result.lowered = lower(ordered, first, roofline=options.roofline, messages=options.messages)
     if copies is not None and copies.folder is not None:

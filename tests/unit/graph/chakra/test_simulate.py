@@ -224,14 +224,6 @@ def test_computation_on_gpus_is_scaled_and_on_the_host_where_there_are_none() ->
 
 
 @needs_traces
-def test_the_simulation_of_dlrm_is_close_to_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", public("dlrm_8gpu"), "--json", "--jobs", "1"]) == 0
-    (simulation,) = json.loads(capsys.readouterr().out)["simulations"]
-    assert (simulation["joined"], simulation["alone"]) == (8, 0)
-    assert abs(simulation["error"]) < 0.02
-
-
-@needs_traces
 def test_the_simulation_of_dlrm_is_the_one_that_the_documentation_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", public("dlrm_8gpu")]) == 0
     page = (Path(__file__).parents[4] / "docs" / "commands" / "simulate.md").read_text()
