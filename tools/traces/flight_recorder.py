@@ -17,8 +17,6 @@ for type and range, and single entries that are broken are counted and left out.
 
 from __future__ import annotations
 
-import contextlib
-import marshal
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -92,13 +90,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_p2p: bool | None = None
     """None in dumps that do not say."""
     frames: Any = ()
-    """Innermost first, as decoded: `frames_of` checks them, once per stack."""
+    """Innermost first, as decoded: `read_frame` checks them, each once."""
 
 
 _DESCRIPTION = ("process_group", "profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _COLUMNS = {one.name: GenericAlias(list, one.type) for one in structs.fields(Entry) if one.name not in _DESCRIPTION}
-_NO_REFERENCES = 2
-"""The format of marshal in which equal lists have equal bytes."""
 
 
 @dataclass(frozen=True)
@@ -352,14 +348,13 @@ def whole(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def frames_of(frames: Any) -> tuple[Frame, ...]:
-    """The frames of one entry, innermost first; those that are broken are left out."""
-    known = []
-    for one in frames[:MOST_FRAMES] if type(frames) in _LISTS else ():
-        with contextlib.suppress(*BROKEN):
-            frame = msgspec.convert(one, Frame, strict=False)
-            known.append(Frame(whole(frame.name), whole(frame.filename), frame.line))
-    return tuple(known)
+def read_frame(frame: Any) -> Frame | None:
+    """A frame of an entry, as decoded; None where it is broken."""
+    try:
+        known = msgspec.convert(frame, Frame, strict=False)
+    except BROKEN:
+        return None
+    return Frame(whole(known.name), whole(known.filename), known.line)
 
 
 def _last_calls(rows: list[Any], last: int) -> list[Any]:
@@ -392,7 +387,7 @@ def _entries(rows: list[Any], problems: list[str], budget: Budget) -> Entries:
             columns = {name: msgspec.convert(given[name], column) for name, column in _COLUMNS.items()}
             # The bytes of a list of lists are compared in a fraction of the time that it takes to make tuples of it.
             described = zip(*(given[name] for name in _DESCRIPTION), strict=True)
-            kinds, kind = _by_kind(map(marshal.dumps, described, repeat(_NO_REFERENCES)))
+            kinds, kind = _by_kind(map(msgspec.msgpack.Encoder().encode, described))
             return Entries({row: msgspec.convert(rows[row], Entry) for row in kinds}, kind, columns)
     except BROKEN:
         pass

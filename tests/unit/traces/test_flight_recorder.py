@@ -25,7 +25,6 @@ from crossrank.tools.traces.flight_recorder import (
     NoDumpError,
     Progress,
     decode_flight_dump,
-    frames_of,
     read_flight_dump,
 )
 from tests.unit.analysis.diagnosis.simulated_jobs import SimulatedJob
@@ -63,12 +62,17 @@ def test_a_dump_may_be_compressed(job: SimulatedJob, tmp_path: Path, pack: Any) 
     assert len(read_flight_dump(str(tmp_path / "rank_2")).entries) == 12
 
 
-def test_stack_frames_come_innermost_first(job: SimulatedJob) -> None:
-    entry = decode(job.dump(0)).entries[0]
+def test_stack_frames_come_innermost_first_and_without_those_that_are_broken(tmp_path: Path, job: SimulatedJob) -> None:
+    content = job.dump(0)
+    content["entries"][1]["frames"] = [{"name": "f", "filename": "a.py", "line": 3}, {"name": 1}, 7]
+    content["entries"][2]["frames"] = "no frames"
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(content, 2))
 
-    assert frames_of(entry.frames)[-1] == Frame(name=frames_of(entry.frames)[-1].name, filename="train.py", line=110)
-    assert frames_of([{"name": "f", "filename": "a.py", "line": 3}, {"name": 1}, 7]) == (Frame("f", "a.py", 3),)
-    assert frames_of("no frames") == ()
+    trace = read_flight(str(tmp_path / "rank_0"), 0)
+
+    first, second, third = (trace.stacks[trace.calls.stack[row]] for row in range(3))
+    assert (first[-1].filename, first[-1].line) == ("train.py", 110)
+    assert (second, third) == ((Frame("f", "a.py", 3),), ())
 
 
 def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.budget import Budget, BudgetError
@@ -28,6 +28,7 @@ DATA = st.recursive(
 )
 
 
+@settings(deadline=None)  # the first one makes the expressions
 @given(DATA, st.sampled_from([2, 3, 4, 5]))
 def test_data_is_read_as_pickle_reads_it(thing: Any, protocol: int) -> None:
     assert load_data(pickle.dumps(thing, protocol), Budget("dump")) == thing
