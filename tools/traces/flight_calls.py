@@ -88,7 +88,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     """
     dump = read_flight_dump(path, last)
     moment = dump.moment
-    rank = dump.rank if rank is None else rank
+    rank = moment.rank if rank is None and moment is not None else rank
     trace = RankTrace(rank=rank, path=path, source="flight", version=dump.version, problems=list(dump.problems))
     trace.timed_by, trace.placed = "flight", False
     backends = _backends(dump)

@@ -7,9 +7,6 @@ A dump is a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`, `_dump_fr_trace`), JSON (`_dum
 * JSON has no frames, writes the numbers of `pg_status` as strings, and 0 for a time that is not known.
 * A group's `ranks` is text, "[0, 1]"; gloo writes "[]".
 * `entries` is absent where there are none.
-* Tools that keep dumps as literals write numbers as text, one dtype for all tensors of a side ("float32", "" for none),
-  `[[]]` for no tensor, no `pg_id`, and the rank at the top, as torch's own tests do
-  (test/distributed/flight_recorder/test_fr_analysis.py there).
 
 A dump is data from another machine: it is decoded without running anything (`safe_pickle`), every field is checked
 for type and range, and single entries that are broken are counted and left out.
@@ -209,8 +206,6 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
     first_record: int = 0
     """Number of the first entry, whether it was asked for or not: above 0 those before it fell out of the ring."""
     moment: Moment | None
-    rank: int | None = None
-    """What the dump says itself; torch's own do not."""
     problems: list[str]
 
 
@@ -295,7 +290,6 @@ def decode_flight_dump(
         left_out=len(entries) - len(wanted),
         first_record=first,
         moment=moment,
-        rank=moment.rank if moment is not None else convert(content.get("rank"), int | None, "rank"),
         problems=problems,
     )
 
@@ -431,33 +425,15 @@ def _lists(values: list[Any]) -> list[Any]:
 
 def _row_by_row(rows: list[Any], problems: list[str]) -> list[Entry]:
     entries, broken, first = [], 0, ""
-    group_ids: dict[str, int] = {}
     for number, row in enumerate(rows):
         try:
-            literal = isinstance(row, dict) and isinstance(row.get("collective_seq_id"), str)
-            entries.append(msgspec.convert(_of_literal(row, group_ids) if literal else row, Entry, strict=not literal))
+            entries.append(msgspec.convert(row, Entry))
         except BROKEN as error:
             broken += 1
             first = first or f"entry {number}: {one_line(error)[:200]}"
     if broken:
         problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were left out")
     return entries
-
-
-def _of_literal(row: dict[str, Any], group_ids: dict[str, int]) -> dict[str, Any]:
-    """A row of the literal form in torch's own; its numbers may still be text.
-
-    `group_ids`: the `pg_id` that each group is given, below those that the recorder gives (-1 is that of none).
-    """
-    group_id = group_ids.setdefault(str(row.get("process_group")), -2 - len(group_ids))
-    found = {"pg_id": group_id} | row
-    for side in ("input", "output"):
-        sizes, dtypes = row.get(f"{side}_sizes"), row.get(f"{side}_dtypes")
-        if isinstance(dtypes, str):
-            found[f"{side}_dtypes"] = [dtypes] * len(sizes) if dtypes and isinstance(sizes, list | tuple) else []
-        if isinstance(sizes, list | tuple) and not any(sizes):
-            found[f"{side}_sizes"] = found[f"{side}_dtypes"] = []
-    return found
 
 
 def _decode(path: str, data: bytes, budget: Budget) -> Any:
