@@ -97,7 +97,8 @@ def watchdog_and_stop(made: tuple[Programs, Groups], stale: tuple[int, int], sto
 
 
 def forward(odd: int, at: int, call: Call) -> Left:
-    chain: Programs = [[Recv("0", rank - 1), Send("0", rank + 1)][rank == 0 : 1 + (rank < 3)] for rank in range(4)]
+    ends: tuple[list[Call], list[Call]] = [Send("0", 1)], [Recv("0", 2)]
+    chain: Programs = [ends[0], [Recv("0", 0), Send("0", 2)], [Recv("0", 1), Send("0", 3)], ends[1]]
     return in_world([calls * 6 for calls in chain], (odd, at, None), (odd, at, call), blocking=True)
 
 
