@@ -192,8 +192,8 @@ TOO_MANY = "rank 1 made this call and the others did not; their next calls fit a
                 split_all_to_all([2, 1, 1], [3, 1, 0]),
                 split_all_to_all([3, 1, 1], [3, 1, 1]),
             ),
-            "size_mismatch all_to_all #1 since 0 by [1] of [0, 1, 2]: rank 0 sends 4 elements to rank 1, which expects 6; "
-            "rank 2 sends 2 elements to rank 1, which expects 0",
+            "size_mismatch all_to_all #1 since 0 by [1] of [0, 1, 2]: "
+            "rank 0 sends 4 elements to rank 1, which expects 6; rank 2 sends 2 elements to rank 1, which expects 0",
         ),
         # Of one pair either end may be wrong.
         (
@@ -202,7 +202,8 @@ TOO_MANY = "rank 1 made this call and the others did not; their next calls fit a
                 split_all_to_all([1, 1, 1], [3, 1, 1]),
                 split_all_to_all([1, 1, 1], [1, 1, 1]),
             ),
-            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: rank 0 sends 4 elements to rank 1, which expects 6",
+            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: "
+            "rank 0 sends 4 elements to rank 1, which expects 6",
         ),
         (
             (
