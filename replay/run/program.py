@@ -206,15 +206,15 @@ def prepare(
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
-    layout = lay_out(calls, own)
+    offsets, size = lay_out(calls, own)
     try:
-        block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
+        block = torch.full((max(size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise CrossrankError(
-            f"rank {rank}: {layout.size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
+            f"rank {rank}: {size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
             "try --scale-bytes below 1"
         ) from error
-    views = _tensors(block, calls, substitutes, layout.offsets, own)
+    views = _tensors(block, calls, substitutes, offsets, own)
     threads = Interned[int | None]()
     thread_of = [threads.number(calls[first].record.thread) for first, _ in spans]
     waits: list[list[int]] = [[] for _ in spans]
