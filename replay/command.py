@@ -276,7 +276,9 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
     steps: tuple[int, int] | None = arguments.steps
     if arguments.compute:
         return _read_with_computation(arguments)
-    found = replay_inputs.find(path, arguments.trace_type)
+    runs = not arguments.dry_run or bool(arguments.sweep) or arguments.save_plan is not None
+    times = runs or bool(parse_pace(arguments.pace).scale)
+    found = replay_inputs.find(path, arguments.trace_type, times=times)
     if steps is not None and found.kind != COMMS:
         raise CrossrankError(
             "--steps is for recordings, whose comms files know iterations; "

@@ -37,8 +37,9 @@ class ReplayInputs:
     skipped: list[str]
 
 
-def find(path: str, kind: str | None = None) -> ReplayInputs:
+def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInputs:
     """The files at `path`: a folder, one file, or several with commas between them; of `kind`, where it is given.
+    Without `times` those are left out that say no more of the calls in a comms file than how long they took.
 
     Raises `CrossrankError` where there is nothing to replay.
     """
@@ -62,11 +63,11 @@ def find(path: str, kind: str | None = None) -> ReplayInputs:
     # calls took.
     beside: dict[tuple[str, int | None], list[str]] = defaultdict(list)
     for file in usable:
-        if file.kind in (LINKED, FLIGHT) and file.kind != chosen:
+        if times and file.kind in (LINKED, FLIGHT) and file.kind != chosen:
             beside[file.kind, file.rank].append(file.path)
     linked_windows = {(file.rank, file.window) for file in usable if file.kind == LINKED}
     pairs: dict[int | None, list[RankInput]] = defaultdict(list)
-    for pair in pairs_of(usable).pairs if chosen == COMMS else ():
+    for pair in pairs_of(usable).pairs if times and chosen == COMMS else ():
         if (pair.rank, pair.window) not in linked_windows:
             pairs[pair.rank].append(pair)
     inputs = []
