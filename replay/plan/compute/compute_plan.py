@@ -18,6 +18,8 @@ from crossrank.tools.traces.replayed import ComputeCoverage, LeftOutOperations
 
 _MOST_STREAMS = 1024
 _MOST_ROWS = 1 << 46
+INDICES = ("uniform", "zipf")
+"""How indices into a table may be spread over its rows."""
 NO_SCHEMA = "no operation of torch: a kernel of its own, launched without one"
 
 
