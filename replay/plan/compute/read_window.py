@@ -275,9 +275,9 @@ class _Building:
     def _set_streams(self) -> None:
         calls = {number for number, one in enumerate(self.found) if one.call >= 0}
         placed = place_on_streams(self.window.activities, self.window.edges, self.ops.positions, calls)
-        for number, one in placed.items():
+        for number, (stream, after) in placed.items():
             operation = self.operations[self.place[number]]
-            operation.stream, operation.after = one.stream, [self.place[at] for at in one.after]
+            operation.stream, operation.after = stream, [self.place[at] for at in after]
         # Waits that are not recorded: what makes a tensor comes before what takes it.
         stream, streams = 0, []
         for position, operation in enumerate(self.operations if placed else ()):
