@@ -173,7 +173,8 @@ def _replay(
             sys.stdout.write(plan_json(plan).decode())
         else:
             print_plan(plan)
-        return int(given.strict and not _is_whole(plan)), None
+        whole = plan.coverage().complete and coverage_of(plan.recorded_computation()).complete
+        return int(given.strict and not whole), None
     settings = settings_of(plan, given, lead)
     plan = transform.for_backend(plan, settings.backend)
     target = str(folder) if folder is not None else given.output
@@ -208,9 +209,10 @@ def settings_of(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Set
     if given.graph and (device, backend) != ("cuda", "nccl"):
         raise CrossrankError(f"--graph captures calls of nccl on a GPU, not of {backend} on {device}; leave it out")
     slack_ns = max(_busy_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
+    recorded = [rank.compute.threads for rank in plan.ranks if rank.compute is not None]
     own = {name: getattr(given, name) for name in Settings.__struct_fields__ if hasattr(given, name)}
     own |= {"backend": backend, "device": device, "imports": tuple(given.imports)}
-    own |= {"threads": given.threads or _threads(plan)}
+    own |= {"threads": given.threads or max(recorded, default=1)}
     return Settings(**own, repeats=given.repeat, timeout_s=given.timeout, slack_s=slack_ns / 1e9)
 
 
@@ -229,15 +231,6 @@ def _busy_ns(rank: RankPlan, scale: float) -> float:
     if rank.compute is None:
         return sum(call.gap_ns for call in rank.calls) * scale
     return sum(one.gap_ns * scale + one.took_ns for one in rank.compute.operations)
-
-
-def _is_whole(plan: Plan) -> bool:
-    return plan.coverage().complete and coverage_of(plan.recorded_computation()).complete
-
-
-def _threads(plan: Plan) -> int:
-    """Threads of torch in each rank, as they were recorded."""
-    return max((rank.compute.threads for rank in plan.ranks if rank.compute is not None), default=1)
 
 
 def read_plan(arguments: argparse.Namespace) -> Plan:

@@ -288,6 +288,8 @@ def check(arguments: argparse.Namespace) -> None:
             raise CrossrankError(f"{one.shown} {value} is not a number from {limits[0]} to {limits[1]:,.0f}")
         if not one.is_given(arguments):
             continue
+        if one.choices and value not in one.choices:
+            raise CrossrankError(f"{one.shown} {value!r} is not one of {', '.join(one.choices)}")
         if one.needs and not getattr(arguments, one.needs.replace("-", "_")):
             raise CrossrankError(f"{one.shown} is for --{one.needs}; add it, or leave {one.shown} out")
         for other, why in one.not_with.items():
