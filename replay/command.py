@@ -23,7 +23,6 @@ from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.compute.windows import find_windows, read_windows
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
-from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.replay_report import (
     indented,
     make_report,
@@ -34,6 +33,7 @@ from crossrank.replay.results.replay_report import (
 )
 from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_method
+from crossrank.replay.run.messages import RankResult
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
 from crossrank.text import amount

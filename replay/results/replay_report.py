@@ -7,26 +7,19 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import polars as pl
 
 from crossrank.atomic_file import whole_file
 from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.plan import Plan, RankPlan, number_of
-from crossrank.replay.results.measure import (
-    RankResult,
-    batches,
-    blocks,
-    compare,
-    end_to_end_ns,
-    measure,
-    percentiles_us,
-    table,
-)
+from crossrank.replay.results.measure import batches, blocks, compare, end_to_end_ns, measure, percentiles_us, table
 from crossrank.replay.results.whole_step import compare_step
+from crossrank.replay.run.messages import RankResult
 from crossrank.text import amount, csv_text, milliseconds, percent, printable
 from crossrank.tools.traces.replayed import (
     CSV,
@@ -37,9 +30,6 @@ from crossrank.tools.traces.replayed import (
     ReplayReport,
     Settings,
 )
-
-if TYPE_CHECKING:
-    import polars as pl
 
 HTML = "replay.html"
 _MOST_PROBLEMS = 5
@@ -81,7 +71,7 @@ def make_report(
         clock_error_us=max(result.offset_error_ns for result in results) / 1000,
         end_to_end_us=percentiles_us(end_to_end_ns(results)),
         cpu_us_per_call=sum(result.cpu_s for result in results) * 1e6 / calls if calls else 0.0,
-        rows=table(times, plan),
+        rows=table(times),
         comparison=comparison if comparison.calls or comparison.recorded_end_to_end_us is not None else None,
         check=check,
         data=_all_data([result.data for result in results if result.data is not None]),
@@ -192,7 +182,6 @@ _RECORD_COLUMNS = ("op", "pg", "seq", "peer", "bytes", "dtype", "source")
 
 def to_csv(plan: Plan, times: pl.DataFrame) -> str:
     """One line per call and rank; times in us, over the passes."""
-    import polars as pl
 
     def in_us(column: str, share: float) -> pl.Expr:
         return (pl.col(column).quantile(share, "linear") / 1000).round(3).alias(f"{column}_us_p{100 * share:.0f}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from crossrank.replay.plan.compute.compute_plan import ComputePlan, coverage_of
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.results.measure import RankResult
+from crossrank.replay.run.messages import RankResult
 from crossrank.tools.traces.replayed import ComputedOperation, StepComparison
 
 _SHOWN = 200

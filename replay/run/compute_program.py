@@ -22,10 +22,10 @@ from crossrank.replay.plan.compute.compute_plan import ComputeOperation, Compute
 from crossrank.replay.plan.dtype_fallback import substitute
 from crossrank.replay.plan.plan import PlannedCall
 from crossrank.replay.plan.shapes import tensors
-from crossrank.replay.results.measure import Computed
 from crossrank.replay.run.device_streams import DeviceStreams
 from crossrank.replay.run.fill import fill_blocks
 from crossrank.replay.run.host_time import gaps_of, host_times, shortened, slowness
+from crossrank.replay.run.messages import Computed
 from crossrank.replay.run.operations import find_operations, refusal
 from crossrank.replay.run.pacing import idle, make_busy
 from crossrank.replay.run.program import Bound, OwnTensors, Program

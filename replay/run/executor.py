@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.results.measure import Pass
 from crossrank.replay.run.compute_program import ComputeProgram
+from crossrank.replay.run.messages import Pass
 from crossrank.replay.run.pacing import Pacer
 from crossrank.replay.run.profiled import profiled
 from crossrank.replay.run.program import Program

@@ -28,9 +28,9 @@ from torch.distributed import Store, TCPStore
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.probe import Machine
-from crossrank.replay.results.measure import RankResult
-from crossrank.replay.run.failure_report import Failed, State, print_states
+from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo
+from crossrank.replay.run.messages import RankResult, State
 from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, connect, host_store, listen
 from crossrank.replay.run.worker import leave, run_rank
 from crossrank.tools.traces.replayed import Settings

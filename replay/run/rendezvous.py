@@ -21,15 +21,12 @@ import msgspec
 import zstandard
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import network_cards
-from crossrank.replay.plan.compute.compute_plan import ComputePlan
-from crossrank.replay.plan.plan import Plan, PlannedCall
+from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.probe import Machine
-from crossrank.replay.results.measure import RankResult
-from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.launcher import RankInfo
+from crossrank.replay.run.messages import RankResult, State, WorkItem
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.replayed import Settings
 
@@ -40,21 +37,6 @@ _PATIENCE_S = 1800.0
 FINISHED = "finished"
 
 Content = TypeVar("Content")
-
-
-class WorkItem(msgspec.Struct, kw_only=True):
-    """What one rank is sent."""
-
-    settings: Settings = Settings(backend="", device="")
-    groups: list[Group] = []
-    """All of the plan."""
-    calls: list[PlannedCall] = []
-    compute: ComputePlan | None = None
-    fits_host: bool = False
-    """On some rank the host's time can be fitted to steps without a profiler: all make the passes for it."""
-    world_size: int = 0
-    ends: bool = False
-    """There is nothing more to do: the process may go."""
 
 
 class NoPlanError(Exception):

@@ -29,16 +29,15 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id, give_memory_back, limit_memory, memory
 from crossrank.replay.results.expected_values import Checker
-from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.results.saved_data import DataComparer, DataWriter
 from crossrank.replay.run.clock_offsets import between, measure_offset
 from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor, Hook
-from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.graph_executor import GraphExecutor
+from crossrank.replay.run.messages import Pass, RankResult, State, WorkItem
 from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
-from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, WorkItem
+from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous
 from crossrank.text import printable
 from crossrank.tools.traces.replayed import Settings
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, save_plan
-from crossrank.replay.run.failure_report import Failed, State
+from crossrank.replay.run.failure_report import Failed
+from crossrank.replay.run.messages import State
 from crossrank.replay.run.processes import run_local
 from crossrank.replay.run.rendezvous import Rendezvous
 from crossrank.tools.traces.replayed import Settings

@@ -7,8 +7,9 @@ from array import array
 import pytest
 
 from crossrank.replay.plan.plan import NOT_IN_STEPS, LeftOut, Plan
-from crossrank.replay.results.measure import Pass, RankResult, compare, end_to_end_ns, measure, table
+from crossrank.replay.results.measure import compare, end_to_end_ns, measure, table
 from crossrank.replay.results.replay_report import make_report, to_csv
+from crossrank.replay.run.messages import Pass, RankResult
 from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv
 
@@ -71,7 +72,7 @@ def test_times_are_put_on_one_clock_and_distinguished() -> None:
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     plan, results = job()
-    (row,) = table(measure(plan, results), plan)
+    (row,) = table(measure(plan, results))
     assert row.algbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)
     assert row.busbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)  # 2 (n - 1) / n = 1 for two ranks
     assert (row.calls, row.bytes, row.size_from, row.size_to) == (1, 4000, 1025, 4096)
@@ -81,18 +82,18 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 def test_a_send_and_its_receive_are_one_row() -> None:
     plan = plan_of([isend(1)], [recv(0)])
     measured = measure(plan, [result(0, [(0, 10, 100)]), result(1, [(20, 30, 140)])])
-    rows = table(measured, plan)
+    rows = table(measured)
     assert [(row.op, row.calls, row.bytes, row.time_us.p50) for row in rows] == [("send/recv", 1, 16, 0.12)]
     assert rows[0].algbw_gb_per_s == Percentiles(p50=16 / 120, p95=16 / 120, p99=16 / 120)
     plan = plan_of(*[[isend(1 - rank, batch=0), irecv(1 - rank, batch=0)] for rank in (0, 1)])
-    (row,) = table(measure(plan, [result(rank, [(0, 10, 100)] * 2) for rank in (0, 1)]), plan)
+    (row,) = table(measure(plan, [result(rank, [(0, 10, 100)] * 2) for rank in (0, 1)]))
     assert (row.op, row.calls, row.bytes, row.algbw_gb_per_s) == ("send/recv, batched", 2, 32, None)
 
 
 def test_a_barrier_has_no_bandwidth() -> None:
     plan = plan_of([record("barrier")], [record("barrier")])
     measured = measure(plan, [result(0, [(0, 1, 9)]), result(1, [(0, 1, 9)])])
-    (row,) = table(measured, plan)
+    (row,) = table(measured)
     assert row.algbw_gb_per_s is row.busbw_gb_per_s is None
 
 
