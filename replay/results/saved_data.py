@@ -23,13 +23,13 @@ from crossrank.comm import CommRecord, Count
 from crossrank.dtypes import DTYPES
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.replay.plan.plan import Plan
+from crossrank.replay.results.expected_values import MOST_FAILURES, failure_of, gives
 from crossrank.replay.run.program import Program
-from crossrank.tools.traces.replayed import CheckFailure, DataComparison
+from crossrank.tools.traces.replayed import DataComparison
 
 SCHEMA = "crossrank-data 1"
 _PART = 1 << 22
 """Elements that are compared at once."""
-_MOST_FAILURES = 20
 _LEAST_TOLERANCE = 1e-4
 
 
@@ -67,25 +67,23 @@ class RandomInputs:
 
     def fill(self, position: int) -> None:
         """Set the inputs of launch `position`."""
-        bound = self.program.bound[position]
-        for index in range(bound.first, bound.first + bound.count):
+        for index in self.program.bound[position].calls:
             for part, tensor in enumerate(self.program.tensors[index][0]):
                 # Made on the host, whatever the device: generators of devices give other numbers.
                 seed = zlib.crc32(f"{self.rank} {index} {part}".encode())  # of a larger one torch takes 32 bits
                 generator = torch.Generator().manual_seed(seed)
-                _flat(tensor).copy_(_numbers(tensor, generator))
+                tensor.view(-1).copy_(_numbers(tensor, generator))
 
     def outputs(self, position: int) -> Iterator[tuple[SavedTensor, torch.Tensor]]:
         """What launch `position`, which is over, gave on this rank."""
-        bound = self.program.bound[position]
-        for index in range(bound.first, bound.first + bound.count):
+        for index in self.program.bound[position].calls:
             record = self.program.calls[index].record
             for part, tensor in enumerate(self.program.tensors[index][1]):
                 if tensor.numel() and gives(record, self.rank):
                     name = str(tensor.dtype).removeprefix("torch.")
                     yield (
                         SavedTensor(call=index, op=record.op, part=part, dtype=name, elements=tensor.numel()),
-                        _flat(tensor),
+                        tensor.view(-1),
                     )
 
 
@@ -167,32 +165,14 @@ class DataComparer(RandomInputs):
         if not bool(different.any()):
             return False
         self.result.different += 1
-        if len(self.result.failures) < _MOST_FAILURES:
-            at = int(different.nonzero()[0])
-            self.result.failures.append(
-                CheckFailure(
-                    rank=self.rank,
-                    call=record.id,
-                    op=record.op,
-                    pg=record.pg,
-                    tensor=made.part,
-                    element=first + at,
-                    elements=int(different.sum()),
-                    expected=float(then[at].real),
-                    got=float(now[at].real),
-                )
-            )
+        if len(self.result.failures) < MOST_FAILURES:
+            self.result.failures.append(failure_of(record, self.rank, made.part, first, different, then, now))
         return True
 
 
 def tolerance(dtype: torch.dtype) -> float:
     """Relative and absolute, where no other is given: 8 roundings of the type, at least 1e-4."""
     return max(_LEAST_TOLERANCE, 8 * torch.finfo(dtype).eps) if dtype.is_floating_point else _LEAST_TOLERANCE
-
-
-def gives(record: CommRecord, rank: int) -> bool:
-    """Whether the operation says what is in the outputs of `rank`: of a reduction to one rank on that rank alone."""
-    return record.op != "reduce" or record.root == rank
 
 
 def load_saved(folder: str, rank: int) -> SavedData:
@@ -229,10 +209,6 @@ def check_saved(plan: Plan, folder: str) -> None:
 
 def _file(folder: str, rank: int) -> str:
     return str(Path(folder) / f"rank-{rank}.data")
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1)
 
 
 def _numbers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

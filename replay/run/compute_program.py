@@ -28,7 +28,7 @@ from crossrank.replay.run.host_time import gaps_of, host_times, shortened, slown
 from crossrank.replay.run.messages import Computed
 from crossrank.replay.run.operations import find_operations, refusal
 from crossrank.replay.run.pacing import idle, make_busy
-from crossrank.replay.run.program import Bound, OwnTensors, Program
+from crossrank.replay.run.program import OwnTensors, Program
 from crossrank.tools.traces.kineto import read_kineto
 
 _RESHAPES = frozenset(
@@ -441,7 +441,7 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
     """
     at = _call_places(plan)
     places = [
-        max((at[one] for call in _calls(program, bound) for one in call.recorded_ids if one in at), default=-1)
+        max((at[one] for index in bound.calls for one in program.calls[index].recorded_ids if one in at), default=-1)
         for bound in program.bound
     ]
     last = max(at.values(), default=len(plan.operations) - 1)
@@ -455,8 +455,8 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
         launches.setdefault(highest, []).append(position)
     positions_of: dict[int, list[int]] = {}
     for position, bound in enumerate(program.bound):
-        for call in _calls(program, bound):
-            for one in call.recorded_ids:
+        for index in bound.calls:
+            for one in program.calls[index].recorded_ids:
                 positions_of.setdefault(one, []).append(position)
     left = {position for position, bound in enumerate(program.bound) if not bound.blocking}
     waits: dict[int, tuple[int, ...]] = {}
@@ -473,10 +473,6 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
 def _call_places(plan: ComputePlan) -> dict[int, int]:
     """Id of a call -> position of its operation."""
     return {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}
-
-
-def _calls(program: Program, bound: Bound) -> list[PlannedCall]:
-    return program.calls[bound.first : bound.first + bound.count]
 
 
 class _OtherShape(ValueError):

@@ -119,7 +119,7 @@ class CpuExecutor:
         ready, completed = self._times(start, launched)
 
         def by_call(column: array[int]) -> bytes:
-            spread = (repeat(value, bound.count) for value, bound in zip(column, program.bound, strict=True))
+            spread = (repeat(value, len(bound.calls)) for value, bound in zip(column, program.bound, strict=True))
             return array("q", chain.from_iterable(spread)).tobytes()
 
         return Pass(
@@ -165,7 +165,7 @@ class CpuExecutor:
             self._made[bound.follows].wait()
         if self._before is not None:
             self._before(position)
-        self.progress[0] = bound.first
+        self.progress[0] = bound.calls[0]
         if bound.barrier is not None:
             bound.barrier().wait()
         self._launch(position)
@@ -188,7 +188,7 @@ class CpuExecutor:
         """Wait for launches."""
         began = time.monotonic_ns()
         for position in positions:
-            self.progress[0] = self._program.bound[position].first
+            self.progress[0] = self._program.bound[position].calls[0]
             work, self._works[position] = self._works[position], None
             self._wait(position, work)
             if self._after is not None:
@@ -299,7 +299,7 @@ class CudaExecutor(CpuExecutor):
     def _finish(self) -> None:
         for bound, ended in zip(self._program.bound, self._ended, strict=True):
             # Seen by the watch: a host that is ahead of its GPU would make no progress in one synchronisation.
-            self.progress[0] = bound.first
+            self.progress[0] = bound.calls[0]
             while not ended.query():
                 time.sleep(_POLL_S)
         torch.cuda.synchronize(self._program.device)

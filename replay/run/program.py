@@ -147,9 +147,8 @@ class OwnTensors:
 class Bound:
     """A launch that is ready to go."""
 
-    first: int
-    """Index of its first call."""
-    count: int
+    calls: range
+    """Indices of its calls: one, or those of a batch."""
     launch: Launch
     waits: tuple[int, ...]
     """Launches that are waited for before this one, by their position in the program."""
@@ -254,8 +253,7 @@ def prepare(
             latest[record.pg] = position
         bound.append(
             Bound(
-                first=first,
-                count=end - first,
+                calls=range(first, end),
                 launch=members[0] if single else _together(members, groups[record.pg][1], device),
                 waits=tuple(waits[position]),
                 blocking=blocking,
@@ -310,7 +308,7 @@ def late_ends(program: Program) -> list[int]:
         index
         for bound in program.bound
         if not bound.blocking and (bound.holds_host if on_gpu else not bound.has_future)
-        for index in range(bound.first, bound.first + bound.count)
+        for index in bound.calls
     ]
 
 

@@ -38,8 +38,7 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
             calls=[PlannedCall(record=mine, wait_before=at + 1, blocking=True) for at in (0, 1)],
             bound=[
                 Bound(
-                    first=at,
-                    count=1,
+                    calls=range(at, at + 1),
                     launch=_nothing,
                     waits=(),
                     blocking=True,

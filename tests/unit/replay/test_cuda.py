@@ -97,8 +97,7 @@ def launch(name: str) -> Any:
 
 def bound(first: int, name: str, *, blocking: bool = False, waits: tuple[int, ...] = ()) -> Bound:
     return Bound(
-        first=first,
-        count=1,
+        calls=range(first, first + 1),
         launch=launch(name),
         waits=waits,
         blocking=blocking,
