@@ -21,9 +21,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
-from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -32,7 +29,6 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.messages import Pass
 from crossrank.replay.run.pacing import Pacer
-from crossrank.replay.run.profiled import profiled
 from crossrank.replay.run.program import Program
 
 IDLE = -1
@@ -73,24 +69,6 @@ class CpuExecutor:
         self._threads = futures.ThreadPoolExecutor(count, "crossrank-replay", self._begin_thread) if count > 1 else None
         if compute is not None:
             compute.join(program, self.launch, self.wait, self.progress)
-
-    @property
-    def computes(self) -> bool:
-        """Whether operations run between the launches."""
-        return self._compute is not None
-
-    def learn_from_profiler(self, passes: int) -> None:
-        """Run so many passes under torch's profiler, and learn from them what the host did between operations."""
-        assert self._compute is not None
-        with TemporaryDirectory(prefix="crossrank-") as folder:
-            et, kineto = Path(folder, "et.json"), Path(folder, "kineto.json")
-            profiled(lambda: [self.run() for _ in range(passes)], et, kineto)
-            self._compute.take_profile(str(kineto), passes)
-
-    def fit_host(self, passes: Sequence[Pass]) -> None:
-        """Fit the host's time between operations to these passes."""
-        assert self._compute is not None
-        self._compute.fit_host(median(one.own_ns for one in passes))
 
     def run(
         self, before: Hook | None = None, after: Hook | None = None, *, trial: bool = False, clock: Clock | None = None

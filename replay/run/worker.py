@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from statistics import median
 from typing import Any, NoReturn
 
 import msgspec
@@ -153,7 +154,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     with DataWriter(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
         checks = [(checker.fill, checker.verify)] if checker is not None else []
         checks += [(one.fill, one.take) for one in (writer, comparer) if one is not None]
-        passes, cpu_s, times = _passes(executor, program, work, watch, checks)
+        passes, cpu_s, times = _passes(executor, program, compute, work, watch, checks)
     computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
@@ -239,7 +240,12 @@ def _make_groups(
 
 
 def _passes(
-    executor: CpuExecutor, program: Program, work: WorkItem, watch: Watch, checks: Sequence[tuple[Hook, Hook]]
+    executor: CpuExecutor,
+    program: Program,
+    compute: ComputeProgram | None,
+    work: WorkItem,
+    watch: Watch,
+    checks: Sequence[tuple[Hook, Hook]],
 ) -> tuple[list[Pass], float, list[int]]:
     """(passes, CPU seconds of all, the clock of one more pass where there is computation)."""
     settings = work.settings
@@ -255,17 +261,17 @@ def _passes(
         program.block.fill_(FILL)
         barrier()
 
-    if executor.computes:
+    if compute is not None:
         meet("trying every operation")
         executor.run(trial=True)
         meet("in passes under the profiler")
-        executor.learn_from_profiler(_PROFILED_PASSES)
+        compute.learn_from_profiler(executor.run, _PROFILED_PASSES)
         for _ in range(_FITS if work.fits_host else 0):
             fitted = []
             for number in range(_FITTED_PASSES):
                 meet(f"in pass {number + 1} that the host's time is fitted to")
-                fitted.append(executor.run())
-            executor.fit_host(fitted)
+                fitted.append(executor.run().own_ns)
+            compute.fit_host(median(fitted))
         give_memory_back()
     for before, after in checks:  # in passes of their own: filling and comparing takes longer than the calls
         meet("in the pass that is checked")
@@ -291,7 +297,7 @@ def _passes(
                 executor.run()
                 crossrank.step()
     clock: list[int] = []
-    if executor.computes:
+    if compute is not None:
         meet("in a pass that times every operation")
         executor.run(clock=clock)
     watch.phase("waiting for the others to end")

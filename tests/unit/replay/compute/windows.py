@@ -11,7 +11,7 @@ from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.compute.read_window import read_window
 from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.device_streams import DeviceStreams
-from crossrank.replay.run.profiled import profiled
+from crossrank.replay.run.host_time import profiled
 from crossrank.replay.run.program import Program
 from crossrank.tools.graph.linking.window_files import RankInput
 
