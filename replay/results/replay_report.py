@@ -6,14 +6,12 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import polars as pl
 
-from crossrank.atomic_file import whole_file
-from crossrank.errors import CrossrankError, one_line
+from crossrank.atomic_file import join, make_folder
 from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.plan import Plan, RankPlan, number_of
@@ -21,6 +19,7 @@ from crossrank.replay.results.measure import batches, blocks, compare, end_to_en
 from crossrank.replay.results.whole_step import compare_step
 from crossrank.replay.run.messages import RankResult
 from crossrank.text import amount, csv_text, milliseconds, percent, printable
+from crossrank.tools.commands.options import write_output
 from crossrank.tools.traces.replayed import (
     CSV,
     JSON,
@@ -207,7 +206,7 @@ def to_csv(plan: Plan, times: pl.DataFrame) -> str:
     for rank, index, *measured in of_calls.iter_rows():
         record = plan.ranks[rank].calls[index].record
         own = (record.op, record.pg, number_of(record), record.peer, record.bytes, record.dtype, record.source)
-        writer.writerow([csv_text(value) for value in (rank, index, *own, *measured)])
+        writer.writerow(map(csv_text, (rank, index, *own, *measured)))
     return text.getvalue()
 
 
@@ -220,14 +219,8 @@ def write_report(folder: str, report: ReplayReport, plan: Plan, times: pl.DataFr
         CSV: to_csv(plan, times).encode(),
         HTML: replay_page(report).encode(),
     }
-    paths = []
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            path = Path(folder) / name
-            with whole_file(path) as temporary:
-                temporary.write_bytes(content)
-            paths.append(str(path))
-    except OSError as error:
-        raise CrossrankError(f"{folder}: cannot be written to ({one_line(error)}); give another with -o") from error
-    return paths
+    make_folder(folder)
+    paths = {join(folder, name): content for name, content in contents.items()}
+    for path, content in paths.items():
+        write_output(path, content)
+    return list(paths)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -88,33 +88,31 @@ class RandomInputs:
 
 
 class DataWriter(RandomInputs):
-    """Saves the outputs of one rank: its files are there when the context has ended well."""
+    """Saves the outputs of one rank."""
 
-    def __init__(self, program: Program, rank: int, folder: str) -> None:
+    def __init__(self, program: Program, rank: int, file: IO[bytes]) -> None:
         super().__init__(program, rank)
-        self._folder = Path(folder)
-        self._saved: list[SavedTensor] = []
-        self._stack = ExitStack()
-        self._file: IO[bytes]
-
-    def __enter__(self) -> DataWriter:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._stack.enter_context(whole_file(self._folder / f"rank-{self.rank}.data"))
-        self._file = self._stack.enter_context(temporary.open("wb"))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        self._stack.__exit__(kind, *error)
-        if kind is None:
-            with whole_file(self._folder / f"rank-{self.rank}.data.json") as temporary:
-                temporary.write_bytes(msgspec.json.encode(SavedData(tensors=self._saved)))
+        self._file = file
+        self.saved: list[SavedTensor] = []
 
     def take(self, position: int) -> None:
         """Save what launch `position` gave."""
         for saved, tensor in self.outputs(position):
             with self.lock:
                 self._file.write(tensor.view(torch.uint8).cpu().numpy().tobytes())
-                self._saved.append(saved)
+                self.saved.append(saved)
+
+
+@contextmanager
+def saving(program: Program, rank: int, folder: str) -> Iterator[DataWriter]:
+    """A writer of the files of one rank, which are there when the context has ended well."""
+    path = Path(_file(folder, rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        writer = DataWriter(program, rank, file)
+        yield writer
+    with whole_file(Path(f"{path}.json")) as temporary:
+        temporary.write_bytes(msgspec.json.encode(SavedData(tensors=writer.saved)))
 
 
 class DataComparer(RandomInputs):

@@ -105,10 +105,7 @@ def _noise(replayed: Sequence[float], recorded: Sequence[float], ranks: int) -> 
 
 
 def _operations(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> list[ComputedOperation]:
-    recorded: Counter[str] = Counter()
-    replayed: Counter[str] = Counter()
-    profiled: Counter[str] = Counter()
-    count: Counter[str] = Counter()
+    recorded, replayed, profiled, count = (Counter[str]() for _ in range(4))
     for compute in computes.values():
         for one in compute.operations:
             if one.node and one.call < 0 and not one.on_device:

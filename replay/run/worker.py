@@ -30,7 +30,7 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id, give_memory_back, limit_memory, memory
 from crossrank.replay.results.expected_values import Checker
-from crossrank.replay.results.saved_data import DataComparer, DataWriter
+from crossrank.replay.results.saved_data import DataComparer, saving
 from crossrank.replay.run.clock_offsets import between, measure_offset
 from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor, Hook
@@ -151,7 +151,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     comparer = None
     if settings.compare_data is not None:
         comparer = DataComparer(program, rank, settings.compare_data, settings.rtol, settings.atol)
-    with DataWriter(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
+    with saving(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
         checks = [(checker.fill, checker.verify)] if checker is not None else []
         checks += [(one.fill, one.take) for one in (writer, comparer) if one is not None]
         passes, cpu_s, times = _passes(executor, program, compute, work, watch, checks)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from crossrank.text import amount, microseconds, milliseconds, percent, plural, printable, significant, size_text
-from crossrank.tools.output.charts import Chart, Rate, axis, bandwidth_chart
+from crossrank.tools.output.charts import Chart, Rate, Trace, axis, bandwidth_chart
 from crossrank.tools.output.console import Columns, Table, table_of
 from crossrank.tools.traces.replayed import (
     JSON,
@@ -307,35 +307,21 @@ def step_chart(step: StepComparison) -> Chart:
     operations = step.replayed_ms - step.exposed_ms - step.host_ms
     bars: dict[str, tuple[float | None, ...]] = {"replayed": (max(operations, 0.0), step.host_ms, step.exposed_ms)}
     if step.profiled_operations_ms is not None:
-        bars["recorded, under the profiler"] = (
-            step.profiled_operations_ms,
-            step.profiled_between_ms,
-            step.recorded_exposed_ms,
-        )
+        profiled = (step.profiled_operations_ms, step.profiled_between_ms, step.recorded_exposed_ms)
+        bars["recorded, under the profiler"] = profiled
     traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "y": list(bars),
-            "x": [parts[place] or 0.0 for parts in bars.values()],
-            "hovertemplate": f"{part}: %{{x:,.2f}} ms<extra>%{{y}}</extra>",
-        }
+        _bars(part, list(bars), [parts[place] or 0.0 for parts in bars.values()], f"{part}: ")
         for place, part in enumerate(_PARTS)
     ]
     if step.recorded_ms is not None:
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": "whole step",
-                "y": ["recorded, without a profiler"],
-                "x": [step.recorded_ms],
-                "hovertemplate": "%{x:,.2f} ms<extra>%{y}</extra>",
-            }
-        )
+        traces.append(_bars("whole step", ["recorded, without a profiler"], [step.recorded_ms]))
     layout = {"barmode": "stack", "xaxis": axis("ms per step"), "yaxis": axis(automargin=True)}
     return Chart(id="replayed-step", height=230, traces=traces, layout=layout)
+
+
+def _bars(name: str, y: Sequence[str], ms: Sequence[float], shown: str = "") -> Trace:
+    hover = f"{shown}%{{x:,.2f}} ms<extra>%{{y}}</extra>"
+    return {"type": "bar", "orientation": "h", "name": name, "y": y, "x": ms, "hovertemplate": hover}
 
 
 def replay_page(report: ReplayReport) -> str:
