@@ -12,7 +12,7 @@ from crossrank.replay.results.replay_report import make_report, write_report
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.traces.replayed import CSV, JSON, Settings
 from tests.unit.replay.plans import isend, plan_of, record, recv
-from tests.unit.replay.test_measure import result
+from tests.unit.replay.ranks import result
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from crossrank.replay.plan.dtype_fallback import substitute
 from crossrank.replay.plan.plan import PlannedCall
 from crossrank.replay.plan.shapes import complete
 from crossrank.replay.results.expected_values import Checker
-from crossrank.replay.run.program import Bound, Program
 from tests.unit.replay.plans import record
+from tests.unit.replay.ranks import bound, program
 
 Tensors = list[list[torch.Tensor]]
 """By member."""
@@ -34,38 +34,19 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
         sides = [[torch.zeros(shape, dtype=dtype) for shape in shapes] for shapes in (mine.inputs, mine.outputs)]
         if call.op in ("all_reduce", "reduce", "broadcast"):
             sides[1] = sides[0]
-        program = Program(
+        made_twice = program(
+            *map(bound, (0, 1)),
             calls=[PlannedCall(record=mine, wait_before=at + 1, blocking=True) for at in (0, 1)],
-            bound=[
-                Bound(
-                    calls=range(at, at + 1),
-                    launch=_nothing,
-                    waits=(),
-                    blocking=True,
-                    has_future=False,
-                    holds_host=False,
-                    lane="0",
-                )
-                for at in (0, 1)
-            ],
             tensors=[(sides[0], sides[1])] * 2,
             substitutes=[substitute(mine, "gloo")] * 2,
-            device=torch.device("cpu"),
             groups={"0": group},
-            last_waits=(),
-            block=torch.zeros(1),
-            width=1,
         )
-        checker = Checker(program, rank)
+        checker = Checker(made_twice, rank)
         checker.fill(1)
         made.append(checker)
         inputs.append(sides[0])
         outputs.append(sides[1])
     return made, inputs, outputs
-
-
-def _nothing() -> None:
-    return None
 
 
 def failures(made: list[Checker]) -> list[int]:

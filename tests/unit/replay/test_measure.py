@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
 from crossrank.replay.plan.plan import NOT_IN_STEPS, LeftOut, Plan
 from crossrank.replay.results.measure import compare, end_to_end_ns, measure, table
 from crossrank.replay.results.replay_report import make_report, to_csv
-from crossrank.replay.run.messages import Pass, RankResult
+from crossrank.replay.run.messages import RankResult
 from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv
-
-
-def column(calls: list[tuple[int, int, int]], place: int) -> bytes:
-    return array("q", [call[place] for call in calls]).tobytes()
-
-
-def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> RankResult:
-    """What a rank hands in: (launched, issued, completed) of every call of every pass, in ns."""
-    columns = [
-        Pass(
-            launched=column(calls, 0),
-            issued=column(calls, 1),
-            began=column(calls, 0),
-            completed=column(calls, 2),
-            start=calls[0][0],
-            end=calls[-1][2],
-        )
-        for calls in passes
-    ]
-    return RankResult(
-        rank=rank,
-        host="host",
-        device="cpu",
-        offset_ns=offset,
-        offset_error_ns=0,
-        passes=columns,
-        cpu_s=0.0,
-        late_ends=[],
-        substitutes={},
-        check_failures=None,
-        checked=0,
-        versions={"torch": "2.13.0"},
-    )
+from tests.unit.replay.ranks import result
 
 
 def job() -> tuple[Plan, list[RankResult]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from itertools import combinations
 
@@ -15,8 +14,8 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import settle
 from crossrank.replay.plan.probe import PROBES, Machine, Probe, ProbeGroup, all_pairs, make_probe, sizes_of
 from crossrank.replay.results.probe_report import ProbeReport, judge
-from crossrank.replay.run.messages import Pass, RankResult
 from tests.unit.replay.plans import built, record
+from tests.unit.replay.ranks import result
 
 
 def job(ranks: int, *sizes: int) -> list[list[CommRecord]]:
@@ -87,32 +86,12 @@ def judged(
     """What is found where a group takes 100 us, and longer where `slow` has some of its ranks."""
     results = []
     for rank in range(probe.plan.world_size):
-        launched = [1_000_000 * index for index in range(len(probe.plan.ranks[rank].calls))]
-        completed = list(launched)
+        calls = [(1_000_000 * index,) * 3 for index in range(len(probe.plan.ranks[rank].calls))]
         for group in probe.groups:
             if rank in group.members:
-                index = group.indices[group.members.index(rank)]
                 factor = max((by for ranks, by in slow.items() if ranks <= set(group.members)), default=1.0)
-                launched[index] = 0
-                completed[index] = round(100_000 * factor)
-        begins, ends = (array("q", times).tobytes() for times in (launched, completed))
-        one = Pass(launched=begins, issued=begins, began=begins, completed=ends, start=0, end=1)
-        results.append(
-            RankResult(
-                rank=rank,
-                host=machines[rank].host,
-                device="cpu",
-                offset_ns=0,
-                offset_error_ns=0,
-                passes=[one] * 3,
-                cpu_s=0.0,
-                late_ends=[],
-                substitutes={},
-                check_failures=None,
-                checked=0,
-                versions={},
-            )
-        )
+                calls[group.indices[group.members.index(rank)]] = (0, 0, round(100_000 * factor))
+        results.append(result(rank, *[calls] * 3, host=machines[rank].host))
     return judge(probe, results, machines, "gloo", tolerance)
 
 
