@@ -61,7 +61,7 @@ class Checker:
                 for at, piece in self._parts(record, tensor, record.in_split):
                     piece.copy_(self._sent(index, record, part, at, piece, mine))
 
-    def verify(self, position: int) -> None:
+    def take(self, position: int) -> None:
         """Compare the outputs of launch `position`, which is over."""
         for index in self.program.bound[position].calls:
             record = self.program.calls[index].record

@@ -44,12 +44,7 @@ class CpuExecutor:
     """Runs a program whose Works complete on the host. `progress[0]` is the index of the call that the rank is in, for
     whoever watches."""
 
-    def __init__(
-        self,
-        program: Program,
-        pacer: Pacer | None = None,
-        compute: ComputeProgram | None = None,
-    ) -> None:
+    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
         """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them."""
         self.progress = [IDLE, 0]
         """The second counts operations."""
@@ -58,6 +53,8 @@ class CpuExecutor:
         self._program = program
         self._pacer = pacer
         self._compute = compute
+        self._check_lock = threading.Lock()
+        """One thread at a time fills and checks."""
         self._made: dict[int, threading.Event] = {}
         """Launches that one of another thread follows."""
         count = len(program.last_waits)
@@ -142,7 +139,8 @@ class CpuExecutor:
         if bound.follows >= 0 and self._made:
             self._made[bound.follows].wait()
         if self._before is not None:
-            self._before(position)
+            with self._check_lock:
+                self._before(position)
         self.progress[0] = bound.calls[0]
         if bound.barrier is not None:
             bound.barrier().wait()
@@ -170,7 +168,8 @@ class CpuExecutor:
             work, self._works[position] = self._works[position], None
             self._wait(position, work)
             if self._after is not None:
-                self._after(position)
+                with self._check_lock:
+                    self._after(position)
         self.waited_ns += time.monotonic_ns() - began
 
     def close(self) -> None:
@@ -228,12 +227,7 @@ class CudaExecutor(CpuExecutor):
     _external_events = False
     """They are nodes of a graph."""
 
-    def __init__(
-        self,
-        program: Program,
-        pacer: Pacer | None = None,
-        compute: ComputeProgram | None = None,
-    ) -> None:
+    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
         super().__init__(program, pacer, compute)

@@ -30,10 +30,10 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id, give_memory_back, limit_memory, memory
 from crossrank.replay.results.expected_values import Checker
-from crossrank.replay.results.saved_data import DataComparer, saving
+from crossrank.replay.results.saved_data import DataComparer, DataWriter, saving
 from crossrank.replay.run.clock_offsets import between, measure_offset
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor, Hook
+from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor
 from crossrank.replay.run.graph_executor import GraphExecutor
 from crossrank.replay.run.messages import Pass, RankResult, State, WorkItem
 from crossrank.replay.run.pacing import make_pacer, parse_pace
@@ -152,8 +152,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     if settings.compare_data is not None:
         comparer = DataComparer(program, rank, settings.compare_data, settings.rtol, settings.atol)
     with saving(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
-        checks = [(checker.fill, checker.verify)] if checker is not None else []
-        checks += [(one.fill, one.take) for one in (writer, comparer) if one is not None]
+        checks = [one for one in (checker, writer, comparer) if one is not None]
         passes, cpu_s, times = _passes(executor, program, compute, work, watch, checks)
     computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
@@ -245,7 +244,7 @@ def _passes(
     compute: ComputeProgram | None,
     work: WorkItem,
     watch: Watch,
-    checks: Sequence[tuple[Hook, Hook]],
+    checks: Sequence[Checker | DataWriter | DataComparer],
 ) -> tuple[list[Pass], float, list[int]]:
     """(passes, CPU seconds of all, the clock of one more pass where there is computation)."""
     settings = work.settings
@@ -273,9 +272,9 @@ def _passes(
                 fitted.append(executor.run().own_ns)
             compute.fit_host(median(fitted))
         give_memory_back()
-    for before, after in checks:  # in passes of their own: filling and comparing takes longer than the calls
+    for check in checks:  # in passes of their own: filling and comparing takes longer than the calls
         meet("in the pass that is checked")
-        executor.run(before, after)
+        executor.run(check.fill, check.take)
     # With a graph the first pass makes communicators and the second captures.
     for number in range(max(settings.warmup, 2) if settings.graph else settings.warmup):
         meet(f"in warm-up pass {number + 1}")

@@ -62,17 +62,8 @@ def _everything(rank: int) -> None:
 
 
 def _types_and_reductions(rank: int) -> None:
-    for dtype in (
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.int8,
-        torch.bool,
-    ):
-        tensor = torch.ones(6, dtype=dtype)
+    for name in ("float64", "bfloat16", "float16", "int64", "int32", "uint8", "int8", "bool"):
+        tensor = torch.ones(6, dtype=getattr(torch, name))
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         dist.all_gather([torch.empty_like(tensor) for _ in range(2)], tensor)
         dist.broadcast(tensor, 1)
@@ -103,21 +94,9 @@ def _meaning(path: Path, rank: int, steps: range = range(1 << 30)) -> list[Any]:
     file = CommsFile(str(path / f"rank-{rank}.comms.jsonl.zst"))
     records = list(file.records())
     members = {group.pg: tuple(group.ranks or ()) for group in file.groups}
+    fields = ("inputs", "outputs", "in_split", "out_split", "dtype", "reduce", "root", "peer", "bytes")
     return [
-        (
-            record.op,
-            record.c10d,
-            members[record.pg],
-            record.inputs,
-            record.outputs,
-            record.in_split,
-            record.out_split,
-            record.dtype,
-            record.reduce,
-            record.root,
-            record.peer,
-            record.bytes,
-        )
+        (record.op, record.c10d, members[record.pg], *(getattr(record, name) for name in fields))
         for record in records
         if record.step in steps
     ]

@@ -58,7 +58,11 @@ class Streams:
         self.log: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given: self.log.append(" ".join([name, *(str(one) for one in given if isinstance(one, int))]))
+        def write(*given: int | torch.Tensor) -> None:
+            assert all(isinstance(one, torch.Tensor) == (name == "kept") for one in given)
+            self.log.append(" ".join([name, *(str(one) for one in given if isinstance(one, int))]))
+
+        return write
 
 
 def test_a_pass_goes_from_stream_to_stream_and_keeps_what_another_one_takes(tmp_path: Path) -> None:
