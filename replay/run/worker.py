@@ -1,16 +1,14 @@
 """One rank of a replay: it joins the others, makes its calls, and hands in what it measured.
 
-A thread beside it (`Watch`) tells the store where the rank is, and ends the process when the rank makes no progress or
-another one has failed: a collective that waits for a dead rank cannot be left in any other way.
+A thread beside it (`watch`) tells the store where the rank is, and ends the process when the rank makes no progress or
+another one has failed.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +17,6 @@ from datetime import timedelta
 from statistics import median
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -31,30 +28,22 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id, give_memory_back, limit_memory, memory
 from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.saved_data import DataComparer, DataWriter, saving
-from crossrank.replay.run.clock_offsets import between, measure_offset
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor
-from crossrank.replay.run.graph_executor import GraphExecutor
-from crossrank.replay.run.messages import Pass, RankResult, State, WorkItem
+from crossrank.replay.run.executor import CpuExecutor, CudaExecutor, GraphExecutor
+from crossrank.replay.run.messages import Pass, RankResult, WorkItem
 from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
-from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous
-from crossrank.text import printable
+from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, between, measure_offset
+from crossrank.replay.run.watch import FINAL_REPORT_S, Watch
 from crossrank.tools.traces.replayed import Settings
 
 _BACKEND_GRACE_S = 30.0
 _NO_BACKENDS = ("undefined", "fake")
 """Names that torch keeps in its list of backends for itself."""
-_LOOK_S = 0.1
-"""Between two looks whether all have to end; longer where thousands would keep the store busy."""
-_LONGEST_LOOK_S = 0.5
-_BEAT_S = 0.5
 _PROFILED_PASSES = 3
 _FITS, _FITTED_PASSES = 2, 5
 _PROFILED_STEPS = "1:3"
 """Of a recording with a window, whose first pass shows what the profiler's start costs."""
-_FINAL_REPORT_S = 0.25
-"""How long a rank that has to end waits for the others to tell where they are."""
 
 
 def run_rank(
@@ -87,7 +76,7 @@ def run_rank(
             rendezvous.wait_for(FINISHED)
         watch.stop()
     except NoPlanError:
-        time.sleep(2 * _FINAL_REPORT_S)  # the watch ends the process
+        time.sleep(2 * FINAL_REPORT_S)  # the watch ends the process
         return 1, None
     except Exception as error:
         watch.fail(one_line(error))
@@ -302,95 +291,6 @@ def _passes(
     watch.phase("waiting for the others to end")
     barrier()
     return passes, cpu_s, clock
-
-
-class Watch(threading.Thread):
-    """Reports to the store where the rank is, and ends the process where it cannot go on."""
-
-    def __init__(
-        self, rank: int, rendezvous: Rendezvous, final_report: Callable[[], None], term: int | None, limit_s: float
-    ) -> None:
-        """After `limit_s` without progress the process ends, and when `term` can be read."""
-        super().__init__(name="crossrank-watch", daemon=True)
-        self._rank = rank
-        self._rendezvous = rendezvous
-        self._final_report = final_report
-        self._term = term
-        self._limit_s = limit_s
-        self._executor: CpuExecutor | None = None
-        self._over = threading.Event()
-        self._look_s = min(_LOOK_S * max(1.0, rendezvous.world_size / 64), _LONGEST_LOOK_S)
-        self.phase("joining")
-
-    def phase(self, text: str) -> None:
-        """Note what the rank does from now on."""
-        self._state = State(phase=text)
-        self._since = time.monotonic()
-
-    def follow(self, executor: CpuExecutor) -> None:
-        """Watch the progress of `executor` from now on."""
-        self._executor = executor
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
-
-    def fail(self, error: str) -> None:
-        """Report what ended the rank, and that all have to end."""
-        self.stop()
-        try:
-            self._report(error=error)
-            self._rendezvous.abort()
-        except RuntimeError:  # the store is gone with its host
-            text = printable(f"crossrank: rank {self._rank} was {self._state.phase}: {error}")
-            print(text, file=sys.stderr, flush=True)
-
-    def run(self) -> None:
-        last_progress, last_report = [-2], 0.0
-        while not self._over.is_set():
-            ended = self._wait()
-            now, call = time.monotonic(), self._call()
-            progress = list(self._executor.progress) if self._executor is not None else [call]
-            if progress != last_progress:
-                last_progress, self._since = progress, now
-            try:
-                if now - last_report > _BEAT_S:
-                    self._report()
-                    last_report = now
-                if now - self._since > self._limit_s and self._state.phase != "done":
-                    self._report(error=f"made no progress for {now - self._since:.0f} s")
-                    self._rendezvous.abort()
-                    self._end()
-                if ended or self._rendezvous.aborted():
-                    self._report(asked_to_end=True)
-                    self._end()
-            except RuntimeError:  # the store is gone, and with it the replay
-                if self._over.is_set():
-                    return
-                text = f"crossrank: rank {self._rank} lost the others while {self._state.phase}, in call {call}"
-                print(text, file=sys.stderr, flush=True)
-                os._exit(1)
-
-    def _wait(self) -> bool:
-        """A moment; True where the launcher asks the process to end."""
-        if self._term is not None:
-            return bool(select.select([self._term], [], [], self._look_s)[0])
-        self._over.wait(self._look_s)
-        return False
-
-    def _report(self, *, error: str = "", asked_to_end: bool = False) -> None:
-        state = msgspec.structs.replace(self._state, call=self._call(), error=error, asked_to_end=asked_to_end)
-        self._rendezvous.put(f"state/{self._rank}", state)
-
-    def _end(self) -> None:
-        if self._over.is_set():
-            return  # the rank's own failure is being reported
-        time.sleep(_FINAL_REPORT_S)
-        self._final_report()
-        os._exit(1)
-
-    def _call(self) -> int:
-        return self._executor.progress[0] if self._executor is not None else IDLE
 
 
 def leave(code: int) -> NoReturn:

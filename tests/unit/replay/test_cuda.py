@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.run.executor import CudaExecutor
-from crossrank.replay.run.graph_executor import GraphExecutor
+from crossrank.replay.run.executor import CudaExecutor, GraphExecutor
 from crossrank.replay.run.program import Bound, Program, late_ends
 from tests.unit.replay import ranks
 
