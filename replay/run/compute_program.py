@@ -38,6 +38,7 @@ _RESHAPES = frozenset(
 )
 _LINES = 1000
 """Of one function: the compiler of Python takes longer than linear in them."""
+_OTHER_SHAPE = "what it gives depends on its data, and is of another shape"
 _CLOCK = "c(now())"
 """The line that notes the time."""
 Launch = Callable[[int], None]
@@ -182,20 +183,24 @@ class ComputeProgram:
     def _trial(self) -> None:
         """A pass in which every operation may fail: what does stands empty, and idle for its time, from then on."""
         self.marks = []
-        names = self._names
-        names["s"] = self.slots
+        self._names["s"] = self.slots
+
+        def run(lines: list[str]) -> None:
+            exec("\n".join(lines), self._names)
+
         with torch.enable_grad():  # as `run_pass`
             for number, operation in enumerate(self.plan.operations):
-                exec("\n".join(self._before(number, operation)), names)
+                run(self._before(number, operation))
                 if self._runs(number):
                     try:
-                        exec("\n".join(self._own(number, operation)), names)
-                        self._compare(operation)
+                        run(self._own(number, operation))
+                        if self._gave_other_shapes(operation):
+                            self.failed[number] = _OTHER_SHAPE
                     except Exception as error:
-                        self.failed[number] = _reason(error)
+                        self.failed[number] = one_line(error)[:120]
                 if not self._runs(number):
-                    exec("\n".join(self._own(number, operation)), names)
-                exec("\n".join(self._after(number, operation)), names)
+                    run(self._own(number, operation))
+                run(self._after(number, operation))
             self._end()
         self._compile()
 
@@ -408,12 +413,10 @@ class ComputeProgram:
         self._names[name] = value
         return name
 
-    def _compare(self, operation: ComputeOperation) -> None:
-        """Raise where an operation gave a tensor of another shape than recorded: what follows could not go on."""
-        for slot in flat_results(operation.results):
-            made, wanted = self.slots[slot], self.plan.slots[slot]
-            if isinstance(made, torch.Tensor) and list(made.shape) != wanted.shape:
-                raise _OtherShape
+    def _gave_other_shapes(self, operation: ComputeOperation) -> bool:
+        """Whether what an operation gave has another shape than recorded: what follows could not go on."""
+        made = ((self.slots[slot], self.plan.slots[slot].shape) for slot in flat_results(operation.results))
+        return any(isinstance(one, torch.Tensor) and list(one.shape) != shape for one, shape in made)
 
 
 Placed = tuple[dict[int, list[int]], dict[int, tuple[int, ...]], tuple[int, ...]]
@@ -460,16 +463,6 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
 def _call_places(plan: ComputePlan) -> dict[int, int]:
     """Id of a call -> position of its operation."""
     return {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}
-
-
-class _OtherShape(ValueError):
-    """What an operation gives depends on its data."""
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, _OtherShape):
-        return "what it gives depends on its data, and is of another shape"
-    return one_line(error)[:120]
 
 
 def _frees(operation: ComputeOperation) -> list[str]:

@@ -6,9 +6,9 @@ import pytest
 
 from crossrank.replay.plan.plan import NOT_IN_STEPS, LeftOut, Plan
 from crossrank.replay.results.measure import compare, end_to_end_ns, measure, table
-from crossrank.replay.results.replay_report import make_report, to_csv
+from crossrank.replay.results.replay_report import make_report, to_csv, write_report
 from crossrank.replay.run.messages import RankResult
-from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings
+from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings, read_report
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv
 from tests.unit.replay.ranks import result
 
@@ -120,3 +120,11 @@ def test_the_table_of_calls_has_one_line_per_call_and_rank() -> None:
         "0,0,all_reduce,0,1,,4000,float32,,0.1,1.15,1.285,0.15,1.0,1,,",
         "1,0,all_reduce,0,1,,4000,float32,,0.05,0.95,0.995,0.0,1.0,1,,",
     ]
+
+
+def test_results_are_written_at_a_url_as_well() -> None:
+    plan, results = job()
+    report, measured = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
+    paths = write_report("memory://replayed", report, plan, measured)
+    assert paths == [f"memory://replayed/replay.{kind}" for kind in ("json", "csv", "html")]
+    assert read_report("memory://replayed").rows == report.rows
