@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,16 +20,13 @@ import torch
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import peak_memory
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan, flat_results, slots_in
-from crossrank.replay.plan.dtype_fallback import substitute
-from crossrank.replay.plan.plan import PlannedCall
-from crossrank.replay.plan.shapes import tensors
-from crossrank.replay.run.device_streams import DeviceStreams
-from crossrank.replay.run.fill import fill_blocks
+from crossrank.replay.run.compute_device import DeviceStreams, fill_blocks
 from crossrank.replay.run.host_time import gaps_of, host_times, profiled, shortened, slowness
 from crossrank.replay.run.messages import Computed
 from crossrank.replay.run.operations import find_operations, refusal
 from crossrank.replay.run.pacing import idle, make_busy
-from crossrank.replay.run.program import OwnTensors, Program
+from crossrank.replay.run.place_launches import place_launches
+from crossrank.replay.run.program import Program
 from crossrank.tools.traces.kineto import read_kineto
 
 _RESHAPES = frozenset(
@@ -121,29 +117,6 @@ class ComputeProgram:
         self._names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._parts: list[_Part] = []
         self._clocked: list[_Part] = []
-
-    def own_tensors(self, calls: Sequence[PlannedCall], backend: str) -> dict[int, OwnTensors]:
-        """By index: the calls that communicate what the operations around them work on, as they did when they were
-        recorded; those that were changed have other tensors."""
-        at = _call_places(self.plan)
-        own = {}
-        highest = -1
-        for index, call in enumerate(calls):
-            place = at.get(call.record.id, -1)
-            if place < highest:
-                continue  # launched later than it was, when its tensors may be gone
-            highest = place
-            instead = substitute(call.record, backend)
-            if place < 0 or call.merged or (instead.dtype, instead.elements) != (call.record.dtype, 1):
-                continue
-            operation = self.plan.operations[place]
-            sides = [[prod(shape) for shape in side] for side in tensors(call.record)]
-            slots = [operation.inputs, operation.outputs]
-            sizes = [[prod(self.plan.slots[slot].shape) for slot in side] for side in slots]
-            dtypes = {self.plan.slots[slot].dtype for side in slots for slot in side}
-            if [sides[0], sides[-1]] == sizes and dtypes == {call.record.dtype}:
-                own[index] = OwnTensors(slots=self.slots, inputs=operation.inputs, outputs=operation.outputs)
-        return own
 
     def join(self, program: Program, launch: Launch, wait: Wait, progress: list[int]) -> None:
         """Put the launches of `program` and the waits for them between the operations. `progress[1]` counts
@@ -417,52 +390,6 @@ class ComputeProgram:
         """Whether what an operation gave has another shape than recorded: what follows could not go on."""
         made = ((self.slots[slot], self.plan.slots[slot].shape) for slot in flat_results(operation.results))
         return any(isinstance(one, torch.Tensor) and list(one.shape) != shape for one, shape in made)
-
-
-Placed = tuple[dict[int, list[int]], dict[int, tuple[int, ...]], tuple[int, ...]]
-
-
-def place_launches(plan: ComputePlan, program: Program) -> Placed:
-    """(position of an operation -> the launches at it, position -> the launches that are waited for before it, what is
-    waited for at the end), launches by their positions in `program`.
-
-    A launch goes where the last of its calls stood; one that the recording does not have goes with the next that it
-    has. What blocks is waited for at once, where it is launched.
-    """
-    at = _call_places(plan)
-    places = [
-        max((at[one] for index in bound.calls for one in program.calls[index].recorded_ids if one in at), default=-1)
-        for bound in program.bound
-    ]
-    last = max(at.values(), default=len(plan.operations) - 1)
-    following = last
-    for position in reversed(range(len(places))):
-        places[position] = following = places[position] if places[position] >= 0 else following
-    launches: dict[int, list[int]] = {}
-    highest = -1
-    for position, place in enumerate(places):
-        highest = max(highest, place)
-        launches.setdefault(highest, []).append(position)
-    positions_of: dict[int, list[int]] = {}
-    for position, bound in enumerate(program.bound):
-        for index in bound.calls:
-            for one in program.calls[index].recorded_ids:
-                positions_of.setdefault(one, []).append(position)
-    left = {position for position, bound in enumerate(program.bound) if not bound.blocking}
-    waits: dict[int, tuple[int, ...]] = {}
-    launched: set[int] = set()
-    for number, operation in enumerate(plan.operations):
-        due = {one for call in operation.waits for one in positions_of.get(call, ())} & left & launched
-        if due:
-            waits[number] = tuple(sorted(due))
-            left -= due
-        launched.update(launches.get(number, ()))
-    return launches, waits, tuple(sorted(left))
-
-
-def _call_places(plan: ComputePlan) -> dict[int, int]:
-    """Id of a call -> position of its operation."""
-    return {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}
 
 
 def _frees(operation: ComputeOperation) -> list[str]:

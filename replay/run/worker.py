@@ -32,6 +32,7 @@ from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.executor import CpuExecutor, CudaExecutor, GraphExecutor
 from crossrank.replay.run.messages import Pass, RankResult, WorkItem
 from crossrank.replay.run.pacing import make_pacer, parse_pace
+from crossrank.replay.run.place_launches import own_tensors
 from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
 from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, between, measure_offset
 from crossrank.replay.run.watch import FINAL_REPORT_S, Watch
@@ -126,7 +127,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         backend=settings.backend,
         device=device,
         timeout=timeout,
-        own=compute.own_tensors(work.calls, settings.backend) if compute is not None else {},
+        own=own_tensors(compute.plan, compute.slots, work.calls, settings.backend) if compute is not None else {},
         barriers=settings.blocking,
     )
     pacer = make_pacer(work.calls, parse_pace(settings.pace), device) if compute is None else None

@@ -10,7 +10,7 @@ import torch
 
 from crossrank.replay.plan.compute.compute_plan import contradictions
 from crossrank.replay.plan.compute.streams import place_on_streams
-from crossrank.replay.run.device_streams import DeviceStreams
+from crossrank.replay.run.compute_device import DeviceStreams
 from crossrank.tools.graph.linking.linked_trace import Activity, Edge
 from tests.unit.replay.compute.windows import compute_of, program_of
 

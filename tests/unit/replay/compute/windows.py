@@ -9,8 +9,8 @@ import torch
 
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.compute.read_window import read_window
+from crossrank.replay.run.compute_device import DeviceStreams
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.device_streams import DeviceStreams
 from crossrank.replay.run.host_time import profiled
 from crossrank.tools.graph.linking.window_files import RankInput
 from tests.unit.replay.ranks import program
