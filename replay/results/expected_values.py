@@ -14,7 +14,6 @@ Numbers are made and compared on the device, or on the CPU where the device does
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -25,7 +24,7 @@ from crossrank.replay.plan.plan import RankPlan
 from crossrank.replay.plan.schedule import keys_of
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, parts
 from crossrank.replay.run.program import Program
-from crossrank.tools.traces.replayed import CheckFailure
+from crossrank.tools.traces.replayed import CheckFailure, CheckResult
 
 _PART = 5
 """By how much the numbers of one part of a call are ahead of those of the part before."""
@@ -34,19 +33,15 @@ MOST_FAILURES = 20
 """Of a rank, which are reported."""
 
 
-@dataclass
 class Checker:
     """Fills and verifies the calls of one rank."""
 
-    program: Program
-    rank: int
-    failures: list[CheckFailure] = field(default_factory=list)
-    """The first few."""
-    checked: int = 0
-    """Tensors that were compared."""
-
-    def __post_init__(self) -> None:
-        keys = keys_of(RankPlan(rank=self.rank, calls=self.program.calls))
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program = program
+        self.rank = rank
+        self.result = CheckResult(tensors=0, failures=[])
+        """With the first few failures."""
+        keys = keys_of(RankPlan(rank=rank, calls=program.calls))
         self._numbers = [int(str(key[-1])) for key in keys]
 
     def fill(self, position: int) -> None:
@@ -130,7 +125,7 @@ class Checker:
     def _compare(self, index: int, part: int, offset: int, piece: torch.Tensor, expected: torch.Tensor | None) -> None:
         if expected is None or not piece.numel():
             return
-        self.checked += 1
+        self.result.tensors += 1
         record = self.program.calls[index].record
         piece = piece.to(expected.device)
         wrong = piece != expected
@@ -138,8 +133,8 @@ class Checker:
             # Each backend divides in its own way.
             wrong = (piece - expected).abs() > expected.abs() * 4 * torch.finfo(piece.dtype).eps
             wrong |= ~torch.isfinite(piece)
-        if bool(wrong.any()) and len(self.failures) < MOST_FAILURES:
-            self.failures.append(failure_of(record, self.rank, part, offset, wrong, expected, piece))
+        if bool(wrong.any()) and len(self.result.failures) < MOST_FAILURES:
+            self.result.failures.append(failure_of(record, self.rank, part, offset, wrong, expected, piece))
 
 
 def failure_of(

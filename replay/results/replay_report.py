@@ -45,13 +45,8 @@ def make_report(
     """The report of one replay, and the table of `measure` that it is made of."""
     times = measure(plan, results)
     comparison = compare(plan, times, results)
-    substitutes: Counter[str] = Counter()
-    for result in results:
-        substitutes.update(result.substitutes)
-    check = None
-    if any(result.check_failures is not None for result in results):
-        failures = [failure for result in results for failure in result.check_failures or ()]
-        check = CheckResult(tensors=sum(result.checked for result in results), failures=failures)
+    checks = [result.check for result in results if result.check is not None]
+    failures = [failure for one in checks for failure in one.failures]
     calls = plan.calls * max(settings.repeats, 1)
     report = ReplayReport(
         source=plan.source,
@@ -63,7 +58,7 @@ def make_report(
         **_figures(plan),
         notes=plan.notes,
         damage=plan.damage,
-        substitutes=dict(substitutes),
+        substitutes=dict(sum((Counter(result.substitutes) for result in results), Counter[str]())),
         hosts=dict(Counter(result.host for result in results)),
         devices=dict(Counter(result.device for result in results)),
         versions=results[0].versions,
@@ -72,7 +67,7 @@ def make_report(
         cpu_us_per_call=sum(result.cpu_s for result in results) * 1e6 / calls if calls else 0.0,
         rows=table(times),
         comparison=comparison if comparison.calls or comparison.recorded_end_to_end_us is not None else None,
-        check=check,
+        check=CheckResult(tensors=sum(one.tensors for one in checks), failures=failures) if checks else None,
         data=_all_data([result.data for result in results if result.data is not None]),
         by_source=blocks(times, plan, "source"),
         by_step=sorted(blocks(times, plan, "step"), key=lambda block: int(block.name)),

@@ -7,7 +7,7 @@ import msgspec
 from crossrank.comm import Group
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.plan import PlannedCall
-from crossrank.tools.traces.replayed import CheckFailure, DataComparison, Settings
+from crossrank.tools.traces.replayed import CheckResult, DataComparison, Settings
 
 
 class WorkItem(msgspec.Struct, kw_only=True):
@@ -95,9 +95,8 @@ class RankResult(msgspec.Struct, kw_only=True):
     """Calls whose end is known only from their wait: they were over at the latest then."""
     substitutes: dict[str, int]
     """What differs from the recording -> calls."""
-    check_failures: list[CheckFailure] | None
+    check: CheckResult | None
     """None where nothing was checked."""
-    checked: int
     versions: dict[str, str]
     computed: Computed | None = None
     data: DataComparison | None = None

@@ -307,7 +307,7 @@ def test_a_recording_says_which_groups_were_bound_to_a_device(two_ranks: World, 
     plan = plan_of_recording(recorded)
     assert {group.desc: group.eager for group in plan.groups} == {"default_pg": False, "bound": True}
     results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=0, repeats=1, check=True))
-    assert [result.check_failures for result in results] == [[], []]
+    assert [result.check and result.check.failures for result in results] == [[], []]
 
 
 def _pauses(rank: int) -> list[tuple[int, int]]:

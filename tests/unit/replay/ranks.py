@@ -42,8 +42,7 @@ def result(rank: int, *passes: Sequence[Moments], offset: int = 0, host: str = "
         cpu_s=0.0,
         late_ends=[],
         substitutes={},
-        check_failures=None,
-        checked=0,
+        check=None,
         versions={"torch": "2.13.0"},
     )
 

@@ -53,7 +53,7 @@ def failures(made: list[Checker]) -> list[int]:
     """Ranks that find a wrong result."""
     for checker in made:
         checker.take(1)
-    return [checker.rank for checker in made if checker.failures]
+    return [checker.rank for checker in made if checker.result.failures]
 
 
 _REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -187,7 +187,7 @@ def test_the_second_call_of_an_operation_is_right_and_with_another_last_element_
     wrong = spoilt[-1].item()
     spoilt[-1] = not wrong if spoilt.dtype == torch.bool else wrong + 1
     assert failures(made) == holders[-1:]
-    (found,) = made[holders[-1]].failures
+    (found,) = made[holders[-1]].result.failures
     assert (found.rank, found.call, found.op) == (holders[-1], 0, op)
     assert (found.tensor, found.element, found.elements) == (len(outputs[holders[-1]]) - 1, len(spoilt) - 1, 1)
     assert (found.expected, found.got) == (wrong, spoilt[-1].item())
@@ -235,7 +235,7 @@ def test_parts_of_an_exchange_come_from_the_right_sender_and_place() -> None:
     for receiver, (_, received) in enumerate(tensors):
         received[0].copy_(torch.cat([pieces[sender][receiver] for sender in range(3)]))
     assert failures(made) == []
-    assert [checker.checked for checker in made] == [3, 2, 3]  # an empty part is none
+    assert [checker.result.tensors for checker in made] == [3, 2, 3]  # an empty part is none
     tensors[2][1][0].copy_(tensors[2][1][0].flip(0))
     assert failures(made) == [2]
 
