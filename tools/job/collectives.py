@@ -121,9 +121,10 @@ def match_collectives(job: Job, *, batches_apart: bool = False) -> JobTables:
         if parted is calls:
             break
         calls = parted
-    _note_large_shifts(calls, unmatched)
     opens = _opens_window(job, calls)  # by each rank's own clock
-    calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
+    if shift.any():
+        _note_large_shifts(calls, unmatched)
+        calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
     calls, collectives = _measure(replace(found, calls=calls), clocks)
     collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.implode()))
     return JobTables(

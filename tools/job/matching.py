@@ -67,8 +67,7 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
     kinds = pl.DataFrame(rows, schema=_OF_KIND, orient="row")
     calls = found.calls.hstack(kinds[found.calls["kind"]])
     calls = _leave_out(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
-    unlike = _unlike_counts(calls)
-    if unlike.any():
+    if calls["counted"].any() and (unlike := _unlike_counts(calls)).any():
         calls, at_edge, unlike = _renumber_shifted(calls, unlike)
         calls = _leave_out(calls, at_edge, AT_EDGE, unmatched)
         calls = _leave_out(calls, unlike, UNLIKE_COUNTS, unmatched)
