@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import polars as pl
 
@@ -141,7 +140,10 @@ def table(times: pl.DataFrame) -> list[ReplayRow]:
         busbw_gb_per_s=rates(pl.first("bus_factor")),
         late_ends=(once & pl.col("late_end")).sum(),
     )
-    found = msgspec.convert(rows.to_dicts(), list[ReplayRow])
+    found = []
+    for row in rows.to_dicts():
+        spreads = {name: Percentiles(**one) for name, one in row.items() if isinstance(one, dict)}
+        found.append(ReplayRow(**row | spreads))
     return sorted(found, key=lambda row: -row.time_us.p50 * row.calls)
 
 
