@@ -234,7 +234,7 @@ class ComputeProgram:
         failed = [(self.plan.operations[number], reason) for number, reason in self.failed.items()]
         return Computed(
             operations=totals,
-            failed=[(one.name, reason, 1, one.took_ns) for one, reason in failed if one.node],
+            failed=[(one.name, reason, one.took_ns) for one, reason in failed if one.node],
             host_ns=round(sum(self.host_ns) * self._scale),
             host_once_ns=round(self._once_ns * self._scale),
             slowness=self._slowness if self._scale == 1 else None,

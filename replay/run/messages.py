@@ -73,8 +73,8 @@ class Computed(msgspec.Struct, kw_only=True):
     """What single steps had more of it: left out."""
     slowness: float | None
     """How much longer operations take here than when they were recorded; None where it is not known."""
-    failed: list[tuple[str, str, int, int]]
-    """(operation, why it cannot run, how many, recorded ns in all)"""
+    failed: list[tuple[str, str, int]]
+    """(operation, why it cannot run, recorded ns)"""
     peak_bytes: int
     """Most memory that the process had, or on a GPU that torch took there."""
 
