@@ -83,6 +83,11 @@ class Arguments:
         width = len(self.inputs)
         return [self.outputs[start : start + width] for start in range(0, len(self.outputs), width)]
 
+    def joined(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """`whole` with the parts of all members one behind the other: gloo, unlike NCCL, does not take them stacked."""
+        is_stacked = whole.dim() == part.dim() + 1 and part.numel() > 0
+        return whole.view(-1, *part.shape[1:]) if is_stacked and self.device.type == "cpu" else whole
+
     def options(self, name: str) -> Any:
         """The options object of c10d of that name, with all it has a place for."""
         options = barrier_options(self.device) if name == "BarrierOptions" else getattr(c10d, name)()
@@ -109,11 +114,14 @@ ROWS: dict[str, tuple[Callable[[Arguments], tuple[Any, ...]], str | None]] = {
     "reduce_": (lambda a: (a.inputs,), "ReduceOptions"),
     "broadcast_": (lambda a: (a.inputs,), "BroadcastOptions"),
     "allgather_": (lambda a: (a.all_outputs, a.inputs), "AllgatherOptions"),
-    "_allgather_base_": (lambda a: (a.outputs[0], a.inputs[0]), "AllgatherOptions"),
+    "_allgather_base_": (lambda a: (a.joined(a.outputs[0], a.inputs[0]), a.inputs[0]), "AllgatherOptions"),
     "allgather_coalesced_": (lambda a: (a.outputs_by_member, a.inputs), "AllgatherOptions"),
     "allgather_into_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "AllgatherOptions"),
     "reduce_scatter_": (lambda a: (a.outputs, a.all_inputs), "ReduceScatterOptions"),
-    "_reduce_scatter_base_": (lambda a: (a.outputs[0], a.inputs[0]), "ReduceScatterOptions"),
+    "_reduce_scatter_base_": (
+        lambda a: (a.outputs[0], a.joined(a.inputs[0], a.outputs[0])),
+        "ReduceScatterOptions",
+    ),
     "reduce_scatter_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "ReduceScatterOptions"),
     "gather_": (lambda a: (a.all_outputs, a.inputs), "GatherOptions"),
     "scatter_": (lambda a: (a.outputs, a.all_inputs), "ScatterOptions"),

@@ -29,6 +29,7 @@ from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World
+from tests.unit.replay.plans import plan_of, record
 
 pytestmark = pytest.mark.touches("tools", "replay", traced=False)
 
@@ -174,6 +175,16 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(
     assert not re.search(r"(src|href) *= *.?http", page)
 
 
+def test_parts_that_nccl_took_stacked_are_joined_for_gloo() -> None:
+    calls = [
+        record("all_gather", c10d="_allgather_base_", inputs=[[3, 4]], outputs=[[2, 3, 4]], bytes=96),
+        record("reduce_scatter", c10d="_reduce_scatter_base_", inputs=[[2, 4]], outputs=[[4]], bytes=32),
+    ]
+    settings = Settings(backend="gloo", device="cpu", warmup=0, repeats=1, check=True)
+    results = run_local(plan_of(calls, calls), settings)
+    assert [(one.check.tensors, one.check.failures) for one in results if one.check] == [(2 + 1, [])] * 2
+
+
 def _two_threads(rank: int) -> None:
     """Two threads, each with a group of its own, in whatever order they come on each rank."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -258,8 +269,6 @@ def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, 
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all"])
 def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: World, tmp_path: Path) -> None:
     """Eight at once take as long as eight in a row, and each of them no longer than its share."""
-    from tests.unit.replay.plans import plan_of, record
-
     shapes = {"reduce_scatter": ([[2_000_000]], [[1_000_000]]), "all_gather": ([[1_000_000]], [[2_000_000]])}
     inputs, outputs = shapes.get(op, ([[2_000_000]], [[2_000_000]]))
     call = record(op, api=op, is_async=True, inputs=inputs, outputs=outputs, bytes=8_000_000)
