@@ -61,20 +61,23 @@ BLOCKING: dict[str, Any] = {"api": "all_reduce", "is_async": False}
 ASYNC: dict[str, Any] = {"api": "all_reduce", "is_async": True}
 
 
-def test_the_gap_after_a_call_that_blocked_begins_when_it_was_over() -> None:
-    first = Called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
-    assert gaps(first, Called(record("barrier"), 175_050)) == [(0, False), (4000, True)]
-    assert gaps(first, Called(record("barrier"), 171_050)) == [(0, False), (0, True)]
-
-
-def test_a_call_that_was_over_before_its_launch_returned_ends_with_its_launch() -> None:
-    first = Called(record("all_reduce", **BLOCKING), 1000, returned=9000, began=1050, took=100)
-    assert gaps(first, Called(record("barrier"), 13_000)) == [(0, False), (4000, True)]
-
-
-def test_the_gap_after_an_asynchronous_call_begins_when_its_launch_returned_for_it_runs_in_the_gap() -> None:
-    first = Called(record("all_reduce", **ASYNC), 1000, returned=1100, began=1050, took=170_000)
-    assert gaps(first, Called(record("barrier"), 175_100)) == [(0, False), (174_000, True)]
+@pytest.mark.parametrize(
+    ("first", "next_at", "gap"),
+    [
+        # A call that blocked: from when it was over, or its launch returned, whichever is later.
+        (BLOCKING | {"returned": 1100, "took": 170_000}, 175_050, (4000, True)),
+        (BLOCKING | {"returned": 1100, "took": 170_000}, 171_050, (0, True)),
+        (BLOCKING | {"returned": 9000, "took": 100}, 13_000, (4000, True)),
+        # An asynchronous call runs in the gap: from when its launch returned.
+        (ASYNC | {"returned": 1100, "took": 170_000}, 175_100, (174_000, True)),
+        # What is launched before a call that blocked was over follows its launch.
+        (BLOCKING | {"returned": 1100, "took": 170_000}, 5000, (4000, False)),
+    ],
+)
+def test_a_gap_begins_when_the_rank_could_go_on(first: dict[str, Any], next_at: int, gap: tuple[int, bool]) -> None:
+    how = {name: first[name] for name in ("api", "is_async")}
+    call = Called(record("all_reduce", **how), 1000, returned=first["returned"], began=1050, took=first["took"])
+    assert gaps(call, Called(record("barrier"), next_at)) == [(0, False), gap]
 
 
 @pytest.mark.parametrize("times", [{}, {"returned": 1100}, {"returned": 1100, "took": 170_000}])
@@ -95,11 +98,6 @@ def test_the_host_saw_the_end_of_a_call_that_a_recording_times_by_its_work() -> 
         trace.calls.began[row], trace.calls.ended[row] = _WALL + began, _WALL + ended
     calls = build([trace], "job", "comms").ranks[0].calls
     assert [(call.gap_ns, call.gap_from_return) for call in calls] == [(0, False), (4000, True), (15_000, False)]
-
-
-def test_a_call_that_was_launched_before_the_one_before_was_over_follows_its_launch() -> None:
-    first = Called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
-    assert gaps(first, Called(record("barrier"), 5000)) == [(0, False), (4000, False)]
 
 
 def test_a_batch_is_one_launch_with_one_gap_before_and_one_after() -> None:
@@ -153,13 +151,13 @@ def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:
     return [(call.gap_ns, call.gap_from_return) for call in rank.calls]
 
 
-def test_a_linked_call_of_gloo_that_blocked_leaves_the_gap_after_its_work(tmp_path: Path) -> None:
-    assert traced(tmp_path, "all_reduce", on_gpu=False) == [(0, False), (4_000_000, True)]
-
-
-def test_the_host_does_not_follow_what_a_gpu_communicates_so_gaps_are_from_launch_to_launch(tmp_path: Path) -> None:
-    assert traced(tmp_path, "allreduce", on_gpu=True) == [(0, False), (174_100_000, False)]
-
-
-def test_the_host_waits_for_a_barrier_on_a_gpu(tmp_path: Path) -> None:
-    assert traced(tmp_path, "barrier", on_gpu=True) == [(0, False), (4_000_000, True)]
+@pytest.mark.parametrize(
+    ("name", "on_gpu", "gap"),
+    [
+        ("all_reduce", False, (4_000_000, True)),  # after the Work of a call of gloo that blocked
+        ("allreduce", True, (174_100_000, False)),  # the host does not follow what a GPU communicates,
+        ("barrier", True, (4_000_000, True)),  # but for a barrier, for which it waits
+    ],
+)
+def test_the_gap_after_a_linked_call(name: str, on_gpu: bool, gap: tuple[int, bool], tmp_path: Path) -> None:
+    assert traced(tmp_path, name, on_gpu=on_gpu) == [(0, False), gap]

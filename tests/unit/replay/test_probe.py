@@ -126,25 +126,23 @@ def across(machines: list[Machine], factor: float, *hosts: str, rank: int | None
     return found
 
 
-def test_pairs_across_hosts_are_compared_with_each_other_alone() -> None:
-    probe, machines = probe_of("pairs", 16)
-    report = judged(probe, machines, across(machines, 5.0, "host00"))
-    assert (report.slow_ranks, report.links) == ([], [])
-    assert [one["score"] for one in report.ranks] == [1.0] * 16
-
-
-@pytest.mark.parametrize("ranks", [16, 24])
-def test_a_rank_that_is_slow_across_hosts_alone_is_named(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "factor", "hosts", "slow_rank", "named"),
+    [
+        (16, 5.0, ("host00",), None, {}),  # all pairs across hosts are alike: they are compared with each other alone
+        (16, 4.0, (), 3, {3: 4.0}),
+        (24, 4.0, (), 3, {3: 4.0}),
+        (32, 3.0, ("host01",), None, dict.fromkeys(range(8, 16), 3.0)),  # its network card is slow
+    ],
+)
+def test_who_is_slow_across_hosts_alone_is_named(
+    ranks: int, factor: float, hosts: tuple[str, ...], slow_rank: int | None, named: dict[int, float]
+) -> None:
     probe, machines = probe_of("pairs", ranks)
-    report = judged(probe, machines, across(machines, 4.0, rank=3))
-    assert [(one["rank"], one["score"], one["across_hosts"]) for one in report.slow_ranks] == [(3, 4.0, True)]
-    assert report.links == []
-
-
-def test_a_host_with_a_slow_network_card_is_named() -> None:
-    probe, machines = probe_of("pairs", 32)
-    report = judged(probe, machines, across(machines, 3.0, "host01"))
-    assert sorted(one["rank"] for one in report.slow_ranks) == list(range(8, 16))
+    report = judged(probe, machines, across(machines, factor, *hosts, rank=slow_rank))
+    assert {one["rank"]: one["score"] for one in report.slow_ranks} == named
+    assert all(one["across_hosts"] for one in report.slow_ranks)
+    assert {one["score"] for one in report.ranks if one["rank"] not in named} == {1.0}
     assert report.links == []
 
 

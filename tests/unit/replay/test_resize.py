@@ -114,19 +114,24 @@ def test_the_tensors_of_a_call_in_a_group_twice_as_large(op: str, fields: dict[s
     assert (made.in_split, made.out_split) == (([2] * 4,) * 2 if "in_split" in fields else (None, None))
 
 
-def test_numbers_of_ranks_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(CrossrankError, match=r"3 ranks do not divide as the 6 recorded ones: group .* would have 1\.5"):
-        resize(built(*[[record("all_reduce", pg="a")], [record("all_reduce", pg="b")]] * 3,
-                     groups={"a": [0, 2, 4], "b": [1, 3, 5]}), 3)  # fmt: skip
-    with pytest.raises(CrossrankError, match="6 ranks do not divide into blocks of 4"):
-        resize(built(*[[record("all_reduce", pg="a")]] * 4 + [[record("all_reduce", pg="b")]] * 4,
-                     groups={"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}), 6)  # fmt: skip
+_REDUCED = [record("all_reduce", pg="a")], [record("all_reduce", pg="b")]
 
 
-def test_an_irregular_group_is_refused_for_another_number_of_ranks() -> None:
-    plan = built(*[[record("all_reduce", pg="a")]] * 3, [], groups={"a": [0, 1, 2]})
-    with pytest.raises(CrossrankError, match=r"group 'a' \(ranks 0-2\) is not regular"):
-        resize(plan, 8)
+@pytest.mark.parametrize(
+    ("ranks", "groups", "size", "message"),
+    [
+        ([*_REDUCED] * 3, {"a": [0, 2, 4], "b": [1, 3, 5]}, 3,
+         r"3 ranks do not divide as the 6 recorded ones: group .* would have 1\.5"),
+        ([_REDUCED[0]] * 4 + [_REDUCED[1]] * 4, {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}, 6,
+         "6 ranks do not divide into blocks of 4"),
+        ([*[_REDUCED[0]] * 3, []], {"a": [0, 1, 2]}, 8, r"group 'a' \(ranks 0-2\) is not regular"),
+    ],
+)  # fmt: skip
+def test_groups_that_do_not_divide_are_refused(
+    ranks: list[list[CommRecord]], groups: dict[str, list[int]], size: int, message: str
+) -> None:
+    with pytest.raises(CrossrankError, match=message):
+        resize(built(*ranks, groups=groups), size)
 
 
 def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
@@ -139,24 +144,19 @@ def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
     }
 
 
-def test_what_is_recorded_does_not_grow_with_the_ranks_that_replay_it() -> None:
-    calls = [record("all_reduce"), record("barrier")]
-    plan = only_operations(built(*[calls] * 8), ["all_reduce"])
-    grown = resize(plan, 16)
-    for made in (plan, grown, resize(grown, 32), resize(grown, 8)):
+def test_what_is_recorded_stays_the_same_however_many_ranks_replay_it() -> None:
+    plan = only_operations(built(*[[record("all_reduce"), record("barrier")]] * 8), ["all_reduce"])
+    grown, shrunk = resize(plan, 16), resize(scale_bytes(plan, 3), 2)
+    left = {"not in --ops": 8}
+    fewer = left | {"its rank is beyond the smaller number of ranks": 6}
+    for made, calls, reasons in (
+        *((one, 8, left) for one in (plan, grown, resize(grown, 32), resize(grown, 8))),
+        *((one, 2, fewer) for one in (shrunk, resize(shrunk, 8))),
+    ):
         found = made.coverage()
-        assert (found.calls, found.recorded_calls, found.bytes, found.recorded_bytes) == (8, 16, 128, 128)
-        assert found.reasons == {"not in --ops": 8}
+        assert (found.calls, found.recorded_calls, found.bytes, found.recorded_bytes) == (calls, 16, 16 * calls, 128)
+        assert found.reasons == reasons
         assert made.calls == made.world_size
-
-
-def test_what_ranks_did_that_a_smaller_job_does_not_have_counts_as_left_out() -> None:
-    calls = [record("all_reduce"), record("barrier")]
-    shrunk = resize(scale_bytes(only_operations(built(*[calls] * 8), ["all_reduce"]), 3), 2)
-    for made in (shrunk, resize(shrunk, 8)):
-        found = made.coverage()
-        assert (found.calls, found.recorded_calls, found.bytes, found.recorded_bytes) == (2, 16, 32, 128)
-        assert found.reasons == {"not in --ops": 8, "its rank is beyond the smaller number of ranks": 6}
 
 
 def alone(records: list[CommRecord], groups: dict[str, list[int]], rank: int, world: int) -> RankTrace:

@@ -16,35 +16,26 @@ from crossrank.replay.plan.plan import PlannedCall, RankPlan, launches
 from crossrank.replay.plan.schedule import Walk, keys_of, place_waits, returns_early, walk
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, waits
 
-
-def test_a_call_that_blocks_is_waited_for_at_once() -> None:
-    plan = plan_of(*[[record("all_reduce", is_async=False), record("barrier")]] * 2)
-    assert waits(plan) == [1, 2]
-    assert plan.notes == []
-
-
-def test_a_call_that_does_not_block_is_waited_for_before_the_next_that_does() -> None:
-    bucket = record("all_reduce", is_async=True)
-    plan = plan_of(*[[bucket, bucket, record("barrier"), bucket]] * 2)
-    assert waits(plan) == [2, 2, 3, 4]
-    assert plan.notes == [
-        "waits that are not recorded are placed before the rank's next blocking call, or the end of its step"
-    ]
+_BUCKET = record("all_reduce", is_async=True)
+_GATHER = {"is_async": True, "inputs": [[4]], "outputs": [[8]]}
+_STEPS = [record("all_reduce", is_async=True, step=step) for step in (1, 1, 2)]
+_UNTIL_BLOCKING = "waits that are not recorded are placed before the rank's next blocking call, or the end of its step"
 
 
-def test_a_call_is_waited_for_at_the_end_of_its_step() -> None:
-    first, second = record("all_reduce", is_async=True, step=1), record("all_reduce", is_async=True, step=2)
-    assert waits(plan_of(*[[first, first, second]] * 2)) == [2, 2, 3]
-
-
-def test_a_gather_that_cxx_makes_does_not_let_its_rank_go_on() -> None:
-    gather = record("all_gather", is_async=True, inputs=[[4]], outputs=[[8]])
-    assert waits(plan_of(*[[gather, record("barrier")]] * 2)) == [1, 2]
-
-
-def test_sharded_training_has_two_gathers_under_way() -> None:
-    gather = record("all_gather", api="all_gather_single", is_async=True, inputs=[[4]], outputs=[[8]])
-    assert waits(plan_of(*[[gather] * 5] * 2)) == [2, 2, 4, 4, 5]
+@pytest.mark.parametrize(
+    ("calls", "placed", "notes"),
+    [
+        ([record("all_reduce", is_async=False), record("barrier")], [1, 2], []),
+        ([_BUCKET, _BUCKET, record("barrier"), _BUCKET], [2, 2, 3, 4], [_UNTIL_BLOCKING]),
+        (_STEPS, [2, 2, 3], [_UNTIL_BLOCKING]),
+        # A gather that C++ makes does not let its rank go on; sharded training has two of its own under way.
+        ([record("all_gather", **_GATHER), record("barrier")], [1, 2], []),
+        ([record("all_gather", api="all_gather_single", **_GATHER)] * 5, [2, 2, 4, 4, 5], [_UNTIL_BLOCKING]),
+    ],
+)
+def test_where_a_call_is_waited_for(calls: list[CommRecord], placed: list[int], notes: list[str]) -> None:
+    plan = plan_of(calls, calls)
+    assert (waits(plan), plan.notes) == (placed, notes)
 
 
 def test_a_batch_is_waited_for_as_a_whole() -> None:
