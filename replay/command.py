@@ -20,8 +20,6 @@ from crossrank.replay.plan import replay_inputs, transform
 from crossrank.replay.plan.buckets import with_buckets
 from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.compute.compute_plan import coverage_of
-from crossrank.replay.plan.compute.windows import find_windows, read_windows
-from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
 from crossrank.replay.results.replay_report import (
     indented,
@@ -248,43 +246,36 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
             step = "add --compute" if computes else "leave out --compute, or save a plan of a window with it"
             raise CrossrankError(f"{path}: is a plan with{'' if computes else 'out'} computation; {step}")
         return plan
-    steps: tuple[int, int] | None = arguments.steps
     if arguments.compute:
         return _read_with_computation(arguments)
     runs = not arguments.dry_run or bool(arguments.sweep) or arguments.save_plan is not None
     times = runs or bool(parse_pace(arguments.pace).scale)
     found = replay_inputs.find(path, arguments.trace_type, times=times)
+    steps: tuple[int, int] | None = arguments.steps
     if steps is not None and found.kind != COMMS:
         raise CrossrankError(
             "--steps is for recordings, whose comms files know iterations; "
             f"{path} has {replay_inputs.KINDS[found.kind]}"
         )
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
-    fleet = fleet_of(arguments, size)
-    ranks = replay_inputs.read(found, fleet, steps=steps)
-    others = [one.path for one in found.inputs[1:]]
-    if arguments.one_trace:
-        ranks = spread(ranks[0], arguments.world_size)
-    plan = build(ranks, path, found.kind, world_size=arguments.world_size, partial=arguments.partial)
+    ranks = replay_inputs.read(found, fleet_of(arguments, size), steps=steps, one_trace=arguments.one_trace)
+    plan = build(ranks, path, found.kind, **_how(arguments))
     plan.notes += found.skipped
-    if arguments.one_trace and others:
-        plan.notes.append(f"{len(others)} other file(s) are not used, for one stands for all: {others[0]}, …")
     return plan
 
 
+def _how(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is said of the files, however they are read."""
+    return {name: getattr(arguments, name) for name in ("one_trace", "world_size", "partial")}
+
+
 def _read_with_computation(arguments: argparse.Namespace) -> Plan:
+    from crossrank.replay.plan.compute.windows import find_windows, read_windows
+
     found = find_windows(arguments.trace, arguments.window, one_trace=arguments.one_trace)
-    size = sum(
-        os.path.getsize(path) for one in found.inputs for path in (one.et, one.linked) if path and os.path.exists(path)
-    )
-    return read_windows(
-        found,
-        arguments.trace,
-        fleet_of(arguments, size),
-        one_trace=arguments.one_trace,
-        world_size=arguments.world_size,
-        partial=arguments.partial,
-    )
+    paths = (path for one in found.inputs for path in (one.et, one.linked) if path and os.path.exists(path))
+    fleet = fleet_of(arguments, sum(map(os.path.getsize, paths)))
+    return read_windows(found, arguments.trace, fleet, **_how(arguments))
 
 
 _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {

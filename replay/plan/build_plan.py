@@ -17,6 +17,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
 from crossrank.replay.plan.counterparts import CONTRADICTS_ITSELF, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
+from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import (
     NOT_IN_STEPS,
     UNPLACED,
@@ -48,10 +49,13 @@ def build(
     *,
     world_size: int | None = None,
     partial: bool = False,
+    one_trace: bool = False,
     may_be_silent: bool = False,
 ) -> Plan:
-    """The plan of a recording. Raises `CrossrankError` where its files do not make one, or hold no communication,
-    unless that `may_be_silent`."""
+    """The plan of a recording; with `one_trace` its first rank stands for all. Raises `CrossrankError` where its files
+    do not make one, or hold no communication, unless that `may_be_silent`."""
+    if one_trace:
+        sources = spread(sources[0], world_size)
     sources = list(map(with_members, sources))
     size = _world_size(sources, path, world_size)
     _add_idle_ranks(sources, size)

@@ -70,11 +70,16 @@ def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInp
     return ReplayInputs(kind=chosen, inputs=inputs, skipped=skipped)
 
 
-def read(found: ReplayInputs, fleet: Fleet, *, steps: tuple[int, int] | None = None) -> list[RankTrace]:
-    """Read every file, with `fleet`, and of comms files only the iterations `steps`.
+def read(
+    found: ReplayInputs, fleet: Fleet, *, steps: tuple[int, int] | None = None, one_trace: bool = False
+) -> list[RankTrace]:
+    """Read every file, with `fleet`, and of comms files only the iterations `steps`; the first file alone, where
+    `one_trace` says that it stands for all, and then the others are among what is skipped.
 
     Raises `CrossrankError` for the first that cannot be used.
     """
     count = len(found.inputs) if len(found.inputs) > 1 else None
-    inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
+    inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs[: 1 if one_trace else None]]
+    if others := found.inputs[len(inputs) :]:
+        found.skipped.append(f"{len(others)} other file(s) are not used, for one stands for all: {others[0].path}, …")
     return map_ranks(READERS[found.kind], inputs, fleet)

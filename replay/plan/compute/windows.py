@@ -10,7 +10,6 @@ from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, LINKED, is_folde
 from crossrank.replay.plan.build_plan import build
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.compute.read_window import RankWindow, read_window
-from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan
 from crossrank.text import rank_ranges
 from crossrank.tools.graph.linking.window_files import RankInput
@@ -78,10 +77,15 @@ def read_windows(
 ) -> Plan:
     """The plan of a window, computation and communication. Raises `CrossrankError` where its files do not make one."""
     windows: list[RankWindow] = map_ranks(read_window, found.inputs[: 1 if one_trace else None], fleet)
-    traces = [one.trace for one in windows]
-    if one_trace:
-        traces = spread(traces[0], world_size)
-    plan = build(traces, path, LINKED, world_size=world_size, partial=partial, may_be_silent=True)
+    plan = build(
+        [one.trace for one in windows],
+        path,
+        LINKED,
+        world_size=world_size,
+        partial=partial,
+        one_trace=one_trace,
+        may_be_silent=True,
+    )
     computes = {one.trace.rank or 0: one.compute for one in windows}
     for rank in plan.ranks:
         # A rank without files is one that did nothing.
