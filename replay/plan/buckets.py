@@ -15,7 +15,7 @@ import msgspec
 from crossrank.comm import total_bytes
 from crossrank.dtypes import DTYPES
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.plan import UNPLACED, Plan, PlannedCall, RankPlan
+from crossrank.replay.plan.plan import UNPLACED, Plan, PlannedCall, RankPlan, move_waits
 
 _MB = 1 << 20
 
@@ -44,9 +44,7 @@ def _of_rank(rank: RankPlan, size: int) -> RankPlan:
     for index, call in enumerate(rank.calls):
         calls += replaced.get(index, [msgspec.structs.replace(call)])
         before.append(len(calls))
-    for position, call in enumerate(calls):
-        if call.wait_before != UNPLACED:
-            call.wait_before = max(before[call.wait_before], position + 1)
+    move_waits(calls, before)
     return msgspec.structs.replace(rank, calls=calls)
 
 

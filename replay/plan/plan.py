@@ -108,10 +108,15 @@ def with_records(rank: RankPlan, records: Sequence[CommRecord | str]) -> RankPla
         else:
             changed.calls.append(msgspec.structs.replace(call, record=record))
         kept_before.append(len(changed.calls))
-    for position, call in enumerate(changed.calls):
-        if call.wait_before != UNPLACED:
-            call.wait_before = max(kept_before[call.wait_before], position + 1)
+    move_waits(changed.calls, kept_before)
     return changed
+
+
+def move_waits(calls: Sequence[PlannedCall], before: Sequence[int]) -> None:
+    """Set before which call each of `calls` is waited for; `before` has the new place of a call by its old one."""
+    for position, call in enumerate(calls):
+        if call.wait_before != UNPLACED:
+            call.wait_before = max(before[call.wait_before], position + 1)
 
 
 class Plan(msgspec.Struct, kw_only=True):

@@ -11,7 +11,7 @@ less of a program that has to end on all of them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from crossrank.comm import CommRecord, ends_of, is_p2p
@@ -181,14 +181,15 @@ def lane_of(record: CommRecord, rank: int, pg: str) -> Key:
     return "collective", pg
 
 
-def calls_by_key(plan: Plan, keys: Mapping[int, list[Key]], op: str) -> dict[Key, dict[int, CommRecord]]:
-    """The calls of one operation: key -> rank -> its call."""
+def exchanges(plan: Plan) -> tuple[dict[int, list[Key]], dict[Key, dict[int, CommRecord]]]:
+    """The keys of the calls of each rank, and the all_to_alls among them: key -> rank -> its call."""
+    keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
     found: dict[Key, dict[int, CommRecord]] = defaultdict(dict)
     for rank in plan.ranks:
         for call, key in zip(rank.calls, keys[rank.rank], strict=True):
-            if call.record.op == op:
+            if call.record.op == "all_to_all":
                 found[key][rank.rank] = call.record
-    return found
+    return keys, found
 
 
 def keys_of(rank: RankPlan) -> list[Key]:

@@ -24,7 +24,7 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import used_groups
 from crossrank.replay.plan.one_trace import StridedGroup, strided_group
 from crossrank.replay.plan.plan import LeftOut, Plan, PlannedCall, RankPlan, copy_left_out, leave_out, with_records
-from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
+from crossrank.replay.plan.schedule import exchanges, keys_of, takers
 from crossrank.replay.plan.shapes import IN_ONE, OWN_INPUTS, OWN_OUTPUTS, of_all_members, own_first, parts, sized
 from crossrank.text import rank_ranges
 
@@ -164,10 +164,10 @@ def for_backend(plan: Plan, backend: str) -> Plan:
     with splits, on all ranks that take part."""
     if backend != "gloo":
         return plan
-    keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
+    keys, found = exchanges(plan)
     uneven = {
         key
-        for key, calls in calls_by_key(plan, keys, "all_to_all").items()
+        for key, calls in found.items()
         for record in calls.values()
         if record.c10d == "alltoall_" and len({prod(shape) for shape in (*record.inputs, *record.outputs)}) > 1
     }
@@ -193,10 +193,9 @@ def resize(plan: Plan, world_size: int) -> Plan:
     """`plan` for `world_size` ranks. Raises `CrossrankError` where a group does not divide so."""
     old = plan.world_size
     forms = {group.pg: _forms(group, old, world_size) for group in plan.groups}
-    keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
+    keys, found = exchanges(plan)
     sent = {
-        key: {rank: sum(map(prod, record.inputs)) for rank, record in calls.items()}
-        for key, calls in calls_by_key(plan, keys, "all_to_all").items()
+        key: {rank: sum(map(prod, record.inputs)) for rank, record in calls.items()} for key, calls in found.items()
     }
     ranks = []
     groups: dict[str, Group] = {}

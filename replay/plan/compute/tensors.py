@@ -62,7 +62,8 @@ class Named:
     storage: int
     """0 where it has none."""
     slot: Slot
-    bytes: int
+    end: int
+    """Bytes from the begin of its storage to its last element."""
 
 
 @dataclass
@@ -156,9 +157,8 @@ class Tensors:
             return slot
         if not named.storage:
             raise StandInError("a tensor has no storage of its own: it is sparse, or of a subclass")
-        end = named.bytes + named.slot.offset * DTYPES[named.slot.dtype].size
         if storage is not None and storage.block < 0:
-            if storage.dtype == named.slot.dtype and end <= storage.bytes:
+            if storage.dtype == named.slot.dtype and named.end <= storage.bytes:
                 slot = self._new(named, storage)
                 bound.views.append((slot, storage.holder))
                 return slot
@@ -171,7 +171,7 @@ class Tensors:
                 self._others[named.storage, named.slot.dtype] = storage
             else:
                 self._storages[named.storage] = storage
-        storage.bytes = max(storage.bytes, end)
+        storage.bytes = max(storage.bytes, named.end)
         storage.is_number &= not named.slot.shape
         slot = self._new(named, storage, storage.block)
         storage.holder = slot
@@ -187,8 +187,7 @@ class Tensors:
         if slot is not None and slot in bound.used and _same(self.slots[slot], value.slot):
             return None  # given back as it was taken: in place, or into `out`
         if storage is None or not value.storage or id(storage) not in before:
-            end = value.bytes + value.slot.offset * DTYPES[value.slot.dtype].size
-            storage = Storage(value.slot.dtype, value.slot.device, bytes=end, first=position)
+            storage = Storage(value.slot.dtype, value.slot.device, bytes=value.end, first=position)
             if value.storage:
                 self._storages[value.storage] = storage
         made = self._new(value, storage)
@@ -271,7 +270,7 @@ def _named(value: Any, shape: Any, strides: Any, kind: str) -> Named:
     if extent >= _MOST:
         raise StandInError("a tensor has impossible numbers")
     slot = Slot(shape=list(shape), strides=strides, dtype=dtype.name, device=str(device), offset=offset)
-    return Named(identity, storage, slot, extent * dtype.size)
+    return Named(identity, storage, slot, (offset + extent) * dtype.size)
 
 
 def _elements(shape: Sequence[int], strides: Sequence[int]) -> int:
