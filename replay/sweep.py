@@ -118,13 +118,16 @@ def print_sweep(results: list[tuple[Combination, ReplayReport | str]]) -> None:
     """One table over all combinations; a text in the place of a report says why there is none."""
     values = [{**one.options, **one.variables} for one, _ in results]
     names = list(dict.fromkeys(name for one in values for name in one))
-    first = next((report.step for _, report in results if isinstance(report, ReplayReport)), None)
-    title, measured = _PASS if first is None else _STEP
-    rows = [
-        (*(one.get(name, "") for name in names), *(_summary(report) if first is None else _of_step(report, first)))
-        for one, (_, report) in zip(values, results, strict=True)
-    ]
-    print_table(title, (*names, *measured), rows)
+    steps = [report.step for _, report in results if isinstance(report, ReplayReport) and report.step is not None]
+    title, headings = _STEP if steps else _PASS
+    rows = []
+    for one, (_, report) in zip(values, results, strict=True):
+        if isinstance(report, str) or (steps and report.step is None):
+            cells = ("-",) * (len(headings) - 1) + (report if isinstance(report, str) else "",)
+        else:
+            cells = _of_step(report.step, steps[0]) if report.step is not None else _of_pass(report)
+        rows.append((*(one.get(name, "") for name in names), *cells))
+    print_table(title, (*names, *headings), rows)
 
 
 _PASS = (
@@ -134,22 +137,12 @@ _PASS = (
 _STEP = ("Sweep: a whole step", ("#step ms p50", "#p95", "#exposed communication ms", "#against the first", ""))
 
 
-def _of_step(report: ReplayReport | str, first: StepComparison) -> tuple[str, ...]:
-    if isinstance(report, str) or report.step is None:
-        return "-", "-", "-", "-", report if isinstance(report, str) else ""
-    step = report.step
-    return (
-        f"{step.replayed_ms:,.2f}",
-        f"{step.replayed_p95_ms:,.2f}",
-        f"{step.exposed_ms:,.2f}",
-        f"{step.replayed_ms / first.replayed_ms:.2f} x",
-        "",
-    )
+def _of_step(step: StepComparison, first: StepComparison) -> tuple[str, ...]:
+    times = (step.replayed_ms, step.replayed_p95_ms, step.exposed_ms)
+    return *(f"{ms:,.2f}" for ms in times), f"{step.replayed_ms / first.replayed_ms:.2f} x", ""
 
 
-def _summary(report: ReplayReport | str) -> tuple[str, ...]:
-    if isinstance(report, str):
-        return "-", "-", "-", "-", "-", report
+def _of_pass(report: ReplayReport) -> tuple[str, ...]:
     rates = [row.busbw_gb_per_s.p50 for row in report.rows if row.busbw_gb_per_s is not None]
     return (
         f"{report.end_to_end_us.p50 / 1000:,.2f}",
