@@ -15,8 +15,10 @@ from crossrank.replay import replay_options
 from crossrank.replay.plan.plan import save_plan
 from crossrank.replay.sweep import parse_sweeps, with_values
 from crossrank.tools.cli import main
+from crossrank.tools.job import read_rank
 from tests.unit.replay.plans import built, record
 
+RECORDING = Path(__file__).parents[2] / "fuzz" / "seeds" / "recording"
 _ON_TWO = "are replayed, on 2 rank(s) and 1 group(s)\n"
 
 
@@ -42,6 +44,20 @@ def test_a_dry_run_says_what_would_be_replayed(plan: str, capsys: pytest.Capture
         f"job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %) {_ON_TWO}"
         "  memory for tensors: up to 16 B per rank\n"
     )
+
+
+def test_a_dry_run_links_no_window_unless_times_are_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*files: str, rank: int) -> object:
+        raise CrossrankError(f"rank {rank} is linked")
+
+    monkeypatch.setattr(read_rank, "link", link)
+    for words, ranks in (([], ()), (["--pace", "recorded"], (0, 1)), (["--pace", "1", "--one-trace"], (0,))):
+        code, out, err = run(capsys, str(RECORDING), "--dry-run", *words)
+        assert (code, err) == (0, "")
+        linked = [line for line in out.splitlines() if "no durations from it" in line]
+        assert linked == [f"  no durations from it: rank {rank} is linked" for rank in ranks]
 
 
 def test_strict_makes_anything_left_out_a_fault(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
