@@ -118,7 +118,7 @@ class ConvertCommand:
                     "groups": join(folder, GROUPS) if good else None,
                     "windows_by_no_clock": apart,
                     "disagreements": differ,
-                    "problems": [problem.text for problem in inputs.problems],
+                    "problems": inputs.problems,
                 }
             )
         elif good:
@@ -134,7 +134,7 @@ class ConvertCommand:
             complain(
                 f"{folder}: has {older} Chakra trace(s) of other ranks too, which a simulator would count; remove them"
             )
-        complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
+        complain(*inputs.problems, *inputs.notes, *differ)
         is_whole = complain_of_ranks(results, arguments.min_match)
         if not good:
             return 2

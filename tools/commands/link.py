@@ -97,7 +97,7 @@ class LinkCommand:
             print_json(_summary(results, groups, inputs))
         else:
             _print(linked, groups, folder)
-        complain(*(problem.text for problem in inputs.problems), *inputs.notes)
+        complain(*inputs.problems, *inputs.notes)
         faults = [f"{result.name}: {text}" for result in results for text in _faults(result, arguments.min_match)]
         faults += [
             f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}"
@@ -254,7 +254,7 @@ def _summary(results: Sequence[LinkedRank], groups: Sequence[GroupRow], inputs: 
             for result in results
         ],
         "groups": [asdict(row) | {"disagrees": row.disagrees} for row in groups],
-        "problems": [problem.text for problem in inputs.problems],
+        "problems": inputs.problems,
     }
 
 

@@ -114,8 +114,7 @@ class SimulateCommand:
         )
         failed = [one for one in beside if one.why or one.finished < one.ranks]
         if arguments.json:
-            problems = [one.text for one in inputs.problems]
-            print_json(_answer(simulations, network, predicted, grown, beside, differ, problems))
+            print_json(_answer(simulations, network, predicted, grown, beside, differ, inputs.problems))
         else:
             if grown is not None:
                 print_growth(grown)
@@ -134,7 +133,7 @@ class SimulateCommand:
                 print_beside(simulations, beside)
             if arguments.leave_one_out:
                 print_leave_one_out(predicted)
-        complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
+        complain(*inputs.problems, *inputs.notes, *differ)
         complain(*(f"ASTRA-sim, window {one.window}: {one.why or 'not all ranks finished'}" for one in failed))
         is_whole = complain_of_ranks(results, arguments.min_match)
         if not good:

@@ -14,10 +14,10 @@ from statistics import median
 
 import polars as pl
 
-from crossrank.comm import Locality
+from crossrank.comm import OPERATIONS, Locality
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.launches import SEND_RECV
-from crossrank.tools.predict.network import STEPS, Algorithm, Link, Network, steps
+from crossrank.tools.predict.network import Algorithm, Link, Network, steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def measured_kinds(found: JobTables) -> list[MeasuredKind]:
     columns = ("label", "group", "locality", "bytes", "time_ns", "busbw_gb_per_s")
     for op, group, locality, size, time, busbw in frame.select(columns).iter_rows():
         name = "send" if op == SEND_RECV else op
-        if time and size is not None and name in STEPS and found.groups[group].size > 1:
+        if time and size is not None and name in OPERATIONS and found.groups[group].size > 1:
             times[name, found.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
     return [
         MeasuredKind(

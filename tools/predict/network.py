@@ -22,47 +22,16 @@ from crossrank.tools.analysis.bandwidth import gb_per_s
 
 Algorithm = Literal["ring", "tree", "direct"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-Steps = Callable[[int], int]
+_THERE_AND_BACK = ("all_reduce", "barrier")
 
 
 def _depth(n: int) -> int:
     return ceil(log2(n)) if n > 1 else 0
 
 
-def _around(n: int) -> int:
-    return n - 1
-
-
-def _once(n: int) -> int:
-    return 1
-
-
-def _twice(steps: Steps) -> Steps:
-    return lambda n: 2 * steps(n)
-
-
-_OF_PARTS: dict[Algorithm, Steps] = {"ring": _around, "tree": _depth, "direct": _once}
-_THERE_AND_BACK: dict[Algorithm, Steps] = {name: _twice(steps) for name, steps in _OF_PARTS.items()}
-# Every member sends to every other one: in turns, or all at once.
-_TO_ALL: dict[Algorithm, Steps] = {"ring": _around, "tree": _around, "direct": _once}
-_ONE_MESSAGE: dict[Algorithm, Steps] = dict.fromkeys(ALGORITHMS, _once)
-STEPS: dict[str, dict[Algorithm, Steps]] = {
-    "all_reduce": _THERE_AND_BACK,
-    "barrier": _THERE_AND_BACK,
-    "all_gather": _OF_PARTS,
-    "reduce_scatter": _OF_PARTS,
-    "broadcast": _OF_PARTS,
-    "reduce": _OF_PARTS,
-    "gather": _OF_PARTS,
-    "scatter": _OF_PARTS,
-    "all_to_all": _TO_ALL,
-    "send": _ONE_MESSAGE,
-    "recv": _ONE_MESSAGE,
-}
-"""Operation -> algorithm -> messages that follow one another in a group of n. A ring passes everything around; a tree
-halves (recursive doubling, binomial trees); direct sends to all at once."""
-
-
+_STEPS: dict[Algorithm, Callable[[int], int]] = {"ring": lambda n: n - 1, "tree": _depth, "direct": lambda n: 1}
+"""Algorithm -> messages that follow one another until each of n members has its part. A ring passes everything around;
+a tree halves (recursive doubling, binomial trees); direct sends to all at once."""
 _CROSSING: dict[Algorithm, Callable[[int, int], float]] = {
     "ring": lambda n, nodes: nodes / n,
     "tree": lambda n, nodes: _depth(nodes) / _depth(n),
@@ -105,7 +74,7 @@ class Network:
         op = "send" if op == "recv" else op
         measured = self.of_operations.get((op, locality))
         link, algorithm = measured if measured is not None else (self.link(locality), self.algorithm)
-        if link is None or op not in STEPS:
+        if link is None or op not in OPERATIONS:
             return None
         latency, inside = link.latency_ns, self.link("intra_node")
         if nodes is not None and nodes > 1 and inside is not None and not self.is_measured:
@@ -127,7 +96,13 @@ def steps(op: str, size: int, algorithm: Algorithm) -> int:
     >>> [steps("all_reduce", 8, algorithm) for algorithm in ALGORITHMS]
     [14, 6, 2]
     """
-    return STEPS[op][algorithm](size) if size > 1 or op in ("send", "recv") else 0
+    if op in ("send", "recv"):
+        return 1
+    if size < 2:
+        return 0
+    # Every member sends to every other one: a tree does it in turns, as a ring.
+    one_way = _STEPS["ring" if (op, algorithm) == ("all_to_all", "tree") else algorithm](size)
+    return 2 * one_way if op in _THERE_AND_BACK else one_way
 
 
 def bus_bytes(op: str, size: int, payload: int) -> float:

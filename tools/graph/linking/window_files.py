@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, is_folder
@@ -44,21 +44,13 @@ class RankOutput:
         return rank if self.window == 1 else f"{rank}, window {self.window}"
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What cannot be linked."""
-
-    rank: int | None
-    """None where it is not known."""
-    text: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What can be linked, and what cannot."""
 
     pairs: list[RankInput]
-    problems: list[Problem]
+    problems: list[str]
+    """Why the rest cannot."""
     notes: list[str] = field(default_factory=list)
     """What else was found and left out."""
 
@@ -75,21 +67,16 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
     files = discover(paths)
     if not is_folder(paths[0]):
         raise CrossrankError(f"{paths[0]} is one file; name its other half beside it, or the folder of both")
-    inputs = pairs_of(files)
     if ranks is not None:
-        found = {problem.rank for problem in inputs.problems} | {pair.rank for pair in inputs.pairs}
-        lacking = [
-            Problem(rank, f"rank {rank} has no pair of traces in {paths[0]}") for rank in sorted(set(ranks) - found)
-        ]
-        inputs = replace(
-            inputs,
-            pairs=[pair for pair in inputs.pairs if pair.rank in ranks],
-            problems=lacking + [p for p in inputs.problems if p.rank is None or p.rank in ranks],
-        )
+        files = [file for file in files if file.rank is None or file.rank in ranks]
+    inputs = pairs_of(files)
+    traced = {file.rank for file in files if file.kind in (EXECUTION_TRACE, KINETO) or (file.problem and not file.kind)}
+    for rank in sorted(set(ranks or ()) - traced, reverse=True):
+        inputs.problems.insert(0, f"rank {rank} has no pair of traces in {paths[0]}")
     if not inputs.pairs:
         raise CrossrankError(
             f"{paths[0]}: no execution trace with its Kineto trace in it"
-            + "".join(f"; {problem.text}" for problem in inputs.problems[:4])
+            + "".join(f"; {problem}" for problem in inputs.problems[:4])
             + "; record a window (TRACING_WINDOW=START:STOP), or name the two files of a rank"
         )
     return inputs
@@ -98,7 +85,7 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
 def pairs_of(files: Sequence[FoundFile]) -> Inputs:
     """The pairs among files that were found, and what cannot be linked."""
     problems = [
-        Problem(file.rank, f"{file.path}: cannot be linked, it {file.problem}; remove it or record it anew")
+        f"{file.path}: cannot be linked, it {file.problem}; remove it or record it anew"
         for file in files
         if file.problem and not file.left_out
         if file.kind in (EXECUTION_TRACE, KINETO) or (not file.kind and _may_be_trace(file))
@@ -130,18 +117,15 @@ def _may_be_trace(file: FoundFile) -> bool:
     return cut_off if file.partial else file.name.endswith((".json", ".gz", ".zst"))
 
 
-def _no_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> Problem:
+def _no_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> str:
     first = (ets + kinetos)[0]
     who = f"rank {first.rank}" if first.rank is not None else "files without a rank in their names"
     who += "" if first.window == 1 else f", window {first.window}"
     if not ets or not kinetos:
         lacks = "Kineto trace" if ets else "execution trace"
-        return Problem(first.rank, f"{who}: no {lacks} beside {first.path}")
+        return f"{who}: no {lacks} beside {first.path}"
     names = ", ".join(file.path.rpartition("/")[2] for file in (ets + kinetos)[:4])
-    return Problem(
-        first.rank,
-        f"{who}: {len(ets)} execution traces and {len(kinetos)} Kineto traces ({names}); name the two files to link",
-    )
+    return f"{who}: {len(ets)} execution traces and {len(kinetos)} Kineto traces ({names}); name the two files to link"
 
 
 def _two_files(first: str, second: str) -> RankInput:
