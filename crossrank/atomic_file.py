@@ -8,9 +8,11 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
+
+import zstandard
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import is_url
@@ -41,10 +43,14 @@ def make_folder(folder: str) -> None:
         raise CrossrankError(f"{folder}: cannot be created ({reason}); name another folder with -o") from error
 
 
-def gzip_writer(file: BinaryIO) -> BinaryIO:
-    """Compresses into `file`, which stays open. Neither name nor time is in the header, so that the bytes depend on the
-    content alone."""
-    return cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6))
+def compressed(file: BinaryIO, name: str | Path) -> AbstractContextManager[Any]:
+    """Writes into `file`, which stays open, compressed where `name` ends in `.gz` or `.zst`. The bytes depend on the
+    content alone: no name and no time is in them."""
+    if str(name).endswith(".gz"):
+        return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6)
+    if str(name).endswith(".zst"):
+        return zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False)
+    return nullcontext(file)
 
 
 @contextmanager

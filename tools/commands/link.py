@@ -16,7 +16,7 @@ from crossrank.recording import LINKED, file_name
 from crossrank.text import percent, printable, rank_ranges
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder
 from crossrank.tools.graph.linking.link import link
-from crossrank.tools.graph.linking.linked_file import Compression, write_linked
+from crossrank.tools.graph.linking.linked_file import write_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.window_files import Inputs, RankInput, RankOutput, find_inputs, writing
 from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
@@ -37,7 +37,7 @@ _COUNTED = {
     "syncs_unresolved": "Synchronisations that gave no dependency",
 }
 """Counts of a report, and the heading over those of all ranks together."""
-_EXTENSIONS: dict[Compression, str] = {"zst": ".zst", "gz": ".gz", "none": ""}
+_EXTENSIONS = {"zst": ".zst", "gz": ".gz", "none": ""}
 _GroupKey = tuple[str, tuple[int, ...]]
 """What makes groups of two ranks the same: their name, unless that is an address, and their members."""
 
@@ -110,7 +110,7 @@ class LinkCommand:
         return 1 if inputs.problems or faults else 0
 
 
-def _link_ranks(inputs: Iterable[RankInput], folder: str, compression: Compression, fleet: Fleet) -> list[LinkedRank]:
+def _link_ranks(inputs: Iterable[RankInput], folder: str, compression: str, fleet: Fleet) -> list[LinkedRank]:
     """Link every rank; one that fails has its error in its result, and the others are linked all the same."""
     link_one = partial(_link_one, folder=folder, compression=compression)
     return map_ranks(
@@ -122,14 +122,14 @@ def _link_ranks(inputs: Iterable[RankInput], folder: str, compression: Compressi
     )
 
 
-def _link_one(given: RankInput, folder: str, compression: Compression) -> LinkedRank:
+def _link_one(given: RankInput, folder: str, compression: str) -> LinkedRank:
     trace = link(given.et, given.kineto, given.comms, rank=given.rank)
     if given.rank is not None and trace.kineto_rank not in (None, given.rank):
         trace.report.doubts.append(f"rank {given.rank} by its name, {trace.kineto_rank} by what the Kineto trace says")
     name = file_name(LINKED, trace.rank or 0, given.window).removesuffix(".zst") + _EXTENSIONS[compression]
     path = join(folder, name)
     with writing(path):
-        write_linked(trace, path, compression)
+        write_linked(trace, path)
     return LinkedRank(
         rank=trace.rank,
         window=given.window,

@@ -233,7 +233,7 @@ def _simulate(
         path = Path(arguments.timeline)
         path = path if window == 1 else path.with_name(f"w{window}.{path.name}")
         with output_file(str(path)) as temporary:
-            write_timeline(windows[window], simulation, temporary, compress=path.name.endswith(".gz"))
+            write_timeline(windows[window], simulation, temporary, path.name)
     return simulations
 
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 import msgspec
 
-from crossrank.atomic_file import gzip_writer, join
+from crossrank.atomic_file import compressed, join
 from crossrank.text import amount, printable
 from crossrank.tools.commands.measured import add_measured_arguments, complain_of, read_measured
 from crossrank.tools.commands.options import folder_of, output_file
@@ -38,7 +38,7 @@ class TimelineCommand:
         found = read_measured(arguments)
         with output_file(output) as temporary:
             with temporary.open("wb") as plain, ExitStack() as stack:
-                file = stack.enter_context(gzip_writer(plain)) if output.endswith(".gz") else plain
+                file = stack.enter_context(compressed(plain, output))
                 written = write_timeline(found, file, flows=arguments.flows)
             size = temporary.stat().st_size
         if arguments.json:

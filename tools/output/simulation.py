@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
-from crossrank.atomic_file import gzip_writer
+from crossrank.atomic_file import compressed
 from crossrank.text import amount, percent, plural
 from crossrank.tools.graph.chakra.chakra_graph import PAUSE
 from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation
@@ -102,10 +101,10 @@ def _ms(ns: int) -> str:
     return f"{ns / 1e6:,.3f}"
 
 
-def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path, *, compress: bool) -> None:
+def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path, name: str) -> None:
     """Write a Chrome trace, which ui.perfetto.dev opens: a process for every rank, a track for every thread and
-    stream."""
-    with path.open("wb") as plain, gzip_writer(plain) if compress else nullcontext(plain) as file:
+    stream. It is compressed where `name` ends in `.gz`."""
+    with path.open("wb") as plain, compressed(plain, name) as file:
         file.write(b'{"displayTimeUnit":"ns","metadata":{"crossrank":"simulation"},"traceEvents":[')
         separator = b"\n"
         for graph in graphs:

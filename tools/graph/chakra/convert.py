@@ -23,7 +23,6 @@ from crossrank.tools.graph.chakra.steps import (
 )
 from crossrank.tools.graph.chakra.write import write_chakra, write_copies
 from crossrank.tools.graph.linking import LinkedTrace
-from crossrank.tools.paused_gc import paused_gc
 
 
 @dataclass(kw_only=True)
@@ -63,7 +62,6 @@ class Converted:
 _DEFAULT = Options()
 
 
-@paused_gc()
 def convert(
     trace: LinkedTrace,
     path: str | Path | None,

@@ -18,18 +18,15 @@ The object `crossrank` says which version linked which inputs, and what matched.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
 
 import msgspec
-import zstandard
 from msgspec import UNSET, UnsetType
 
-from crossrank.atomic_file import gzip_writer, whole_file
+from crossrank.atomic_file import compressed, whole_file
 from crossrank.comm import Count, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.tools.graph.linking.linked_trace import (
@@ -53,13 +50,6 @@ from crossrank.tools.traces.execution_trace import (
 )
 from crossrank.tools.traces.json_document import Document, Shape
 
-Compression = Literal["zst", "gz", "none"]
-
-_COMPRESSORS: dict[Compression, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
-    "zst": lambda file: zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False),
-    "gz": gzip_writer,
-    "none": nullcontext,
-}
 _BATCH = 2048
 """Nodes of a line."""
 _MOST_US = Decimal(1 << 52)
@@ -120,11 +110,12 @@ class LinkedFile(msgspec.Struct, kw_only=True):
 _SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nodes", row=Node, hashed=False)
 
 
-def write_linked(trace: LinkedTrace, path: str | Path, compression: Compression = "zst") -> None:
-    """Write `trace` to `path`, whole or not at all. The same trace gives the same bytes."""
+def write_linked(trace: LinkedTrace, path: str | Path) -> None:
+    """Write `trace` to `path`, compressed as its name says: whole or not at all. The same trace gives the same
+    bytes."""
     encode = msgspec.json.Encoder().encode
     nodes = map(encode, _nodes(trace))
-    with whole_file(path) as temporary, temporary.open("wb") as file, _COMPRESSORS[compression](file) as stream:
+    with whole_file(path) as temporary, temporary.open("wb") as file, compressed(file, path) as stream:
         stream.write(encode(_head(trace)).removesuffix(b"]}"))
         separator = b""
         while line := b",".join(islice(nodes, _BATCH)):

@@ -174,7 +174,7 @@ def test_clocks_that_are_far_apart_are_told(tmp_path: Path) -> None:
 def test_the_timeline_has_every_node_on_the_track_of_its_thread_or_stream(tmp_path: Path, name: str) -> None:
     one = graph(two_streams(), tmp_path)
     simulation = simulate([one])
-    write_timeline([one], simulation, tmp_path / name, compress=name.endswith(".gz"))
+    write_timeline([one], simulation, tmp_path / name, name)
     content = (tmp_path / name).read_bytes()
     events = json.loads(gzip.decompress(content) if name.endswith(".gz") else content)["traceEvents"]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}

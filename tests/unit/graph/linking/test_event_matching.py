@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.tools.graph.linking import link
@@ -175,6 +175,7 @@ def test_the_place_where_most_names_and_numbers_agree_is_found(
     assert best_shift(ours, theirs) == (shift, places)
 
 
+@settings(deadline=None)
 @given(st.text("abc", min_size=1, max_size=60), st.integers(0, 20), st.integers(0, 20))
 def test_a_thread_with_numbers_is_found_wherever_the_other_side_begins(names: str, before: int, after: int) -> None:
     numbers = [*[-1] * before, *range(len(names))]

@@ -226,10 +226,10 @@ def test_two_ranks_of_one_job_are_linked_with_a_doubt(folder: Path, capsys: pyte
 def test_a_defect_of_ours_on_one_rank_does_not_end_the_others(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(trace: object, path: str, compression: str) -> None:
+    def broken(trace: object, path: str) -> None:
         if "rank-0" in path:
             raise ZeroDivisionError("division by zero")
-        write_linked(trace, path, compression)  # type: ignore[arg-type]
+        write_linked(trace, path)  # type: ignore[arg-type]
 
     monkeypatch.setattr(command, "write_linked", broken)
     assert run(folder, "-o", folder / "out") == 1
