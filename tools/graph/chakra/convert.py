@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from crossrank.comm import is_p2p
-from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Options
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, number_groups
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, NumberedGroup, Options, number_groups
 from crossrank.tools.graph.chakra.grow import CopiesOf
 from crossrank.tools.graph.chakra.host_time import USER_SCOPE, cut_waits, wait_for_threads, with_pauses
 from crossrank.tools.graph.chakra.lower import lower

@@ -16,9 +16,8 @@ from crossrank.atomic_file import join, whole_file
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name, is_url
 from crossrank.text import rank_ranges
-from crossrank.tools.graph.chakra.chakra_graph import Comm, Options
+from crossrank.tools.graph.chakra.chakra_graph import Comm, Options, merge
 from crossrank.tools.graph.chakra.convert import Converted, convert
-from crossrank.tools.graph.chakra.group_numbers import merge
 from crossrank.tools.graph.chakra.grow import CopiesOf, JobGrowth, plan_growth, used_groups
 from crossrank.tools.graph.chakra.mesh import find_mesh
 from crossrank.tools.graph.chakra.simulate import offsets

@@ -27,8 +27,7 @@ import msgspec
 from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, is_p2p
 from crossrank.dtypes import dtype_of
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.chakra_graph import Comm
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, number_group
+from crossrank.tools.graph.chakra.chakra_graph import Comm, NumberedGroup, number_group
 from crossrank.tools.graph.chakra.mesh import Mesh, UsedGroup, name_in
 
 _WHY_NOT = {

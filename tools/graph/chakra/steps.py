@@ -20,8 +20,7 @@ import msgspec
 
 from crossrank.comm import is_p2p, operation_of
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, RunsOn
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, NumberedGroup, RunsOn
 from crossrank.tools.graph.chakra.operation_counts import counts_by_activity
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order

@@ -28,9 +28,8 @@ from crossrank.atomic_file import join, whole_file
 from crossrank.comm import OPERATIONS, CommRecord, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.chakra_graph import LATE, ChakraNode, Comm, Options, RunsOn
+from crossrank.tools.graph.chakra.chakra_graph import LATE, ChakraNode, Comm, NumberedGroup, Options, RunsOn
 from crossrank.tools.graph.chakra.framing import KINDS, read_trace, write_message
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.grow import CopiesOf
 from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.traces.execution_trace import io_texts

@@ -21,9 +21,9 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
+from crossrank.tools.graph.chakra.chakra_graph import NumberedGroup, merge, number_group
 from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM, Checked, check
 from crossrank.tools.graph.chakra.framing import read_trace, write_message
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, merge, number_group
 from crossrank.tools.varint import varint
 
 LOWER = "convert with --lower astra-sim"

@@ -8,8 +8,7 @@ import pytest
 
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.chakra_graph import Comm
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
+from crossrank.tools.graph.chakra.chakra_graph import Comm, NumberedGroup
 from crossrank.tools.graph.chakra.grow import JobGrowth, plan_growth, used_groups
 from crossrank.tools.graph.chakra.mesh import UsedGroup, find_mesh, name_in
 

@@ -9,9 +9,8 @@ import pytest
 
 from crossrank.comm import CommRecord
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.chakra_graph import MESSAGES_END, ChakraNode, Comm, Dependency
+from crossrank.tools.graph.chakra.chakra_graph import MESSAGES_END, ChakraNode, Comm, Dependency, NumberedGroup
 from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.lower import lower
 from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, P2P_TYPES, comm_size, message_ends
 from tests.unit.graph.chakra.test_convert import converted, params

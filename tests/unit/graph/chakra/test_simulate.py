@@ -11,9 +11,8 @@ import pytest
 
 from crossrank.comm import CommRecord
 from crossrank.tools.cli import main
-from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, Dependency, RunsOn
+from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, Dependency, NumberedGroup, RunsOn
 from crossrank.tools.graph.chakra.convert import convert
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.simulate import (
     COMMUNICATION,
     GPU,

@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import CommRecord, Group
-from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, Options
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, NumberedGroup, Options
 from crossrank.tools.graph.chakra.framing import read_trace
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.steps import convert_communications, convert_nodes, draw_dependencies
 from crossrank.tools.graph.chakra.write import delay_start, write_chakra
 from crossrank.tools.graph.linking import Activity, Communication, Edge, HostOp, LinkedTrace, MatchReport
