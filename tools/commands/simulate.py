@@ -205,7 +205,8 @@ def _cost(network: Network, per_node: int | None) -> Cost:
         if per_node is not None:
             nodes = len({rank // per_node for rank in one.members})
             locality = "intra_node" if nodes == 1 else "cross_node"
-        return network.duration_ns(one.op, one.size, bus_bytes(one.op, one.size, one.bytes), locality, nodes)
+        size = len(one.members)
+        return network.duration_ns(one.op, size, bus_bytes(one.op, size, one.bytes), locality, nodes)
 
     return cost
 

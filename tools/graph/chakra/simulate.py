@@ -35,8 +35,6 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     """What a network has to do for a communication."""
 
     op: str
-    size: int
-    """Members of the group."""
     bytes: int
     """S of nccl-tests; of an uneven all_to_all the larger of what the rank sends and receives."""
     members: tuple[int, ...]
@@ -159,7 +157,7 @@ def _transfer(comm: Comm, rank: int) -> Transfer:
     size, dtype = record.bytes, dtype_of(record.dtype) if record.dtype is not None else None
     if record.op == "all_to_all" and record.out_split is not None and dtype is not None:
         size = max(size, total_bytes(record.outputs, dtype.size))
-    return Transfer(record.op, len(members), size, members, record.locality)
+    return Transfer(record.op, size, members, record.locality)
 
 
 def _category(node: ChakraNode) -> str:

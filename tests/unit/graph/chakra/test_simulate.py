@@ -87,7 +87,7 @@ def test_a_graph_has_times_from_its_begin_and_tells_communications_apart() -> No
     outside = ("communication outside streams", COMMUNICATION)
 
     def carried(op: str) -> Transfer:
-        return Transfer(op, 2, 8, (0, 1), "unknown")
+        return Transfer(op, 8, (0, 1), "unknown")
 
     assert rank_graph(nodes, 0, 7, 99) == RankGraph(
         rank=0,
@@ -195,7 +195,7 @@ def two_ranks(*members: tuple[int, str, int]) -> list[RankGraph]:
         nodes = [
             RankNode("launch", "thread 1", HOST, 0, 10, [], None),
             RankNode("gemm", "device 0 stream 7", GPU, 10, 100, [0], None),
-            RankNode(op, "s", COMMUNICATION, 110, took, [1], ("0", None, 1), Transfer(op, 2, size, (0, 1), "unknown")),
+            RankNode(op, "s", COMMUNICATION, 110, took, [1], ("0", None, 1), Transfer(op, size, (0, 1), "unknown")),
         ]
         graphs.append(RankGraph(rank=rank, begin_ns=0, end_ns=110 + took, nodes=nodes))
     return graphs
