@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,19 @@ from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.log import log
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.python_recorder import PythonRecorder
-from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.record.recorder import Recorded, Recorder
 from crossrank.instrument.torch_private import has, require
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
 _NAMESPACE = "c10d"
 _FUNCTIONAL = "_c10d_functional"
 _WAIT_TENSOR = "wait_tensor"
 _KEY = "BackendSelect"
+
+
+class Dispatched(Recorded, Protocol):
+    """A session whose recorder the kernels call: one in Python where the compiled kernel cannot be installed."""
+
+    recorder: Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ def ops() -> list[str]:
     return [reader.c10d for reader in _kernels.readers] if _kernels is not None else []
 
 
-def install(session: Session) -> None:
+def install(session: Dispatched) -> None:
     """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
     global _kernels
     require("interception")
@@ -92,9 +95,9 @@ def install(session: Session) -> None:
         _follow_waits(session.recorder)
 
 
-def make_recorder(session: Session) -> Recorder:
+def make_recorder(session: Recorded) -> Recorder:
     """The recorder of a session: with the compiled kernel, or in Python where that is asked for or all there is."""
-    wanted: str = session.config.kernel
+    wanted: str = session.facts.config.kernel
     if _kernels is not None:
         there = "python" if _kernels.kind is PythonRecorder else "compiled"
         if wanted not in ("auto", there):
@@ -107,7 +110,7 @@ def make_recorder(session: Session) -> Recorder:
     if wanted == "python":
         return _in_python(session)
     try:
-        return CompiledRecorder(session, _loaded(waits=session.config.kernel == "compiled"))
+        return CompiledRecorder(session, _loaded(waits=session.facts.config.kernel == "compiled"))
     except Exception as error:
         return _python_instead(session, error)
 
@@ -127,19 +130,19 @@ def _loaded(*, waits: bool) -> ModuleType:
     return build.load()
 
 
-def _python_instead(session: Session, error: Exception) -> PythonRecorder:
+def _python_instead(session: Recorded, error: Exception) -> PythonRecorder:
     why = one_line(error) if not isinstance(error, CrossrankError) else str(error)
     log.warning("crossrank: calls are recorded in Python, at more cost: %s; TRACING_KERNEL=python mutes this", why)
     return _in_python(session, why)
 
 
-def _in_python(session: Session, why: str = "") -> PythonRecorder:
-    if session.config.timing:
+def _in_python(session: Recorded, why: str = "") -> PythonRecorder:
+    if session.facts.config.timing:
         log.warning("crossrank: how long calls of a CPU backend take is not recorded: that needs the compiled kernel")
     return PythonRecorder(session, why)
 
 
-def _install_kernels(session: Session) -> _Kernels:
+def _install_kernels(session: Dispatched) -> _Kernels:
     readers = [Reader(name, getattr(torch.ops.c10d, name).default._schema) for name in _c10d_ops()]
     if isinstance(session.recorder, CompiledRecorder):
         try:

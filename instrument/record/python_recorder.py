@@ -17,7 +17,7 @@ from contextlib import suppress
 from threading import get_native_id
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from crossrank.instrument.record.recorder import (
     NO_CALL,
     Call,
     CallCounts,
+    Recorded,
     Recorder,
     Token,
     span_of,
@@ -38,9 +39,6 @@ from crossrank.instrument.record.recorder import (
 from crossrank.instrument.record.reductions import ReductionReader
 from crossrank.instrument.torch_private import has
 from crossrank.recording import STOOD, Ran, Wait
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
 _getframe: Callable[[int], FrameType] = sys._getframe
 
@@ -56,12 +54,12 @@ _MOST_WORKS = 2048
 class PythonRecorder(Recorder):
     """The kernel in Python."""
 
-    def __init__(self, session: Session, why: str = "") -> None:
+    def __init__(self, session: Recorded, why: str = "") -> None:
         """`why` there is no compiled one, where that was not asked for."""
         super().__init__(session)
         self.kernel = f"python ({why})" if why else "python"
         self._calls: deque[Call] = deque()
-        self._capacity = session.config.ring
+        self._capacity = self._config.ring
         self._ids = itertools.count()
         self._find_site = CallSites().find
         self._reductions = ReductionReader()
