@@ -169,9 +169,8 @@ def uninstall() -> None:
 def _register(
     recorder: PythonRecorder, readers: Sequence[Reader]
 ) -> tuple[Callable[[PythonRecorder], None], Callable[[], None]]:
-    """A kernel for every op. They share the variables of this function, because reading these costs least."""
+    """A kernel for every op; all record to the recorder that `record_to` named last."""
     mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    before, after, launched = recorder.before, recorder.after, recorder.launched
 
     def make_kernel(reader: Reader) -> Callable[..., Any]:
         redispatch = getattr(torch.ops.c10d, reader.c10d).default._handle.redispatch_boxed
@@ -180,7 +179,7 @@ def _register(
             launch = None
             if recorder.active:
                 try:
-                    launch = before(reader, args)
+                    launch = recorder.before(reader, args)
                 except Exception as error:
                     recorder.failed(error)
             if launch is None:
@@ -192,9 +191,9 @@ def _register(
                 if not reader.gives_work:
                     recorder.end_wait(before_wait)
                 if launch[2] is not None:
-                    after(launch[2])
+                    recorder.after(launch[2])
             try:
-                launched(launch, reader, result)
+                recorder.launched(launch, reader, result)
             except Exception as error:
                 recorder.failed(error)
             return result
@@ -208,8 +207,8 @@ def _register(
         return lambda keyset, *args: recorder.functional(redispatch, keyset & mask, *args)
 
     def record_to(other: PythonRecorder) -> None:
-        nonlocal recorder, before, after, launched
-        recorder, before, after, launched = other, other.before, other.after, other.launched
+        nonlocal recorder
+        recorder = other
 
     libraries = [torch.library.Library(name, "IMPL", _KEY) for name in (_NAMESPACE, _FUNCTIONAL)]
 
