@@ -15,20 +15,24 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
+from crossrank.instrument.facts import Facts
 from crossrank.instrument.hang import torch_recorder
 from crossrank.instrument.hang.response import Hangs
 from crossrank.instrument.hooks import dispatcher, exits, registry
 from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
-from crossrank.instrument.identity.process_groups import GroupState, GroupTable
+from crossrank.instrument.identity.process_groups import GroupTable
 from crossrank.instrument.identity.topology import Topology, node_of_this_machine
 from crossrank.instrument.log import log, once_per_job
+from crossrank.instrument.record.descriptor import GroupState
 from crossrank.instrument.record.iterations import Iterations
 from crossrank.instrument.record.recorder import CallCounts, Recorder
 from crossrank.instrument.script_errors import Failures
@@ -51,10 +55,7 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         require("interception")
-        self.config = config
-        self.rank = -1
-        self.world_size = 0
-        self.topology: Topology | None = None
+        self.facts = Facts(config=config)
         self.files: RankFiles | None = None
         self.writer: CommsWriter | None = None
         self._opening: CommsWriter | None = None
@@ -65,10 +66,11 @@ class Session:
         self.gpu = RankGpu(self._on_late_gpu)
         self.nvtx = nvtx_markers.attach() if config.nvtx != "0" else None
         self.recorder: Recorder = dispatcher.make_recorder(self)
-        self.iterations = Iterations(self)
-        self.windows = Windows(self)
-        self.dumps = FlightDumps(self)
         self.hangs = Hangs(self)
+        self.dumps = FlightDumps(self, self.hangs.main_thread)
+        self.windows = Windows(self)
+        self.iterations = Iterations(self, self.windows.pass_edge)
+        self.on_optimizer_step = self.iterations.on_optimizer_step
         self._recorder_check = torch_recorder.RecorderCheck(self.recorder)
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._epoch = 0
@@ -83,8 +85,8 @@ class Session:
 
     def start(self) -> None:
         """Install everything. Raises `CrossrankError`, with nothing installed, where torch cannot be recorded."""
-        exits.keep_texts(self.config.exception_texts)
-        if self.config.flight or self.config.timing:
+        exits.keep_texts(self.facts.config.exception_texts)
+        if self.facts.config.flight or self.facts.config.timing:
             torch_recorder.switch_on()
         try:
             registry.install(self)
@@ -110,7 +112,7 @@ class Session:
                 return
             first = self._world is None
             rank, size = dist.get_rank(), dist.get_world_size()
-            has_moved = (rank, size) != (self.rank, self.world_size)  # at first from nowhere
+            has_moved = (rank, size) != (self.facts.rank, self.facts.world_size)  # at first from nowhere
             if not first:
                 self._epoch += 1
                 if has_moved:
@@ -118,15 +120,14 @@ class Session:
                     self._end_files("the process group was created anew with another rank or size")
             # From here on the writer's thread takes in groups of this world, for the files that they belong to.
             self._world = weakref.ref(world)
-            self.rank, self.world_size = rank, size
             once_per_job.join(self._is_first_to_say if size > 1 and has("store") else None)
             self.gpu.begin()
-            self._begin_topology()
+            topology = self._begin_topology(rank, size)
             with self.failures.reported("the recording goes on without files"):
                 if has_moved:
-                    self._begin_files()
-                elif self.writer is not None and self.topology is not None:
-                    self.writer.follow(self.topology)
+                    self._begin_files(topology)
+                elif self.writer is not None:
+                    self.writer.follow(topology)
             with self.failures.reported("Nsight's report does not name this rank"):
                 if self.nvtx is not None:
                     self.nvtx.mark_identity(rank, size)
@@ -142,7 +143,7 @@ class Session:
                     log.warning(
                         "crossrank: %s takes more than %g s to open, because its file system is slow or another "
                         "process still writes files of this rank: calls are kept meanwhile, windows and dumps are not",
-                        *(self.config.directory, _PATIENCE),
+                        *(self.facts.config.directory, _PATIENCE),
                     )
             if first:
                 self.windows.open_if_due()
@@ -195,11 +196,15 @@ class Session:
         world = self._world() if self._world is not None and dist.is_initialized() else None
         return world if world is dist.group.WORLD else None
 
-    def _begin_topology(self) -> None:
-        if self.topology is not None:
-            self.topology.stop()
-        self.topology = Topology(self.rank, self.world_size, self.config.node or node_of_this_machine())
-        self.topology.start(self._store_of_world, self._epoch, self.gpu.nvlink_domain)
+    def _begin_topology(self, rank: int, world_size: int) -> Topology:
+        """From here on the facts are those of this rank."""
+        config, earlier = self.facts.config, self.facts.topology
+        if earlier is not None:
+            earlier.stop()
+        topology = Topology(rank, world_size, config.node or node_of_this_machine())
+        self.facts = Facts(config=config, rank=rank, world_size=world_size, topology=topology)
+        topology.start(self._store_of_world, self._epoch, self.gpu.nvlink_domain)
+        return topology
 
     def _store_of_world(self) -> dist.Store | None:
         """The store of the process group that is recorded, while that is the current one."""
@@ -211,22 +216,23 @@ class Session:
     def _is_first_to_say(self, text: str) -> bool:
         """Whether no other rank of this recording has said a text."""
         store = self._store_of_world()
-        said = hashlib.sha256(f"{os.path.realpath(self.config.directory)} {text}".encode(errors="replace")).hexdigest()
+        folder = os.path.realpath(self.facts.config.directory)
+        said = hashlib.sha256(f"{folder} {text}".encode(errors="replace")).hexdigest()
         return store is None or store.add(f"crossrank/said/{said}", 1) == 1
 
-    def _begin_files(self) -> None:
-        assert self.topology is not None
+    def _begin_files(self, topology: Topology) -> None:
         self.recorder.take_spans(sys.maxsize)
         self.recorder.take(sys.maxsize)  # what was called while there was no file is of no file
         self._before = self.recorder.counts()
         self.files = None
         self.windows.begin()
-        rank, world_size = self.rank, self.world_size
+        facts = self.facts
+        config, rank = facts.config, facts.rank
 
         def open_folder() -> Path | None:
             """The path of the comms file, in the folder of this rank; None where that cannot be written."""
             with self.failures.reported("the recording goes on without files"):
-                files = RankFiles(self.config.directory, rank, world_size, is_wanted=lambda: self._opening is writer)
+                files = RankFiles(config.directory, rank, facts.world_size, is_wanted=lambda: self._opening is writer)
                 if self._opening is writer:
                     self.files = files
                     return files.path(file_name(COMMS, rank))
@@ -238,12 +244,18 @@ class Session:
 
         writer = self.writer = self._opening = CommsWriter(
             open_folder,
-            topology=self.topology,
+            topology=topology,
             recorder=self.recorder,
-            ring_capacity=self.config.ring,
-            header=describe_rank(self, self.topology.node),
+            ring_capacity=config.ring,
+            header=describe_rank(
+                facts,
+                node=topology.node,
+                gpu=self.gpu.gpu,
+                kernel=self.recorder.kernel,
+                blind_spots=self.groups.unseen_kinds(),
+            ),
             on_look=self._on_look,
-            times=DeviceTimes(self.recorder.nccl_recorder) if self.config.timing else None,
+            times=DeviceTimes(self.recorder.nccl_recorder) if config.timing else None,
         )
         self.hangs.watch()
 
@@ -270,7 +282,7 @@ class Session:
             self._attempt("its folder stays locked", self.files.close)
         if writer is not None:
             self._attempt("it is not known whether a window opened", self.windows.warn_if_none_opened)
-        if (topology := self.topology) is not None:
+        if (topology := self.facts.topology) is not None:
             # It is waited for, but not in a call of training, which has a new process group.
             self._attempt("the nodes of ranks are unknown", lambda: topology.stop(wait=self.closing))
 
@@ -287,18 +299,36 @@ class Session:
     def _on_look(self) -> None:
         """What is checked a few times a second, outside training's threads."""
         self.gpu.read()
-        if self.config.flight:
+        if self.facts.config.flight:
             self._recorder_check.look()
         exits.restore_terminate_under_cuda()
+        self.find_groups()
+
+    def find_groups(self) -> None:
+        """Take in every process group that torch knows."""
         if (world := self.current_world()) is not None:
             self.groups.add_all(world)
+
+    def note_window(self, edge: dict[str, Any]) -> None:
+        """A window begins or ends: for the comms file, and for Nsight Systems."""
+        if (writer := self.writer) is not None:
+            # A replay of the window computes with as many threads.
+            writer.line("window", edge | {"threads": torch.get_num_threads()})
+            counters = self.gpu.counters()
+            if counters is not None:
+                writer.line("counters", edge | counters)
+        if self.nvtx is not None and edge["edge"] == "open":
+            # nsys may capture windows alone, and nothing of what was marked before.
+            self.nvtx.mark_identity(self.facts.rank, self.facts.world_size)
+            for group in self.groups.describe():
+                self.nvtx.mark_group(group)
 
     def _on_late_gpu(self, gpu: Gpu) -> None:
         if (writer := self.writer) is not None:
             writer.line("gpu", asdict(gpu))
 
     def _on_new_group(self, state: GroupState) -> None:
-        writer, topology = self.writer, self.topology
+        writer, topology = self.writer, self.facts.topology
         group = state.group
         if writer is not None and topology is not None:
             writer.line("group", lambda: msgspec.structs.replace(group, locality=topology.locality(group.ranks)))

@@ -15,25 +15,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from crossrank.dtypes import dtype_of
 from crossrank.errors import one_line
-from crossrank.instrument.identity.process_groups import GroupState
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.call_site import USER, CallSites, Site
-from crossrank.instrument.record.descriptor import Descriptor
-from crossrank.instrument.record.op_schema import LONG, CallKey, Reader
-from crossrank.instrument.record.recorder import Call, CallCounts, Recorder, Token, span_of
+from crossrank.instrument.record.descriptor import Descriptor, GroupState
+from crossrank.instrument.record.op_schema import CallKey, Reader
+from crossrank.instrument.record.recorder import Call, CallCounts, Recorded, Recorder, Token, span_of
 from crossrank.instrument.record.reductions import name_of_code
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.recording import Ran, Wait
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
 _END_OF_ARGUMENT = -1
 _MOST_AT_ONCE = 256
@@ -44,7 +40,7 @@ class CompiledRecorder(Recorder):
 
     kernel = "compiled"
 
-    def __init__(self, session: Session, native: ModuleType) -> None:
+    def __init__(self, session: Recorded, native: ModuleType) -> None:
         self.native = native
         self._installed = self._active = self._window_open = False
         self._step = 0
@@ -87,7 +83,7 @@ class CompiledRecorder(Recorder):
         """Make the kernels those of this recorder."""
         self.readers = readers
         self._installed = True
-        self.native.begin(self._session.config.ring)
+        self.native.begin(self._config.ring)
         self._tell()
 
     def _tell(self) -> None:
@@ -201,7 +197,7 @@ class CompiledRecorder(Recorder):
     def mark(self, kind: int) -> int:
         """Tell the kernel how to mark the calls of a kind; 1 = they are marked."""
         descriptor: Descriptor | None = self.native.descriptor(kind)
-        topology = self._session.topology
+        topology = self._session.facts.topology
         if descriptor is None or topology is None or self._nvtx is None:
             return 0
         is_final = topology.settled.is_set()
@@ -240,7 +236,7 @@ def _codes_above(sites: CallSites, frame: FrameType | None) -> Iterator[tuple[Co
 def _key(reader: Reader, words: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> CallKey:
     """The key that `Reader.key` makes of a call's arguments, of the kernel's words for them."""
     given = iter(words)
-    key: list[Any] = [LONG]
+    key: list[Any] = []
     for is_bool in reader.keyed_bools:
         value = next(given)
         key.append(bool(value) if is_bool and value is not None else value)

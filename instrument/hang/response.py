@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from crossrank.atomic_file import whole_file
 from crossrank.budget import BudgetError, read_small
@@ -30,15 +30,13 @@ from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.main_thread import MainThread
 from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch
 from crossrank.instrument.hooks import exits
+from crossrank.instrument.hooks.exits import Closable
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
-from crossrank.instrument.write.flight_dump import completed
+from crossrank.instrument.write.flight_dump import Dumped, FlightDumps, completed
 from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SLOW, VERDICT, file_name, rank_folder
 from crossrank.text import rank_ranges
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
 EXIT_CODE = 79
 """Of a process that `TRACING_ON_HANG=abort` ended: the first behind those of sysexits.h."""
@@ -65,10 +63,19 @@ _OF_TIMEOUT = 0.8
 """But at such a share of the timeout of a process group, which aborts the job."""
 
 
+class Watched(Dumped, Closable, Protocol):
+    """What responds to a hang sees of its session."""
+
+    dumps: FlightDumps
+
+    def current_world(self) -> object | None:
+        """The process group that is recorded, where it is there and the default one."""
+
+
 class Hangs:
     """Watches one session for hangs."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Watched) -> None:
         self._session = session
         self._watch: HangWatch | None = None
         self._main_thread = MainThread()
@@ -80,7 +87,7 @@ class Hangs:
 
     def watch(self) -> None:
         """Watch from now on, where that is asked for."""
-        config = self._session.config
+        config = self._session.facts.config
         if self._watch is None and config.hang_seconds > 0 and config.flight:
             self._watch = HangWatch(
                 self._patience,
@@ -93,7 +100,7 @@ class Hangs:
             )
             self._watch.start()
 
-    def main_thread(self) -> dict[str, bool | float | None]:
+    def main_thread(self) -> dict[str, Any]:
         """What the main thread of this rank was seen to do since its last call."""
         return {"moves": self._main_thread.moves, "busy": self._main_thread.busy}
 
@@ -114,7 +121,7 @@ class Hangs:
         files, longest = self._session.files, max(list(self._pauses), default=None)
         if files is None:
             return
-        path = files.recording / f"{PAUSING}{self._session.rank}"
+        path = files.recording / f"{PAUSING}{self._session.facts.rank}"
         with self._session.failures.reported("a pause is not known to the other ranks"):
             if longest is None:
                 path.unlink(missing_ok=True)
@@ -133,7 +140,7 @@ class Hangs:
         At most half of the shortest timeout of a process group: at the timeout itself the job is aborted.
         """
         timeout = self._session.groups.shortest_timeout()
-        seconds = self._session.config.hang_seconds
+        seconds = self._session.facts.config.hang_seconds
         return seconds if timeout is None else min(seconds, timeout / 2)
 
     def _on_hang(self, seconds: float) -> float | None:
@@ -183,15 +190,15 @@ class Hangs:
 class _Silence:
     """One time during which this rank communicates nothing."""
 
-    def __init__(self, session: Session, folder: Path, seconds: float, far: float) -> None:
+    def __init__(self, session: Watched, folder: Path, seconds: float, far: float) -> None:
         self._session = session
         self._folder = folder
         self._seconds = seconds
         self._far = far
         self._calls, self._completed = session.recorder.calls(), completed()
-        self._dumped = _changed(self._file(FLIGHT, session.rank)) or time.time_ns()
+        self._dumped = _changed(self._file(FLIGHT, session.facts.rank)) or time.time_ns()
         self._since = self._dumped - round(seconds * 1e9)
-        self._look = max(_LOOK, session.world_size * _LOOK_PER_RANK)
+        self._look = max(_LOOK, session.facts.world_size * _LOOK_PER_RANK)
         self.has_said = False
         """Whether this rank has said that the job hangs, or that others wait for a slow rank."""
 
@@ -211,7 +218,7 @@ class _Silence:
                     if is_alone and not self._has_verdict() and not self._report():
                         return
             time.sleep(self._look)
-        if self._session.config.on_hang == "abort":
+        if self._session.facts.config.on_hang == "abort":
             self._abort()
 
     @contextlib.contextmanager
@@ -237,10 +244,10 @@ class _Silence:
     def _turn(self) -> float:
         """Seconds after which this rank diagnoses the job, where no other one has."""
         session = self._session
-        places = session.topology.places if session.topology is not None else {}
-        after_rank_0 = 0.0 if session.rank == 0 else _AFTER_RANK_0
+        places = session.facts.topology.places if session.facts.topology is not None else {}
+        after_rank_0 = 0.0 if session.facts.rank == 0 else _AFTER_RANK_0
         first_of = {place[0]: rank for rank, place in sorted(places.items(), reverse=True)}
-        own = first_of.get(places[session.rank][0], 0) if session.rank in places else 0
+        own = first_of.get(places[session.facts.rank][0], 0) if session.facts.rank in places else 0
         if own == 0 or 0 not in places:
             return after_rank_0
         before = sum(rank < own for rank in first_of.values())
@@ -262,10 +269,10 @@ class _Silence:
             return False
         path = folder / VERDICT
         earlier = verdict.read(path) if (_changed(path) or 0) > self._since else None
-        silence = f"no communication for {self._seconds:.3g} s (rank {session.rank})"
+        silence = f"no communication for {self._seconds:.3g} s (rank {session.facts.rank})"
         try:
             self._refuse_part_of_job()
-            text, content = verdict.diagnose(folder, session.world_size)
+            text, content = verdict.diagnose(folder, session.facts.world_size)
             found = verdict.parse(content)
             doubt = found.doubt() if found.is_hang and self._seconds < self._far else ""
             verdict.publish(path, content, SLOW if doubt else None)
@@ -301,7 +308,7 @@ class _Silence:
 
     def _refuse_part_of_job(self) -> None:
         """Raise where other nodes write to folders of their own: their ranks would seem to be missing."""
-        topology = self._session.topology
+        topology = self._session.facts.topology
         places = dict(topology.places) if topology is not None else {}
         here: set[str] = set()
         for rank, (node, _) in places.items():
@@ -315,7 +322,7 @@ class _Silence:
 
     def _wait_for_dumps(self) -> None:
         """Wait until the other ranks have written what they did last, as long as more come."""
-        missing = set(range(self._session.world_size)) - {self._session.rank}
+        missing = set(range(self._session.facts.world_size)) - {self._session.facts.rank}
         begun = latest = time.monotonic()
         while missing and not self._is_over() and (looked := time.monotonic()) - begun < _LATEST:
             written = {rank for rank in missing if (_changed(self._file(FLIGHT, rank)) or 0) > self._since}
@@ -327,7 +334,7 @@ class _Silence:
             time.sleep(max(_LOOK, time.monotonic() - looked))  # the file systems of clusters take long over a look
 
     def _file(self, kind: str, rank: int) -> Path:
-        return self._folder / rank_folder(rank, self._session.world_size) / file_name(kind, rank)
+        return self._folder / rank_folder(rank, self._session.facts.world_size) / file_name(kind, rank)
 
     def _abort(self) -> None:
         """End this process, where the verdict is that the job hangs, together with the others."""
@@ -337,7 +344,7 @@ class _Silence:
             return
         log.error(
             "crossrank: rank %d ends with exit code %d, for the job hangs (TRACING_ON_HANG=abort)",
-            *(self._session.rank, EXIT_CODE),
+            *(self._session.facts.rank, EXIT_CODE),
         )
         latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has looked
         # A script that goes on after all, and ends meanwhile, ends so as well: it is said, and the others end so.

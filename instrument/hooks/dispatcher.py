@@ -23,7 +23,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,19 @@ from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.log import log
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.python_recorder import PythonRecorder
-from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.record.recorder import Recorded, Recorder
 from crossrank.instrument.torch_private import has, require
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
 _NAMESPACE = "c10d"
 _FUNCTIONAL = "_c10d_functional"
 _WAIT_TENSOR = "wait_tensor"
 _KEY = "BackendSelect"
+
+
+class Dispatched(Recorded, Protocol):
+    """A session whose recorder the kernels call: one in Python where the compiled kernel cannot be installed."""
+
+    recorder: Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ def ops() -> list[str]:
     return [reader.c10d for reader in _kernels.readers] if _kernels is not None else []
 
 
-def install(session: Session) -> None:
+def install(session: Dispatched) -> None:
     """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
     global _kernels
     require("interception")
@@ -92,9 +95,9 @@ def install(session: Session) -> None:
         _follow_waits(session.recorder)
 
 
-def make_recorder(session: Session) -> Recorder:
+def make_recorder(session: Recorded) -> Recorder:
     """The recorder of a session: with the compiled kernel, or in Python where that is asked for or all there is."""
-    wanted: str = session.config.kernel
+    wanted: str = session.facts.config.kernel
     if _kernels is not None:
         there = "python" if _kernels.kind is PythonRecorder else "compiled"
         if wanted not in ("auto", there):
@@ -107,7 +110,7 @@ def make_recorder(session: Session) -> Recorder:
     if wanted == "python":
         return _in_python(session)
     try:
-        return CompiledRecorder(session, _loaded(waits=session.config.kernel == "compiled"))
+        return CompiledRecorder(session, _loaded(waits=session.facts.config.kernel == "compiled"))
     except Exception as error:
         return _python_instead(session, error)
 
@@ -127,19 +130,19 @@ def _loaded(*, waits: bool) -> ModuleType:
     return build.load()
 
 
-def _python_instead(session: Session, error: Exception) -> PythonRecorder:
+def _python_instead(session: Recorded, error: Exception) -> PythonRecorder:
     why = one_line(error) if not isinstance(error, CrossrankError) else str(error)
     log.warning("crossrank: calls are recorded in Python, at more cost: %s; TRACING_KERNEL=python mutes this", why)
     return _in_python(session, why)
 
 
-def _in_python(session: Session, why: str = "") -> PythonRecorder:
-    if session.config.timing:
+def _in_python(session: Recorded, why: str = "") -> PythonRecorder:
+    if session.facts.config.timing:
         log.warning("crossrank: how long calls of a CPU backend take is not recorded: that needs the compiled kernel")
     return PythonRecorder(session, why)
 
 
-def _install_kernels(session: Session) -> _Kernels:
+def _install_kernels(session: Dispatched) -> _Kernels:
     readers = [Reader(name, getattr(torch.ops.c10d, name).default._schema) for name in _c10d_ops()]
     if isinstance(session.recorder, CompiledRecorder):
         try:
@@ -166,9 +169,8 @@ def uninstall() -> None:
 def _register(
     recorder: PythonRecorder, readers: Sequence[Reader]
 ) -> tuple[Callable[[PythonRecorder], None], Callable[[], None]]:
-    """A kernel for every op. They share the variables of this function, because reading these costs least."""
+    """A kernel for every op; all record to the recorder that `record_to` named last."""
     mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    before, after, launched = recorder.before, recorder.after, recorder.launched
 
     def make_kernel(reader: Reader) -> Callable[..., Any]:
         redispatch = getattr(torch.ops.c10d, reader.c10d).default._handle.redispatch_boxed
@@ -177,7 +179,7 @@ def _register(
             launch = None
             if recorder.active:
                 try:
-                    launch = before(reader, args)
+                    launch = recorder.before(reader, args)
                 except Exception as error:
                     recorder.failed(error)
             if launch is None:
@@ -189,9 +191,9 @@ def _register(
                 if not reader.gives_work:
                     recorder.end_wait(before_wait)
                 if launch[2] is not None:
-                    after(launch[2])
+                    recorder.after(launch[2])
             try:
-                launched(launch, reader, result)
+                recorder.launched(launch, reader, result)
             except Exception as error:
                 recorder.failed(error)
             return result
@@ -205,8 +207,8 @@ def _register(
         return lambda keyset, *args: recorder.functional(redispatch, keyset & mask, *args)
 
     def record_to(other: PythonRecorder) -> None:
-        nonlocal recorder, before, after, launched
-        recorder, before, after, launched = other, other.before, other.after, other.launched
+        nonlocal recorder
+        recorder = other
 
     libraries = [torch.library.Library(name, "IMPL", _KEY) for name in (_NAMESPACE, _FUNCTIONAL)]
 

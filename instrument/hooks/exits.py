@@ -26,23 +26,29 @@ import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
 from crossrank.recording import OF_A_BACKEND
 from crossrank.text import writable
 
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
-
 _SET_TERMINATE = ("libstdc++.so.6", "_ZSt13set_terminatePFvvE")  # std::set_terminate(void (*)())
 _LONGEST_ERROR = 500
 _MOST_EXCEPTIONS = 8
 _MOST_FRAMES = 64
 
-_session: Session | None = None
+
+class Closable(Recording, Protocol):
+    """A recording that ends with the process."""
+
+    def close(self, reason: str, /) -> None:
+        """Finish every file and uninstall every hook. Does nothing the second time."""
+
+
+_session: Closable | None = None
 _finalizers: list[Finalize] = []
 _patches = Patches()
 _of_threads: list[dict[str, Any]] = []
@@ -61,7 +67,7 @@ _previous: int | None = None
 """The terminate handler before ours."""
 
 
-def install(session: Session) -> None:
+def install(session: Closable) -> None:
     global _session, _earlier
     _session = session
     atexit.register(_at_exit)
@@ -129,7 +135,7 @@ def _at_exit() -> None:
         close_quietly(_session, "exit")
 
 
-def close_quietly(session: Session, reason: str) -> None:
+def close_quietly(session: Closable, reason: str) -> None:
     """Close where Python would print a traceback of whatever is raised."""
     with session.failures.reported("the recording did not end properly"):
         session.close(reason)

@@ -10,16 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from crossrank.instrument.hooks.patches import Patches
+from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.torch_private import has
 
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
+
+class Stepping(Protocol):
+    """What sees the steps of optimizers, and who makes the calls of a backward pass."""
+
+    recorder: Recorder
+
+    def on_optimizer_step(self, optimizer: Optimizer, arguments: Any, keywords: dict[str, Any], /) -> None: ...
+
 
 _remove: list[Callable[[], None]] = []
 _patches = Patches()
@@ -27,8 +34,8 @@ _watching = False
 _began = False
 
 
-def install(session: Session) -> None:
-    _remove.append(register_optimizer_step_post_hook(session.iterations.on_optimizer_step).remove)
+def install(session: Stepping) -> None:
+    _remove.append(register_optimizer_step_post_hook(session.on_optimizer_step).remove)
     if (code := watch_backward()) is not None:
         session.recorder.watch_backward(code)
 

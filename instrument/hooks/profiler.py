@@ -6,21 +6,26 @@ must not be ours either.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.autograd.profiler as autograd_profiler
 
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.write.window import Windows
 
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
+
+class Windowed(Protocol):
+    """A session that may have a window open."""
+
+    windows: Windows
+
 
 _patches = Patches()
 uninstall = _patches.undo
 
 
-def install(session: Session) -> None:
+def install(session: Windowed) -> None:
     if not has("Kineto"):
         return
     original, windows = autograd_profiler._prepare_profiler, session.windows

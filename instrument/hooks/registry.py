@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from crossrank.instrument.hooks import (
     dispatcher,
@@ -21,14 +21,15 @@ from crossrank.instrument.hooks import (
 )
 from crossrank.instrument.script_errors import Failures
 
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
+
+class Hooked(dispatcher.Dispatched, optimizer.Stepping, profiler.Windowed, signals.Signalled, Protocol):
+    """What the hooks see of a session, each its own part."""
 
 
 class Installable(Protocol):
     """A module with two functions."""
 
-    def install(self, session: Session, /) -> None: ...
+    def install(self, session: Hooked, /) -> None: ...
 
     def uninstall(self) -> None: ...
 
@@ -54,7 +55,7 @@ HOOKS = (
 )
 
 
-def install(session: Session) -> None:
+def install(session: Hooked) -> None:
     """Install all. Raises, with nothing installed, where one fails without which nothing can be recorded."""
     try:
         for hook in HOOKS:

@@ -23,15 +23,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import fork
-from crossrank.instrument.hooks.exits import close_quietly
+from crossrank.instrument.hooks.exits import Closable, close_quietly
 from crossrank.instrument.log import log
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
+from crossrank.instrument.write.flight_dump import FlightDumps
 
 _PATIENCE = 1.0
 """Seconds that the main thread has for its own handler before the signal thread acts for it."""
@@ -39,7 +37,15 @@ _LONGEST_END = 25.0
 """Seconds after a fatal signal in which the process dies, whatever is not finished: launchers kill after 30."""
 _FATAL = (signal.SIGTERM, signal.SIGINT)
 
-_session: Session | None = None  # the latest; its handlers may outlive it
+
+class Signalled(Closable, Protocol):
+    """A recording that a signal may end, or dump."""
+
+    dumps: FlightDumps
+    finished: bool
+
+
+_session: Signalled | None = None  # the latest; its handlers may outlive it
 _previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 """The handler before ours, by signal."""
 _pipe: tuple[int, int] | None = None
@@ -48,7 +54,7 @@ _pending: int | None = None
 _main_acted = False  # a plain flag: an Event's lock may be held by what a signal interrupts
 
 
-def install(session: Session) -> None:
+def install(session: Signalled) -> None:
     """Handle signals, where this is the main thread."""
     global _session, _pending, _main_acted
     _session, _pending, _main_acted = session, None, False
@@ -61,7 +67,7 @@ def install(session: Session) -> None:
     for number in _FATAL if watched and os.getpid() != 1 else ():
         if signal.getsignal(number) is signal.SIG_DFL:
             _previous[number] = signal.signal(number, _on_fatal)
-    if session.config.flight and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_IGN, _on_usr1):
+    if session.facts.config.flight and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_IGN, _on_usr1):
         _previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, _on_usr1)
     fork.hold_back((*_FATAL, signal.SIGUSR1))
 
@@ -168,7 +174,7 @@ def _listen(reader: int) -> None:
     os.close(reader)
 
 
-def _ensure_death(session: Session, number: int) -> None:
+def _ensure_death(session: Signalled, number: int) -> None:
     """Make the process die of a fatal signal in time: by its main thread, or else by this one."""
     started = time.monotonic()
 

@@ -6,30 +6,28 @@ import os
 import platform
 import socket
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import crossrank
+from crossrank.instrument.facts import Facts
 from crossrank.instrument.hooks import dispatcher
-from crossrank.instrument.identity.gpu import nccl_version
+from crossrank.instrument.identity.gpu import Gpu, nccl_version
 from crossrank.instrument.write.comms_writer import clock
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA
 from crossrank.text import writable
 
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
-
-def describe_rank(session: Session, node: str) -> dict[str, Any]:
+def describe_rank(facts: Facts, *, node: str, gpu: Gpu | None, kernel: str, blind_spots: list[str]) -> dict[str, Any]:
     """The header of this rank, in the fields of `crossrank.recording.Header`."""
     local_rank = os.environ.get("LOCAL_RANK", "")
-    config, gpu = session.config, session.gpu.gpu
+    config = facts.config
     return {
         "schema": SCHEMA,
-        "rank": session.rank,
-        "world_size": session.world_size,
+        "rank": facts.rank,
+        "world_size": facts.world_size,
         "host": socket.gethostname(),
         "boot_id": boot_id(),
         "node": writable(node),
@@ -46,10 +44,10 @@ def describe_rank(session: Session, node: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "nccl": nccl_version(),
             "driver": gpu.driver if gpu else None,
-            "kernel": session.recorder.kernel,
+            "kernel": kernel,
         },
         "config": {name: writable(one) if isinstance(one, str) else one for name, one in asdict(config).items()},
         "all_calls": True,
         "ops": dispatcher.ops(),
-        "blind_spots": session.groups.unseen_kinds(),
+        "blind_spots": blind_spots,
     }

@@ -6,11 +6,9 @@ the group does; it holds no reference to it.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import orjson
 import torch.distributed as dist
@@ -19,37 +17,8 @@ from torch.distributed import distributed_c10d
 from crossrank.comm import Group
 from crossrank.errors import one_line
 from crossrank.instrument.log import log
-from crossrank.instrument.record.descriptor import DescriptorCache
+from crossrank.instrument.record.descriptor import GroupState
 from crossrank.instrument.torch_private import has
-
-
-@dataclass(eq=False, kw_only=True, slots=True)
-class GroupState:
-    """What the recorder keeps for one process group."""
-
-    group: Group
-    rank: int
-    """This rank within the group."""
-    timeout: float | None
-    """Seconds after which a call of it fails; None where its backend does not say."""
-    seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = field(default_factory=dict)
-    """Counters by peer within the group, None for a receive from any source, and direction."""
-    descriptors: DescriptorCache = field(default_factory=DescriptorCache)
-
-    def next_p2p_seq(self, peer: int | None, direction: str) -> int:
-        key = (peer, direction)
-        counter = self.p2p_seqs.get(key)
-        if counter is None:
-            counter = self.p2p_seqs.setdefault(key, itertools.count(1))
-        return next(counter)
-
-    def global_rank(self, group_rank: int | None) -> int | None:
-        """The global rank of a member; None where the call names none or the members are not known."""
-        ranks = self.group.ranks
-        if group_rank is None or ranks is None or not 0 <= group_rank < len(ranks):
-            return None
-        return ranks[group_rank]
 
 
 class GroupTable:

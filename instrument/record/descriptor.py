@@ -6,18 +6,17 @@ changes from call to call, and therefore is no part of it: id, sequence number, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
-from crossrank.comm import Locality
+from crossrank.comm import Group, Locality
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.call_site import Site
 from crossrank.instrument.record.op_schema import CallKey, OpCall, Reader
-
-if TYPE_CHECKING:
-    from crossrank.instrument.identity.process_groups import GroupState
 
 MAX_DESCRIPTORS = 1024
 """Distinct calls of a group after which those that are kept become the older ones. An MoE model makes new ones at
@@ -139,3 +138,32 @@ class DescriptorCache(dict[Any, Descriptor]):
             self._numbers = 0
         self._numbers += numbers
         self[key] = descriptor
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class GroupState:
+    """What the recorder keeps for one process group."""
+
+    group: Group
+    rank: int
+    """This rank within the group."""
+    timeout: float | None
+    """Seconds after which a call of it fails; None where its backend does not say."""
+    seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = field(default_factory=dict)
+    """Counters by peer within the group, None for a receive from any source, and direction."""
+    descriptors: DescriptorCache = field(default_factory=DescriptorCache)
+
+    def next_p2p_seq(self, peer: int | None, direction: str) -> int:
+        key = (peer, direction)
+        counter = self.p2p_seqs.get(key)
+        if counter is None:
+            counter = self.p2p_seqs.setdefault(key, itertools.count(1))
+        return next(counter)
+
+    def global_rank(self, group_rank: int | None) -> int | None:
+        """The global rank of a member; None where the call names none or the members are not known."""
+        ranks = self.group.ranks
+        if group_rank is None or ranks is None or not 0 <= group_rank < len(ranks):
+            return None
+        return ranks[group_rank]

@@ -26,19 +26,19 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
 from crossrank.errors import one_line
+from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks import signals
 from crossrank.instrument.hooks.optimizer import take_backward_began
 from crossrank.instrument.log import log
+from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.script_errors import raised_by_script
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
+from crossrank.instrument.write.comms_writer import CommsWriter
 
 _LOOK_EVERY = 1_000_000_000
 """ns between two looks whether signals still reach us."""
@@ -46,11 +46,20 @@ _REPEATS_WITHOUT_BACKWARD = 2
 """How often one update may repeat itself beyond twice what was seen before, until backward passes count as hidden."""
 
 
+class Iterating(Recording, Protocol):
+    """What counts iterations sees of its session."""
+
+    recorder: Recorder
+    writer: CommsWriter | None
+
+
 class Iterations:
     """Counts the iterations of one session, by the optimizers' steps or by `crossrank.step()`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Iterating, pass_edge: Callable[[int], None]) -> None:
+        """`pass_edge` is called with the number of each iteration that has ended."""
         self._session = session
+        self._pass_edge = pass_edge
         self._boundaries = StepBoundaries(self._warn_of_uneven_steps)
         self._explicit = False
         self._warned = False
@@ -62,7 +71,7 @@ class Iterations:
             if not self._explicit:
                 self._explicit = True
                 self._session.recorder.step = 0  # whatever the optimizers' steps have come to in the first iteration
-            self._session.windows.pass_edge(self._advance())
+            self._pass_edge(self._advance())
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer, _: Any, keywords: dict[str, Any]) -> None:
         """torch's hook after `optimizer.step()`; `keywords` are those of that call."""
@@ -74,10 +83,10 @@ class Iterations:
             parameter = first_parameter(optimizer.param_groups)
             for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=take_backward_began())):
                 ended = self._advance()
-                if session.config.window is not None or session.recorder.window_open:
+                if session.facts.config.window is not None or session.recorder.window_open:
                     # torch calls its hooks within a range of the optimizer's, which no edge must cross. The dictionary
                     # dies with the call of `step`, when that range has ended.
-                    keywords["crossrank"] = _AtDeath(functools.partial(session.windows.pass_edge, ended))
+                    keywords["crossrank"] = _AtDeath(functools.partial(self._pass_edge, ended))
         except Exception as error:
             if raised_by_script(error):
                 raise
@@ -96,7 +105,7 @@ class Iterations:
         return ended
 
     def _warn_of_uneven_steps(self) -> None:
-        if not self._warned and self._session.rank <= 0:
+        if not self._warned and self._session.facts.rank <= 0:
             log.warning(
                 "crossrank: one optimizer steps more often than another, each time after a backward pass; each step "
                 "of the one that steps most is counted as an iteration: where that is wrong (several critic steps "

@@ -1,7 +1,7 @@
 """The kernel in Python.
 
 `before` reads what identifies the call, gives it its numbers and leaves a tuple in a ring; `launched` notes the Work
-that a launch gave. They cost about 4 us, on top of what the dispatcher needs to call Python at all.
+that a launch gave. They cost about 5 us, on top of what the dispatcher needs to call Python at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from threading import get_native_id
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from crossrank.instrument.record.recorder import (
     NO_CALL,
     Call,
     CallCounts,
+    Recorded,
     Recorder,
     Token,
     span_of,
@@ -38,11 +39,6 @@ from crossrank.instrument.record.recorder import (
 from crossrank.instrument.record.reductions import ReductionReader
 from crossrank.instrument.torch_private import has
 from crossrank.recording import STOOD, Ran, Wait
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
-
-_getframe: Callable[[int], FrameType] = sys._getframe
 
 # (id, time, what to close after the launch)
 Launch = tuple[int, int, Token | None]
@@ -56,17 +52,16 @@ _MOST_WORKS = 2048
 class PythonRecorder(Recorder):
     """The kernel in Python."""
 
-    def __init__(self, session: Session, why: str = "") -> None:
+    def __init__(self, session: Recorded, why: str = "") -> None:
         """`why` there is no compiled one, where that was not asked for."""
         super().__init__(session)
         self.kernel = f"python ({why})" if why else "python"
         self._calls: deque[Call] = deque()
-        self._capacity = session.config.ring
+        self._capacity = self._config.ring
         self._ids = itertools.count()
         self._find_site = CallSites().find
         self._reductions = ReductionReader()
         self._read_reduction = self._reductions.read
-        self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
         self._state_of = session.groups.by_id
         self._coalescing = 0  # threads that gather a batch; changed under the lock
         self._dropped = self._spans_dropped = 0  # so are these
@@ -82,7 +77,7 @@ class PythonRecorder(Recorder):
     def before(self, reader: Reader, args: Sequence[Any]) -> Launch | None:
         """Record the call that is about to be launched. Frame 1 is the kernel's, frame 2 whoever called it."""
         session = self._session
-        group = self._unbox(args[reader.group])
+        group: dist.ProcessGroup = dist.ProcessGroup.unbox(args[reader.group])
         state = self._state_of(id(group))
         if state is None:
             state = session.first_call(group)
@@ -90,7 +85,7 @@ class PythonRecorder(Recorder):
         if key is None:
             return None
         try:
-            frame = _getframe(2)
+            frame: FrameType | None = sys._getframe(2)
         except ValueError:  # a thread of C++: nothing of Python above the kernel
             frame = None
         site, api_frame = self._find_site(frame, reader.direct_api)
@@ -258,11 +253,10 @@ class PythonRecorder(Recorder):
 
     def wait_tensor(self, redispatch: Callable[..., Any], keys: Any, tensor: torch.Tensor) -> Any:
         """Call `wait_tensor`. Where nothing communicates the tensor it returns at once, and is no wait."""
-        storages = self._call_of_storage
         record_id = NO_CALL
         try:
-            if self.active and not storages.is_empty:
-                record_id = storages.take(_storage(tensor))
+            if self.active:
+                record_id = self._call_of_storage.take(_storage(tensor))
         except Exception as error:
             self.failed(error)
         if record_id == NO_CALL:
@@ -330,10 +324,6 @@ class _CallOf:
     def __init__(self) -> None:
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._new and not self._old
 
     def note(self, address: int, record_id: int) -> None:
         """An object must be noted again where another one is made at its address."""

@@ -13,24 +13,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
+from crossrank.instrument.facts import Facts
+from crossrank.instrument.identity.gpu import RankGpu
+from crossrank.instrument.identity.process_groups import GroupTable
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
-from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.record.descriptor import Descriptor, GroupState
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_dumps import nccl_dump
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write.nvtx_markers import classic_text
+from crossrank.instrument.write.nvtx_markers import NvtxMarkers, classic_text
 from crossrank.recording import RANGE, STOOD, Ran, Wait
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
 BATCH_CODE = dist.batch_isend_irecv.__code__
 
@@ -65,18 +65,34 @@ class CallCounts:
     """Failures inside the recorder; the call itself went through."""
 
 
+class Recorded(Protocol):
+    """What a recorder sees of its session."""
+
+    facts: Facts
+    gpu: RankGpu
+    groups: GroupTable
+    nvtx: NvtxMarkers | None
+
+    @property
+    def writer(self) -> object | None:
+        """None where calls are not written: without a folder, or before there is a process group."""
+
+    def first_call(self, group: dist.ProcessGroup, /) -> GroupState:
+        """The state of a group that communicates for the first time; begins the files where that is due."""
+
+
 class Recorder(ABC):
     """Records the calls of one session, on any thread."""
 
     kernel: str
     """Which kernel it is, for people, and why."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Recorded) -> None:
         self._session = session
-        self._config = session.config
+        self._config = config = session.facts.config
         self._nvtx = nvtx = session.nvtx
-        self._classic = session.config.nvtx == "classic" and nvtx is not None
-        self._texts = self._classic or session.config.print_calls
+        self._classic = config.nvtx == "classic" and nvtx is not None
+        self._texts = self._classic or config.print_calls
         self._ranges = nvtx is not None and not self._classic
         self._emits = self._texts or self._ranges
         self._errors = 0  # changed under the lock
@@ -174,7 +190,7 @@ class Recorder(ABC):
 
     def _open(self, descriptor: Descriptor, record_id: int, device: Callable[[], str | None]) -> Token | None:
         """Open what belongs around a launch: a range for a tool, one in a window."""
-        topology = self._session.topology
+        topology = self._session.facts.topology
         assert topology is not None  # made before the first group is
         pushed = False
         if self._emits and self._wants(descriptor, topology):
@@ -214,7 +230,7 @@ class Recorder(ABC):
     def _emit_text(self, descriptor: Descriptor, record_id: int, device: str | None) -> None:
         """The older shim's text: as a marker, and on stdout from the group's leader or any rank of P2P."""
         config = self._config
-        text = classic_text(descriptor, record_id, self._session.rank, device, config)
+        text = classic_text(descriptor, record_id, self._session.facts.rank, device, config)
         if self._classic and self._nvtx is not None:
             self._nvtx.mark(text)
         if config.print_calls and (descriptor.reader.is_p2p or descriptor.state.rank == 0):

@@ -22,26 +22,26 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import orjson
 
 from crossrank.instrument import threads
+from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
-from crossrank.instrument.record.recorder import NO_CALL
+from crossrank.instrument.identity.process_groups import GroupTable
+from crossrank.instrument.record.recorder import NO_CALL, Recorder
 from crossrank.instrument.torch_dumps import every_dump
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write.comms_writer import clock
+from crossrank.instrument.write.comms_writer import CommsWriter, clock
+from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.machine import need_memory
 from crossrank.recording import FLIGHT, file_name
 from crossrank.text import writable
-
-if TYPE_CHECKING:
-    from crossrank.instrument.record.recorder import Recorder
-    from crossrank.instrument.session import Session
 
 _COMPILER = "torch._inductor.codecache"
 _IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns")
@@ -54,11 +54,22 @@ _PATIENCE = 10.0
 """Seconds that the end of a recording waits for a dump that another thread is writing."""
 
 
+class Dumped(Recording, Protocol):
+    """What a dump sees of its session."""
+
+    recorder: Recorder
+    groups: GroupTable
+    files: RankFiles | None
+    writer: CommsWriter | None
+
+
 class FlightDumps:
     """The dumps of one session. `write` may be called from any thread."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Dumped, main_thread: Callable[[], dict[str, Any]]) -> None:
+        """`main_thread` says what the main thread of this rank was seen to do since its last call."""
         self._session = session
+        self._main_thread = main_thread
         # Two threads may dump at once. A fatal signal may interrupt its own thread in here, for good.
         self._once = threading.RLock()
         self._writing = False
@@ -71,7 +82,7 @@ class FlightDumps:
         files = session.files
         # At the end another thread's dump is waited for: it would die with the process before it is written.
         patience = 0 if reason == "SIGUSR1" else _PATIENCE
-        if files is None or not session.config.flight or not self._once.acquire(timeout=patience):
+        if files is None or not session.facts.config.flight or not self._once.acquire(timeout=patience):
             return
         try:
             if self._writing and reason == "SIGUSR1":  # this thread is writing already
@@ -84,7 +95,7 @@ class FlightDumps:
             with session.failures.reported("the flight recorder was not dumped"):
                 # Before the dump: what ends meanwhile is news.
                 progress = session.recorder.calls(), completed(), session.recorder.waits_under_way()
-                files.write(file_name(FLIGHT, session.rank), dump(self._moment(reason)))
+                files.write(file_name(FLIGHT, session.facts.rank), dump(self._moment(reason)))
                 if reason == "hang":
                     self._at_hang = progress
         finally:
@@ -119,8 +130,8 @@ class FlightDumps:
         now = clock()
         exceptions = exits.exceptions(reason)
         return {
-            "rank": session.rank,
-            "world_size": session.world_size,
+            "rank": session.facts.rank,
+            "world_size": session.facts.world_size,
             "host": socket.gethostname(),
             "reason": reason,
             "error": exceptions[0]["error"] if exceptions else None,
@@ -132,7 +143,7 @@ class FlightDumps:
             "waits": _waits(session.recorder) if session.recorder.follows_waits else None,
             "waited": writer.waited() if writer is not None else [],
             "stacks": stacks(),
-            **session.hangs.main_thread(),
+            **self._main_thread(),
         }
 
 

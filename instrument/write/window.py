@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.autograd.profiler as autograd_profiler
@@ -27,17 +27,18 @@ import torch.distributed as dist
 
 from crossrank.errors import one_line
 from crossrank.instrument import threads
+from crossrank.instrument.facts import Recording
 from crossrank.instrument.identity.gpu import cuda_is_in_use, is_capturing
 from crossrank.instrument.identity.process_groups import process_group_config
 from crossrank.instrument.log import log
+from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.write.flight_dump import FlightDumps
 from crossrank.instrument.write.kineto_session import Kineto, ends_on_any_thread, is_users_profiler_running
+from crossrank.instrument.write.nvtx_markers import NvtxMarkers
 from crossrank.instrument.write.rank_files import RankFiles, create
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 from crossrank.text import writable
-
-if TYPE_CHECKING:
-    from crossrank.instrument.session import Session
 
 PROCESS_GROUPS = "## process_group:init ##"
 """Name of the node that carries the process groups, as torch itself writes it."""
@@ -49,10 +50,28 @@ _FILES_PATIENCE = 60.0
 """Seconds that the end of a recording waits for the files of windows that are being compressed."""
 
 
+class WindowOwner(Recording, Protocol):
+    """What windows see of their session."""
+
+    recorder: Recorder
+    files: RankFiles | None
+    dumps: FlightDumps
+    nvtx: NvtxMarkers | None
+
+    def begin(self) -> None:
+        """Begin the files of the process group that exists now, unless they are begun."""
+
+    def find_groups(self) -> None:
+        """Take in every process group that torch knows."""
+
+    def note_window(self, edge: dict[str, Any], /) -> None:
+        """A window begins or ends: for the comms file, and for Nsight Systems."""
+
+
 class Windows:
     """The windows of one session, one after the other."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: WindowOwner) -> None:
         self._session = session
         self._reported = session.failures.reported
         self._number = 0  # of the latest window; the files' first one has 1
@@ -69,7 +88,7 @@ class Windows:
         self._number = 0
 
     def open_if_due(self) -> None:
-        window = self._session.config.window
+        window = self._session.facts.config.window
         if window is not None and window.holds(self._session.recorder.step):
             self._open()
 
@@ -88,7 +107,7 @@ class Windows:
 
     def pass_edge(self, ended: int) -> None:
         """End the window that ends with iteration `ended`, and begin the one that begins with the next."""
-        session, window, recorder = self._session, self._session.config.window, self._session.recorder
+        session, window, recorder = self._session, self._session.facts.config.window, self._session.recorder
         # At an edge Kineto synchronises the GPU, which breaks a CUDA graph that is being captured: the edge waits for
         # the end of an iteration in which none is.
         if session.closing:
@@ -104,7 +123,7 @@ class Windows:
         elif window.holds(recorder.step):
             session.begin()
             self._open()
-        elif window.holds(recorder.step + 1) and session.files is not None and not session.config.nsys:
+        elif window.holds(recorder.step + 1) and session.files is not None and not session.facts.config.nsys:
             with self._reported("Kineto was not warmed up"):
                 self._kineto.prepare()
 
@@ -170,8 +189,8 @@ class Windows:
             )
 
     def warn_if_none_opened(self) -> None:
-        window = self._session.config.window
-        if self._session.rank == 0 and window is not None and self._number == 0:
+        window = self._session.facts.config.window
+        if self._session.facts.rank == 0 and window is not None and self._number == 0:
             log.warning(
                 "crossrank: the window %d:%d never opened: the recording ended in iteration %d",
                 window.start,
@@ -211,11 +230,10 @@ class Windows:
             log.warning("crossrank: cannot open a window while a CUDA graph is captured; open it before or after")
             return False
         with self._reported("a window is incomplete"):  # whatever has begun by then is part of it
-            if (world := session.current_world()) is not None:
-                session.groups.add_all(world)
+            session.find_groups()
             self._number += 1
             self._is_open = True
-            if session.config.nsys:
+            if session.facts.config.nsys:
                 self._start_nsys()
             else:
                 self._start_traces(session.files)
@@ -244,7 +262,7 @@ class Windows:
         self._begin_step()
 
     def _start_execution_trace(self, files: RankFiles) -> None:
-        path = files.temporary(file_name(EXECUTION_TRACE, self._session.rank, self._number))
+        path = files.temporary(file_name(EXECUTION_TRACE, self._session.facts.rank, self._number))
         os.close(create(path))  # raises here rather than in torch, where a failed open blocks every later observer
         path.unlink()
         with _named_for_torch(path) as name:
@@ -285,7 +303,7 @@ class Windows:
         if not self._is_open:
             return
         self._is_open = False
-        if self._session.config.nsys:
+        if self._session.facts.config.nsys:
             if self._session.nvtx is not None and self._nsys_range is not None:
                 self._session.nvtx.end(self._nsys_range)
                 self._nsys_range = None
@@ -317,7 +335,7 @@ class Windows:
                 "over has no kernel in the Kineto trace",
                 self._number,
             )
-        path = files.temporary(file_name(KINETO, self._session.rank, self._number))
+        path = files.temporary(file_name(KINETO, self._session.facts.rank, self._number))
         # Kineto writes to a file beside it, and renames that. Both are ours before it opens them: a link would be
         # followed, and the other end of a pipe waited for.
         for one in (path, path.with_name(f"{path.name}.tmp")):
@@ -328,7 +346,7 @@ class Windows:
 
     def _finish(self, kind: str) -> None:
         """Put a whole trace in place, on a thread where one can be started."""
-        files, name = self._session.files, file_name(kind, self._session.rank, self._number)
+        files, name = self._session.files, file_name(kind, self._session.facts.rank, self._number)
         if files is None:
             return
 
@@ -347,17 +365,7 @@ class Windows:
         session = self._session
         step = session.recorder.step if step is None else step
         moment = {"window": self._number, "edge": edge, "step": step, "t": time.monotonic_ns()}
-        if (writer := session.writer) is not None:
-            # A replay of the window computes with as many.
-            writer.line("window", moment | {"threads": torch.get_num_threads()})
-            counters = session.gpu.counters()
-            if counters is not None:
-                writer.line("counters", moment | counters)
-        if session.nvtx is not None and edge == "open":
-            # nsys may capture windows alone, and nothing of what was marked before.
-            session.nvtx.mark_identity(session.rank, session.world_size)
-            for group in session.groups.describe():
-                session.nvtx.mark_group(group)
+        session.note_window(moment)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from tests.integration.test_interception import records_of
 from tests.unit.traces.nsight.exports import ExportFile
 
 # Markers are sent before it is known which calls leave a node; from here on it is.
-SETTLED = "from crossrank.instrument import api\nassert api._current.topology.settled.wait(30)\n"
+SETTLED = "from crossrank.instrument import api\nassert api._current.facts.topology.settled.wait(30)\n"
 
 
 @dataclass(frozen=True)

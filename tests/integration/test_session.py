@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 import crossrank
 from crossrank.instrument import api
+from crossrank.instrument.identity.topology import Topology
 from crossrank.recording import CommsFile
 from tests.integration import jobs
 from tests.integration.test_interception import records_of
@@ -139,7 +140,7 @@ def _coalesce_on_threads(rank: int) -> list[int | None]:
     first = recorder.end_coalescing()
     dist.all_reduce(torch.ones(1))
     crossrank.disable()
-    records = CommsFile(str(Path(current.config.directory) / f"rank-{rank}.comms.jsonl.zst")).records()
+    records = CommsFile(str(Path(current.facts.config.directory) / f"rank-{rank}.comms.jsonl.zst")).records()
     found = [record.batch for record in records]
     assert found[0] == first
     return found
@@ -245,9 +246,10 @@ def _look_at_every_turn() -> None:
         session._on_look()
         end_files(*arguments, **named)
 
-    def begin() -> None:
-        begin_topology()
+    def begin(rank: int, world_size: int) -> Topology:
+        topology = begin_topology(rank, world_size)
         session._on_look()
+        return topology
 
     session._end_files, session._begin_topology = end, begin  # type: ignore[method-assign]
 

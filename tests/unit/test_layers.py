@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -65,6 +66,35 @@ def test_each_folder_of_the_tools_stands_on_those_below_it() -> None:
         for path in sources(f"tools/{folder}"):
             wrong += [f"{path.relative_to(ROOT)} imports {one}" for one in imports(path) if one.startswith(above)]
     assert wrong == []
+
+
+def modules_that_import(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """Module -> those of `modules` that it imports, also for type checkers alone."""
+    found: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        wanted = set(imports(path))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                wanted |= {f"{node.module}.{alias.name}" for alias in node.names}
+        found[name] = wanted & modules.keys() - {name}
+    return found
+
+
+def test_no_module_of_the_recorder_imports_itself_over_others() -> None:
+    modules = {
+        ".".join(("crossrank", *path.relative_to(ROOT).with_suffix("").parts)): path for path in sources("instrument")
+    }
+    found = modules_that_import(modules)
+    assert any(found.values())
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(found | {"crossrank.instrument.facts": {"crossrank.instrument.session"}}).prepare()
+    graphlib.TopologicalSorter(found).prepare()  # raises, with the circle, where there is one
+
+
+def test_the_recorder_sees_a_session_through_ports_alone() -> None:
+    modules = {str(path.relative_to(ROOT)): path for path in sources("instrument")}
+    users = {name for name, path in modules.items() if "crossrank.instrument.session" in imports(path)}
+    assert users == {"instrument/api.py"}
 
 
 def test_no_public_class_name_stands_for_two_things() -> None:

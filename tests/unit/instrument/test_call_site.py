@@ -45,19 +45,34 @@ USER = ("/home/me/train.py", "train")
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
 
 
-def test_the_outermost_function_of_the_api_is_what_was_called() -> None:
-    assert _seen_through(USER, (C10D, "broadcast_object_list"), (C10D, "broadcast")) == (
-        "broadcast_object_list",
-        "/home/me/train.py:2",
-    )
+FSDP = f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+LINE = "/home/me/train.py:2"
 
 
-def test_library_frames_between_end_the_api_call() -> None:
-    fsdp = (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather")
-    assert _seen_through(USER, (C10D, "barrier"), fsdp, (C10D, "all_gather_into_tensor")) == (
-        "all_gather_into_tensor",
-        "/home/me/train.py:2",
-    )
+@pytest.mark.parametrize(
+    ("frames", "api", "source"),
+    [
+        pytest.param(
+            [USER, (C10D, "broadcast_object_list"), (C10D, "broadcast")],
+            "broadcast_object_list",
+            LINE,
+            id="the outermost function of the API",
+        ),
+        pytest.param(
+            [USER, (C10D, "barrier"), (FSDP, "foreach_all_gather"), (C10D, "all_gather_into_tensor")],
+            "all_gather_into_tensor",
+            LINE,
+            id="library frames between end the API call",
+        ),
+        pytest.param([USER, ("/tmp/torchinductor_me/ab/cab.py", "call")], None, LINE, id="what inductor made"),
+        pytest.param([USER, ("<eval_with_key>.3", "forward")], None, LINE, id="what torch.fx made"),
+        pytest.param(
+            [("<ipython-input-3>", "cell"), (C10D, "barrier")], "barrier", "<ipython-input-3>:2", id="a notebook"
+        ),
+    ],
+)
+def test_which_function_was_called_and_where(frames: list[tuple[str, str]], api: str | None, source: str) -> None:
+    assert _seen_through(*frames) == (api, source)
 
 
 def test_a_call_straight_from_the_users_line_is_a_method_of_the_group() -> None:
@@ -65,15 +80,6 @@ def test_a_call_straight_from_the_users_line_is_a_method_of_the_group() -> None:
     assert site.api == "ProcessGroup.allreduce"
     assert site.source is not None
     assert site.source.startswith("tests/unit/instrument/test_call_site.py:")
-
-
-def test_generated_code_is_passed_over() -> None:
-    assert _seen_through(USER, ("/tmp/torchinductor_me/ab/cab.py", "call")) == (None, "/home/me/train.py:2")
-    assert _seen_through(USER, ("<eval_with_key>.3", "forward")) == (None, "/home/me/train.py:2")
-
-
-def test_a_notebook_cell_is_user_code() -> None:
-    assert _seen_through(("<ipython-input-3>", "cell"), (C10D, "barrier")) == ("barrier", "<ipython-input-3>:2")
 
 
 def test_the_same_place_is_one_site() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from crossrank.instrument.config import Config
+from crossrank.instrument.facts import Facts
 from crossrank.instrument.hang import response
 from crossrank.instrument.hang.response import _Silence
 from crossrank.tools.traces.discover import discover
@@ -17,12 +19,9 @@ from crossrank.tools.traces.discover import discover
 def silence(rank: int, places: dict[int, str] | None, folder: Path) -> _Silence:
     """Of a job of which the nodes of some ranks are known."""
     known = {other: (node, None) for other, node in (places or {}).items()}
-    session: Any = SimpleNamespace(
-        rank=rank,
-        world_size=4,
-        recorder=SimpleNamespace(calls=lambda: 0),
-        topology=None if places is None else SimpleNamespace(places=known),
-    )
+    topology: Any = None if places is None else SimpleNamespace(places=known)
+    facts = Facts(config=Config(), rank=rank, world_size=4, topology=topology)
+    session: Any = SimpleNamespace(facts=facts, recorder=SimpleNamespace(calls=lambda: 0))
     return _Silence(session, folder, 1.0, 5.0)
 
 

@@ -165,7 +165,7 @@ def test_what_another_library_put_in_place_since_stays(session: Session, monkeyp
 
 def test_a_hook_that_fails_leaves_none_installed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
-        def install(self, _: Session) -> None:
+        def install(self, session: registry.Hooked, /) -> None:
             raise OSError("no")
 
         def uninstall(self) -> None: ...

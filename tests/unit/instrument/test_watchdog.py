@@ -61,57 +61,40 @@ def _watch_in_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "start", lambda name, target, lost: target())
 
 
-def watched(seconds: float, monkeypatch: pytest.MonkeyPatch, job: Job) -> Job:
+def call_at_20_s(job: Job) -> None:
+    job.calls = 1 + (job.now >= 20)
+
+
+def call(job: Job) -> None:
+    job.calls += 1
+
+
+def end(job: Job) -> None:
+    job.completed += 1
+
+
+def wait_at_20_s(job: Job) -> None:
+    job.waits = [(5, 1)] if job.now >= 20 else []
+
+
+@pytest.mark.parametrize(
+    ("job", "hangs"),
+    [
+        pytest.param(Job(does=call_at_20_s), [PATIENCE, 20 + PATIENCE], id="once, until a call is made"),
+        pytest.param(Job(does=call), [], id="not while calls are made"),
+        pytest.param(Job(does=end), [], id="not while calls end"),
+        pytest.param(Job(calls=0), [PATIENCE], id="before the first call"),
+        pytest.param(Job(does=wait_at_20_s), [PATIENCE, 20 + PATIENCE], id="again when a thread begins to wait"),
+        pytest.param(Job(again=5 * PATIENCE), [PATIENCE, 5 * PATIENCE], id="again when a slow job's has lasted"),
+        pytest.param(
+            Job(again=watch.COUNT_ANEW),
+            [number * PATIENCE for number in range(1, 8)],
+            id="what is no sign of a hang counts anew",
+        ),
+    ],
+)
+def test_when_silence_is_reported(job: Job, hangs: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "time", job)
-    job.run(seconds)
-    return job
-
-
-def test_silence_is_reported_once_until_a_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call_at_20_s(job: Job) -> None:
-        job.calls = 1 + (job.now >= 20)
-
-    job = watched(60, monkeypatch, Job(does=call_at_20_s))
-
-    assert job.hangs == [PATIENCE, 20 + PATIENCE]
-
-
-def test_a_rank_that_makes_calls_does_not_hang_and_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(job: Job) -> None:
-        job.calls += 1
-
-    job = watched(60, monkeypatch, Job(does=call))
-
-    assert (job.hangs, job.asked) == ([], 0)
-
-
-def test_a_rank_whose_calls_end_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(job: Job) -> None:
-        job.completed += 1
-
-    assert watched(60, monkeypatch, Job(does=end)).hangs == []
-
-
-def test_a_rank_that_never_comes_to_its_first_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(60, monkeypatch, Job(calls=0)).hangs == [PATIENCE]
-
-
-def test_silence_is_reported_again_when_somebody_begins_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait_at_20_s(job: Job) -> None:
-        job.waits = [(5, 1)] if job.now >= 20 else []
-
-    job = watched(60, monkeypatch, Job(does=wait_at_20_s))
-
-    assert job.hangs == [PATIENCE, 20 + PATIENCE]
-
-
-def test_silence_of_a_slow_job_is_reported_again_when_it_has_lasted_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = watched(60, monkeypatch, Job(again=5 * PATIENCE))
-
-    assert job.hangs == [PATIENCE, 5 * PATIENCE]
-
-
-def test_a_silence_that_is_no_sign_of_a_hang_counts_from_its_report_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = watched(3 * PATIENCE + 1, monkeypatch, Job(again=watch.COUNT_ANEW))
-
-    assert job.hangs == [PATIENCE, 2 * PATIENCE, 3 * PATIENCE]
+    job.run(60)
+    assert job.hangs == hangs
+    assert (job.asked == 0) == (job.calls > 2)  # torch is not asked while calls are made
