@@ -47,14 +47,6 @@ from crossrank.tools.sharing.vocabulary import is_public
 from crossrank.tools.traces.discover import NSIGHT, WHAT, FoundFile, discover
 from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
-_ROWS = {KINETO: ("traceEvents", kinds.KINETO_EVENT), EXECUTION_TRACE: ("nodes", kinds.TRACE_NODE)}
-_ROWS[LINKED] = "nodes", kinds.TRACE_NODE
-_HEADS: dict[str, dict[str, Rule]] = {
-    KINETO: kinds.KINETO_HEAD,
-    EXECUTION_TRACE: kinds.TRACE_HEAD,
-    LINKED: kinds.TRACE_HEAD | {"crossrank": kinds.PROVENANCE},
-}
-"""Kind of file -> its fields beside the rows."""
 _PICKLE = b"\x80"
 _MOST_RANKS = 1 << 16
 _encode = msgspec.json.Encoder(decimal_format="number").encode
@@ -243,7 +235,7 @@ def _comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
 
 def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     """A file of many rows, which are decoded one by one."""
-    name, rule = _ROWS[file.kind]
+    name, rule = kinds.ROWS[file.kind]
     issues = ReadIssues(file.path)
     data = b"".join(read_chunks(file.path, issues))
     if issues.problems:
@@ -261,7 +253,7 @@ def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     made: dict[str, Any] = {}
     for field_name, raw in head.items() if isinstance(head, dict) else ():
         if field_name != name:
-            known = _HEADS[file.kind].get(field_name)
+            known = kinds.HEADS[file.kind].get(field_name)
             value = _applied(known, raw, scrubber) if known is not None else LEFT_OUT
             if value is LEFT_OUT:
                 scrubber.left_out[field_name if is_public(field_name) else "…"] += 1
