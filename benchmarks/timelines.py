@@ -144,7 +144,7 @@ def timeline(folder: Path) -> None:
     print(f"  {'whole command':28} {wall:>8.1f} {user:>8.1f} {peak:>8.0f} {output.stat().st_size / 1e6:>8.1f}")
     start, used = time.monotonic(), time.process_time()
     with output.open("wb") as file:
-        write_timeline(ranks, together, file)
+        write_timeline(together, file)
     wall, user = time.monotonic() - start, time.process_time() - used
     print(f"  {'writing alone':28} {wall:>8.1f} {user:>8.1f} {'':>8} {output.stat().st_size / 1e6:>8.1f}", flush=True)
 

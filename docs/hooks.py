@@ -11,13 +11,16 @@ from functools import cache
 from unittest.mock import patch
 
 import griffe
+import polars as pl
 
 from crossrank.tools.analysis.diagnosis.findings import KINDS
 from crossrank.tools.cli import main
-from crossrank.tools.tables import TABLES
+from crossrank.tools.tables import ANSWERS, TABLES, TableSchema
 
 _WIDTH = "96"
-_PLACE = re.compile(r"^<!-- (?P<what>options|tables|findings|records)(?: (?P<name>[\w. ]+))? -->$", re.MULTILINE)
+_PLACE = re.compile(
+    r"^<!-- (?P<what>options|tables|answers|findings|records)(?: (?P<name>[\w. ]+))? -->$", re.MULTILINE
+)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -33,16 +36,22 @@ def _options(command: str) -> str:
 
 
 def _tables(_: str) -> str:
-    return "\n".join(_table_lines())
+    parts = {True: "; one part for each rank", False: "; one for the job"}
+    return "\n".join(
+        line for name, one in TABLES.items() for line in _table_lines(f"## {name}", one, parts[one.of_rank])
+    )
 
 
-def _table_lines() -> Iterator[str]:
-    for name, table in TABLES.items():
-        parts = "one part for each rank" if table.of_rank else "one for the job"
-        yield f"\n## {name}\n\n{table.meaning[0].upper()}{table.meaning[1:]}; {parts}.\n"
-        yield "| column | type | unit | meaning |\n|---|---|---|---|"
-        rows = ((column, one.dtype, one.unit, one.meaning) for column, one in table.columns.items())
-        yield from (f"| `{column}` | {dtype} | {unit} | {meaning} |" for column, dtype, unit, meaning in rows)
+def _answers(names: str) -> str:
+    return "\n".join(line for name in names.split() for line in _table_lines(f"### {name}", ANSWERS[name]))
+
+
+def _table_lines(heading: str, table: TableSchema, parts: str = "") -> Iterator[str]:
+    yield f"\n{heading}\n\n{table.meaning[0].upper()}{table.meaning[1:]}{parts}.\n"
+    yield "| column | type | unit | meaning |\n|---|---|---|---|"
+    for name, one in table.columns.items():
+        kind = " ".join(one.dtype.to_schema()) if isinstance(one.dtype, pl.Struct) else one.dtype
+        yield f"| `{name}` | {kind} | {one.unit} | {one.meaning} |"
 
 
 def _findings(_: str) -> str:
@@ -77,6 +86,7 @@ def _sentence(one: griffe.Object | griffe.Alias) -> str:
 _MAKERS: dict[str, Callable[[str], str]] = {
     "options": _options,
     "tables": _tables,
+    "answers": _answers,
     "findings": _findings,
     "records": _records,
 }

@@ -23,7 +23,6 @@ from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.compute.windows import find_windows, read_windows
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
-from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.replay_report import (
     indented,
     make_report,
@@ -34,6 +33,7 @@ from crossrank.replay.results.replay_report import (
 )
 from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_method
+from crossrank.replay.run.messages import RankResult
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
 from crossrank.text import amount
@@ -127,7 +127,7 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             print(f"{one.name}: done before, in {folder}", file=sys.stderr)
         else:
             try:
-                code, report = _replay(recorded, given, one, folder, lead)
+                code, report = _replay(recorded, given, one.variables, folder, lead)
                 if folder is not None and report is not None:
                     (folder / sweep.STAMP).write_text(made_of)
             except CrossrankError as error:
@@ -154,7 +154,7 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
 
 
 def _replay(
-    recorded: Plan, given: argparse.Namespace, one: Combination, folder: Path | None, lead: Lead | None
+    recorded: Plan, given: argparse.Namespace, variables: dict[str, str], folder: Path | None, lead: Lead | None
 ) -> tuple[int, ReplayReport | None]:
     """(exit code, report) of one replay, printed and written; of a dry run there is no report."""
     if given.backend is not None:
@@ -173,7 +173,8 @@ def _replay(
             sys.stdout.write(plan_json(plan).decode())
         else:
             print_plan(plan)
-        return int(given.strict and not _is_whole(plan)), None
+        whole = plan.coverage().complete and coverage_of(plan.recorded_computation()).complete
+        return int(given.strict and not whole), None
     settings = settings_of(plan, given, lead)
     plan = transform.for_backend(plan, settings.backend)
     target = str(folder) if folder is not None else given.output
@@ -184,8 +185,8 @@ def _replay(
         check_saved(plan, given.compare_data)
     if not given.json:
         print_plan(plan)
-    results = run_plan(plan, settings, one, lead)
-    report, times = make_report(plan, settings, results, what_if=_what_if(given), variables=one.variables)
+    results = run_plan(plan, settings, variables, lead)
+    report, times = make_report(plan, settings, results, what_if=_what_if(given), variables=variables)
     if given.json and not given.sweep:
         sys.stdout.write(indented(report).decode())
     elif not given.json:
@@ -208,34 +209,17 @@ def settings_of(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Set
     if given.graph and (device, backend) != ("cuda", "nccl"):
         raise CrossrankError(f"--graph captures calls of nccl on a GPU, not of {backend} on {device}; leave it out")
     slack_ns = max(_busy_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
-    return Settings(
-        backend=backend,
-        device=device,
-        warmup=given.warmup,
-        repeats=given.repeat,
-        pace=given.pace,
-        check=given.check,
-        timeout_s=given.timeout,
-        slack_s=slack_ns / 1e9,
-        record=given.record,
-        imports=tuple(given.imports),
-        indices=given.indices,
-        threads=given.threads or _threads(plan),
-        blocking=bool(given.blocking),
-        graph=given.graph,
-        profile=given.profile,
-        save_data=given.save_data,
-        compare_data=given.compare_data,
-        batch=given.batch,
-        rtol=given.rtol,
-        atol=given.atol,
-    )
+    recorded = [rank.compute.threads for rank in plan.ranks if rank.compute is not None]
+    own = {name: getattr(given, name) for name in Settings.__struct_fields__ if hasattr(given, name)}
+    own |= {"backend": backend, "device": device, "imports": tuple(given.imports)}
+    own |= {"threads": given.threads or max(recorded, default=1)}
+    return Settings(**own, repeats=given.repeat, timeout_s=given.timeout, slack_s=slack_ns / 1e9)
 
 
-def run_plan(plan: Plan, settings: Settings, one: Combination, lead: Lead | None) -> list[RankResult]:
+def run_plan(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lead | None) -> list[RankResult]:
     """Run `plan` on all ranks. Raises `Failed`, which is reported."""
     try:
-        return lead.run(plan, settings) if lead is not None else _run_here(plan, settings, one.variables)
+        return lead.run(plan, settings) if lead is not None else _run_here(plan, settings, variables)
     except Failed as failed:
         complain(f"{failed}: {failed.summary()}")
         print_states(failed.states, plan)
@@ -247,15 +231,6 @@ def _busy_ns(rank: RankPlan, scale: float) -> float:
     if rank.compute is None:
         return sum(call.gap_ns for call in rank.calls) * scale
     return sum(one.gap_ns * scale + one.took_ns for one in rank.compute.operations)
-
-
-def _is_whole(plan: Plan) -> bool:
-    return plan.coverage().complete and coverage_of(plan.recorded_computation()).complete
-
-
-def _threads(plan: Plan) -> int:
-    """Threads of torch in each rank, as they were recorded."""
-    return max((rank.compute.threads for rank in plan.ranks if rank.compute is not None), default=1)
 
 
 def read_plan(arguments: argparse.Namespace) -> Plan:
@@ -276,7 +251,9 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
     steps: tuple[int, int] | None = arguments.steps
     if arguments.compute:
         return _read_with_computation(arguments)
-    found = replay_inputs.find(path, arguments.trace_type)
+    runs = not arguments.dry_run or bool(arguments.sweep) or arguments.save_plan is not None
+    times = runs or bool(parse_pace(arguments.pace).scale)
+    found = replay_inputs.find(path, arguments.trace_type, times=times)
     if steps is not None and found.kind != COMMS:
         raise CrossrankError(
             "--steps is for recordings, whose comms files know iterations; "
@@ -341,7 +318,7 @@ def resized(recorded: Plan, given: argparse.Namespace) -> Plan:
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
     for name, change in _CHANGES.items():
         value = getattr(given, name)
-        if value is not None and value is not False:  # 0 is a value, most often one to refuse
+        if value != replay_options.OPTIONS[name].unset:
             plan = change(plan, value)
     return plan
 
@@ -355,7 +332,8 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
             f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or "
             "choose fewer with --nproc"
         )
-    plan = transform.resize(plan, ranks)
+    if ranks != plan.world_size:
+        plan = transform.resize(plan, ranks)
     gaps = [call.gap_ns for rank in plan.ranks for call in rank.calls]
     if not gaps and not given.compute:
         reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())

@@ -15,14 +15,12 @@ from crossrank.replay.command import make_folders, on_ranks, read_plan, resized,
 from crossrank.replay.plan.probe import Machine, make_probe
 from crossrank.replay.results.replay_report import indented
 from crossrank.replay.run.failure_report import Failed
-from crossrank.replay.sweep import Combination
 from crossrank.text import amount, plural
 
 if TYPE_CHECKING:
     from crossrank.replay.run.processes import Lead
 
 RESULT = "probe.json"
-_ONCE = Combination({}, {})
 
 
 class ProbeCommand:
@@ -36,7 +34,7 @@ class ProbeCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         replay_options.check(arguments)
-        return on_ranks(arguments, [_ONCE], lambda lead: _probe(arguments, lead))
+        return on_ranks(arguments, [], lambda lead: _probe(arguments, lead))
 
 
 def _probe(given: argparse.Namespace, lead: Lead | None) -> int:
@@ -61,7 +59,7 @@ def _probe(given: argparse.Namespace, lead: Lead | None) -> int:
     settings = settings_of(probe.plan, given, lead)
     make_folders(given, given.output)
     try:
-        results = run_plan(probe.plan, settings, _ONCE, lead)
+        results = run_plan(probe.plan, settings, {}, lead)
     except Failed:
         if lead is not None:
             from crossrank.replay.run.worker import leave

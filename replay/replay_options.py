@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.compute.index_ranges import INDICES
+from crossrank.replay.plan.compute.compute_plan import INDICES
 from crossrank.replay.plan.probe import PROBES
 from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.plan.transform import OVERLAPS
@@ -18,6 +18,16 @@ from crossrank.tools.commands.options import add_shared, iterations
 
 BLOCKS = ("source", "step")
 REPLAY, PROBE = "replay", "probe"
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "N": int,
+    "PORT": int,
+    "F": float,
+    "S": float,
+    "START:STOP": iterations,
+}
+"""What stands for a value in `--help` -> what makes the value of a text; a text itself for all others."""
+_RANGES = {"N": (1, MOST_RANKS), "PORT": (1, 65535)}
+"""The lowest and the highest value, where an option has no range of its own."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,6 @@ class Option:
     help: str
     metavar: str = ""
     """What stands for its value in `--help`; empty: a switch, or one of `choices`."""
-    type: Callable[[str], Any] = str
     default: Any = None
     """Of a switch False."""
     choices: Collection[str] = ()
@@ -37,22 +46,20 @@ class Option:
     """The lowest and the highest value."""
     several: bool = False
     """It may be given again."""
-    modes: Collection[str] = (REPLAY,)
-    """The commands that have it."""
+    dest: str = ""
+    """The name of its value, where that is not the name of the option."""
     needs: str = ""
     """The option that it is about."""
     not_with: Mapping[str, str] = field(default_factory=dict)
     """Another option -> why the two do not go together."""
-    swept: Literal["", "value", "change"] = ""
-    """`--sweep` may give it values; where it changes what was recorded, also `recorded`, which leaves it out."""
-    has_effect: bool = True
-    """Results depend on it: those of another value are not used again."""
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """What else argparse is to know."""
 
     @property
     def name(self) -> str:
-        return str(self.more.get("dest") or self.names.split()[0].removeprefix("--").replace("-", "_"))
+        return self.dest or self.shown.removeprefix("--").replace("-", "_")
+
+    @property
+    def type(self) -> Callable[[str], Any]:
+        return _TYPES.get(self.metavar, str)
 
     @property
     def unset(self) -> Any:
@@ -71,65 +78,57 @@ class Option:
         return bool(getattr(arguments, self.name) != self.unset)
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
-        how: dict[str, Any] = {"help": self.help, "default": self.unset, **self.more}
+        how: dict[str, Any] = {"help": self.help, "default": self.unset, "dest": self.name}
         if self.is_switch:
-            how |= {"action": "store_true"}
+            how["action"] = "store_true"
         elif self.choices:
-            how |= {"choices": self.choices}
+            how["choices"] = self.choices
         else:
             how |= {"metavar": self.metavar, "type": self.type, "action": "append" if self.several else "store"}
         group.add_argument(*self.names.split(), **how)
 
 
-_BOTH = (REPLAY, PROBE)
 _ALONE = {"compute": "is about communication alone, with numbers of its own"}
 _BETWEEN = {"graph": "acts between calls, of which a graph has none"}
 _MEETING = {"init_method": "says where the ranks meet, as --init-method does"}
-_MANY = (1, MOST_RANKS)
 
 READ = (
-    Option("--trace-path", "the trace, as PARAM's users write it", "PATH", modes=_BOTH),
+    Option("--trace-path", "the trace, as PARAM's users write it", "PATH"),
     Option(
         "--trace-type",
         "the kind of files to read (default: which says most)",
         choices=sorted(KINDS),
-        modes=_BOTH,
         not_with={"compute": "chooses the calls of one kind of file, and windows are read"},
     ),
     Option(
         "--steps",
         "of a recording only these iterations, STOP not among them",
         "START:STOP",
-        iterations,
-        modes=_BOTH,
         not_with={"compute": "chooses calls of a comms file (--window chooses a window)"},
     ),
-    Option("--partial", "leave out, counted, what is damaged or has no match on other ranks", modes=_BOTH),
-    Option("--strict", "exit 1 when anything recorded is not replayed", has_effect=False),
-    Option("--one-trace --use-one-trace", "let one rank's file stand for all ranks", modes=_BOTH),
-    Option("--world-size", "ranks of the recorded job, where no file says it", "N", int, range=_MANY, modes=_BOTH),
+    Option("--partial", "leave out, counted, what is damaged or has no match on other ranks"),
+    Option("--strict", "exit 1 when anything recorded is not replayed"),
+    Option("--one-trace --use-one-trace", "let one rank's file stand for all ranks"),
+    Option("--world-size", "ranks of the recorded job, where no file says it", "N"),
     Option(
         "--compute",
         "replay the computation of a window too: every operation at its place, communication between them",
         not_with=_BETWEEN,
     ),
-    Option(
-        "--window", "the window to replay with --compute (default: the first)", "N", int, range=_MANY, needs="compute"
-    ),
+    Option("--window", "the window to replay with --compute (default: the first)", "N", needs="compute"),
     Option(
         "--import",
         "import MODULE first: it makes operations that torch lacks (--compute; may be given several times)",
         "MODULE",
         several=True,
+        dest="imports",
         needs="compute",
-        more={"dest": "imports"},
     ),
     Option(
         "--indices",
         "how indices into embedding tables are spread over the rows, where the trace has none (--compute)",
         default="uniform",
         choices=INDICES,
-        swept="value",
     ),
 )
 CHANGE = (
@@ -139,78 +138,45 @@ CHANGE = (
         "replay with N ranks (default: as many as recorded, or as a launcher started; torchrun lets only --num-ranks "
         "through)",
         "N",
-        int,
-        range=_MANY,
-        modes=_BOTH,
-        swept="change",
     ),
-    Option("--scale-bytes", "messages F times as large", "F", float, default=1.0, modes=_BOTH, swept="change"),
-    Option("--dtype", "all elements of this type: bfloat16, float32, …", "TYPE", modes=_BOTH, swept="change"),
-    Option(
-        "--ops --allow-ops --allow-list",
-        "only these operations: all_reduce,all_gather",
-        "LIST",
-        modes=_BOTH,
-        swept="change",
-    ),
-    Option("--drop", "without these operations: how fast would it be?", "LIST", modes=_BOTH, swept="change"),
-    Option("--bucket-mb", "DDP's gradients in buckets of F MiB, merged or split", "F", float, swept="change"),
-    Option(
-        "--overlap",
-        "none: every communication is waited for at once (default: recorded)",
-        choices=OVERLAPS,
-        swept="change",
-    ),
+    Option("--scale-bytes", "messages F times as large", "F", default=1.0),
+    Option("--dtype", "all elements of this type: bfloat16, float32, …", "TYPE"),
+    Option("--ops --allow-ops --allow-list", "only these operations: all_reduce,all_gather", "LIST"),
+    Option("--drop", "without these operations: how fast would it be?", "LIST"),
+    Option("--bucket-mb", "DDP's gradients in buckets of F MiB, merged or split", "F"),
+    Option("--overlap", "none: every communication is waited for at once (default: recorded)", choices=OVERLAPS),
     Option(
         "--blocking -b",
         "every call is waited for at once, with a barrier of its group before and after each collective",
         not_with=_BETWEEN,
     ),
-    Option("--pgs", "only calls on these groups, by name or description", "LIST", modes=_BOTH, swept="change"),
-    Option(
-        "--max-calls --max-msg-cnt",
-        "the first N calls of each rank",
-        "N",
-        int,
-        range=_MANY,
-        modes=_BOTH,
-        swept="change",
-    ),
+    Option("--pgs", "only calls on these groups, by name or description", "LIST"),
+    Option("--max-calls --max-msg-cnt", "the first N calls of each rank", "N"),
     Option(
         "--sweep",
         "replay for every value of an option or of an environment variable (scale-bytes=0.5,1,2 or "
         "NCCL_ALGO=Ring,Tree); several make all combinations; what is done already is not done again (-o)",
         "NAME=V,V",
         several=True,
-        has_effect=False,
     ),
 )
 RUN = (
-    Option(
-        "--backend", "nccl, gloo, … (default: nccl where there are GPUs, else gloo)", "NAME", modes=_BOTH, swept="value"
-    ),
-    Option("--device", "cpu or cuda", "NAME", modes=_BOTH),
+    Option("--backend", "nccl, gloo, … (default: nccl where there are GPUs, else gloo)", "NAME"),
+    Option("--device", "cpu or cuda", "NAME"),
     Option(
         "--pace",
         "between calls: fast (default), recorded = leave the recorded gaps, compute = keep the device busy in them, or "
         "a factor on them (0.5); with --compute, of the host's own time between operations: recorded (default), fast "
         "or a factor",
         "PACE",
-        swept="value",
     ),
     Option(
         "--threads",
         "threads of torch on the CPU, in each rank (default: as recorded with --compute, else 1)",
         "N",
-        int,
-        range=_MANY,
-        modes=_BOTH,
-        swept="change",
     ),
-    Option(
-        "--warmup --warmup-iter", "passes not measured (2)", "N", int, default=2, range=(0, MOST_RANKS), modes=_BOTH
-    ),
-    Option("--repeat --num-replays", "passes measured (5)", "N", int, default=5, range=_MANY, modes=_BOTH),
+    Option("--warmup --warmup-iter", "passes not measured (2)", "N", default=2, range=(0, MOST_RANKS)),
+    Option("--repeat --num-replays", "passes measured (5)", "N", default=5),
     Option("--graph --cudagraph", "capture the calls of a pass, and launch them as a CUDA graph"),
     Option("--check", "verify every result, in a pass of its own", not_with=_ALONE),
     Option(
@@ -226,21 +192,12 @@ RUN = (
         "--rtol",
         "relative tolerance for that (8 roundings of the type, at least 1e-4)",
         "F",
-        float,
         range=(0, 1e6),
         needs="compare-data",
     ),
-    Option("--atol", "absolute tolerance for that (as --rtol)", "F", float, range=(0, 1e6), needs="compare-data"),
-    Option(
-        "--timeout",
-        "end when a rank makes no progress for S s (120)",
-        "S",
-        float,
-        default=120.0,
-        range=(1, 1e6),
-        modes=_BOTH,
-    ),
-    Option("--record", "record the measured passes with crossrank into DIR", "DIR", modes=_BOTH, not_with=_BETWEEN),
+    Option("--atol", "absolute tolerance for that (as --rtol)", "F", range=(0, 1e6), needs="compare-data"),
+    Option("--timeout", "end when a rank makes no progress for S s (120)", "S", default=120.0, range=(1, 1e6)),
+    Option("--record", "record the measured passes with crossrank into DIR", "DIR", not_with=_BETWEEN),
     Option(
         "--profile --enable-profiler",
         "after the measured passes record two more into DIR, with execution traces and Kineto (a window)",
@@ -252,39 +209,15 @@ RUN = (
         "where the ranks meet: tcp://HOST:PORT or file:///PATH of a new file that all see, with ?rank=R&world_size=N "
         "where no launcher says them; env:// = as the launcher says",
         "URL",
-        modes=_BOTH,
     ),
-    Option(
-        "--master-ip",
-        "where rank 0 is, where the launcher does not say it",
-        "HOST",
-        modes=_BOTH,
-        not_with=_MEETING,
-    ),
-    Option(
-        "--master-port",
-        "its port (29500)",
-        "PORT",
-        int,
-        range=(1, 65535),
-        modes=_BOTH,
-        not_with=_MEETING,
-    ),
-    Option(
-        "--tolerance",
-        "what takes F times as long as others is slow (1.5)",
-        "F",
-        float,
-        default=1.5,
-        range=(1.01, 1e6),
-        modes=(PROBE,),
-    ),
+    Option("--master-ip", "where rank 0 is, where the launcher does not say it", "HOST", not_with=_MEETING),
+    Option("--master-port", "its port (29500)", "PORT", not_with=_MEETING),
+    Option("--tolerance", "what takes F times as long as others is slow (1.5)", "F", default=1.5, range=(1.01, 1e6)),
     Option(
         "--groups",
         "who communicates: all pairs of ranks (default), neighbours (ring), or quarters, eighths … of them (bisect)",
         default="pairs",
         choices=PROBES,
-        modes=(PROBE,),
     ),
 )
 WRITE = (
@@ -292,41 +225,50 @@ WRITE = (
         "-o --output --output-path",
         "write replay.json, .csv and .html, or probe.json, into DIR",
         "DIR",
-        modes=_BOTH,
-        has_effect=False,
-        more={"dest": "output"},
+        dest="output",
     ),
     Option(
         "--by",
         "print times by source line, by iteration or both: source,step (replay.json and the page have them)",
         "LIST",
-        has_effect=False,
     ),
-    Option(
-        "--batch --colls-per-batch",
-        "print what N calls in a row take together, on each rank",
-        "N",
-        int,
-        range=_MANY,
-    ),
-    Option("--json", "print the report as JSON", modes=_BOTH, has_effect=False),
-    Option("--save-plan", "write the plan, which can be replayed in place of the trace", "FILE", has_effect=False),
-    Option("--dry-run", "make and match the plan, and replay nothing", modes=_BOTH, has_effect=False),
+    Option("--batch --colls-per-batch", "print what N calls in a row take together, on each rank", "N"),
+    Option("--json", "print the report as JSON"),
+    Option("--save-plan", "write the plan, which can be replayed in place of the trace", "FILE"),
+    Option("--dry-run", "make and match the plan, and replay nothing"),
 )
 _GROUPS = {"what is read": READ, "what if": CHANGE, "how it runs": RUN, "what is written": WRITE}
 OPTIONS = {one.name: one for options in _GROUPS.values() for one in options}
 """Every option, by the name of its value."""
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_PROBE_ALONE = _names("tolerance groups")
+_BOTH = _names(
+    "trace_path trace_type steps partial one_trace world_size nproc scale_bytes dtype ops drop pgs max_calls backend "
+    "device threads warmup repeat timeout record init_method master_ip master_port output json dry_run"
+)
+"""Options of `crossrank probe` and of `crossrank replay`, which has all but `_PROBE_ALONE`."""
+SWEPT_CHANGES = _names("nproc scale_bytes dtype ops drop bucket_mb overlap pgs max_calls threads")
+"""`--sweep` may give them values, and also `recorded`, which leaves them out: they change what was recorded."""
+SWEPT = SWEPT_CHANGES | _names("indices backend pace")
+NO_EFFECT = _names("strict sweep output by json save_plan dry_run")
+"""No result depends on them."""
+
+
 def add_arguments(parser: argparse.ArgumentParser, mode: str = REPLAY) -> None:
     """Add the options that the command has; the values of the others are as if they were not given."""
     parser.add_argument("trace", nargs="?", help="a recording, a folder of traces of all ranks, one file, or a plan")
+    names = _BOTH | _PROBE_ALONE if mode == PROBE else OPTIONS.keys() - _PROBE_ALONE
     for title, options in _GROUPS.items():
         group = parser.add_argument_group(title)
         for one in options:
-            if mode in one.modes:
+            if one.name in names:
                 one.add_to(group)
-    parser.set_defaults(**{one.name: one.unset for one in OPTIONS.values() if mode not in one.modes})
+    parser.set_defaults(**{one.name: one.unset for one in OPTIONS.values() if one.name not in names})
     if mode == REPLAY:
         hidden = argparse.SUPPRESS
         parser.add_argument("--use-timestamp", dest="pace", action="store_const", const="recorded", help=hidden)
@@ -341,10 +283,13 @@ def check(arguments: argparse.Namespace) -> None:
     arguments.trace, arguments.trace_path = path, None
     for one in OPTIONS.values():
         value = getattr(arguments, one.name)
-        if one.range is not None and value is not None and not one.range[0] <= value <= one.range[1]:
-            raise CrossrankError(f"{one.shown} {value} is not a number from {one.range[0]} to {one.range[1]:,.0f}")
+        limits = one.range or _RANGES.get(one.metavar)
+        if limits is not None and value is not None and not limits[0] <= value <= limits[1]:
+            raise CrossrankError(f"{one.shown} {value} is not a number from {limits[0]} to {limits[1]:,.0f}")
         if not one.is_given(arguments):
             continue
+        if one.choices and value not in one.choices:
+            raise CrossrankError(f"{one.shown} {value!r} is not one of {', '.join(one.choices)}")
         if one.needs and not getattr(arguments, one.needs.replace("-", "_")):
             raise CrossrankError(f"{one.shown} is for --{one.needs}; add it, or leave {one.shown} out")
         for other, why in one.not_with.items():

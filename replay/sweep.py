@@ -22,10 +22,11 @@ from crossrank.text import microseconds
 from crossrank.tools.output.console import print_table
 from crossrank.tools.traces.replayed import JSON, ReplayReport, StepComparison
 
-OPTIONS = {one.shown.removeprefix("--"): one for one in replay_options.OPTIONS.values() if one.swept}
+OPTIONS = {
+    one.shown.removeprefix("--"): one for one in replay_options.OPTIONS.values() if one.name in replay_options.SWEPT
+}
 """Options of the command that may be swept; any name in capitals is an environment variable."""
-_WITHOUT_EFFECT = {one.name for one in replay_options.OPTIONS.values() if not one.has_effect}
-_WITHOUT_EFFECT |= {"run", "command", "jobs", "cluster"}
+_WITHOUT_EFFECT = replay_options.NO_EFFECT | {"run", "command", "jobs", "cluster"}
 """Values that change no result."""
 
 RECORDED = "recorded"
@@ -78,7 +79,7 @@ def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argpar
     for name, value in values.items():
         try:
             option = OPTIONS[name]
-            is_left_out = value == RECORDED and option.swept == "change"
+            is_left_out = value == RECORDED and option.name in replay_options.SWEPT_CHANGES
             setattr(given, option.name, option.default if is_left_out else option.type(value))
         except ValueError:
             raise CrossrankError(f"--sweep {name}: {value!r} is not a number") from None

@@ -13,19 +13,19 @@ import polars as pl
 
 from crossrank.errors import CrossrankError
 from crossrank.text import plural, rank_ranges
-from crossrank.tools.analysis.bandwidth import BY, KEYS, line_rates, make_rows
+from crossrank.tools.analysis.bandwidth import BY, KEYS, bandwidth_rows, line_rates
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
-from crossrank.tools.analysis.waiting import openings
+from crossrank.tools.analysis.overlap import overlap_frame
+from crossrank.tools.analysis.waiting import arrivals, openings
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
-from crossrank.tools.job.job import Job
-from crossrank.tools.job.sources import Measurements, find, read
+from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.job.sources import Measurements, find, job_of, read
 from crossrank.tools.output import plots
 from crossrank.tools.output.frames import job_frames, rank_frames
-from crossrank.tools.output.frames.job_frames import Matched
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.tables import TABLES
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -111,13 +111,13 @@ class LoadedJob:
         return traces
 
     @cached_property
-    def _matched(self) -> Matched:
-        return Matched(Job.match(self._traces))
+    def _tables(self) -> JobTables:
+        return job_of(self._traces, self._found)
 
     @cached_property
     def _calls(self) -> list[pl.DataFrame]:
         """The calls of each rank, which other tables are made of."""
-        return job_frames.with_keys(self._matched, map(rank_frames.calls, self._traces))
+        return job_frames.with_keys(self._tables, map(rank_frames.calls, self._traces))
 
     def _of_ranks(self, table: str) -> pl.DataFrame:
         parts = map(rank_frames.OF_RANK[table], self._traces, self._calls)
@@ -148,32 +148,32 @@ class LoadedJob:
     @cached_property
     def collectives(self) -> pl.DataFrame:
         """Collectives, matched over all ranks."""
-        return job_frames.collectives(self._matched)
+        return job_frames.measured(self._tables, p2p=False)
 
     @cached_property
     def transfers(self) -> pl.DataFrame:
         """Sends matched with their receives."""
-        return job_frames.transfers(self._matched)
+        return job_frames.measured(self._tables, p2p=True)
 
     @cached_property
     def groups(self) -> pl.DataFrame:
         """Process groups."""
-        return job_frames.groups(self._matched)
+        return job_frames.groups(self._tables)
 
     @cached_property
     def arrivals(self) -> pl.DataFrame:
         """How late each rank came to each collective, and how long it waited there."""
-        return job_frames.arrivals_by_call(self._matched)
+        return job_frames.arrivals_by_call(self._tables)
 
     @cached_property
     def ranks(self) -> pl.DataFrame:
         """Ranks, and what was read of them."""
-        return job_frames.ranks(self._matched)
+        return job_frames.ranks(self._tables)
 
     @property
     def notes(self) -> list[str]:
         """What could not be read, was left out, or could not be compared, and why."""
-        found = self._matched.found
+        found = self._tables
         counted = Counter(found.unattributed) + Counter(found.unmatched)
         of_files = [text for one in self._traces for text in (*one.notes, *one.problems)]
         return [*self._found.skipped, *dict.fromkeys(of_files), *(f"{count:,} {why}" for why, count in counted.items())]
@@ -186,8 +186,8 @@ class LoadedJob:
         unknown = sorted(set(by) - set(KEYS))
         if unknown:
             raise CrossrankError(f"by={unknown[0]!r} is not one of {', '.join(KEYS)}")
-        rows = make_rows(self._matched.found, list(by), line_rates(line_rate))
-        return Answer(plots.bandwidth_frame(rows), plots.bandwidth, "" if rows else "no bandwidth: no call has a time")
+        rows = bandwidth_rows(self._tables, list(by), line_rates(line_rate))
+        return Answer(plots.flat(rows), plots.bandwidth, "" if len(rows) else "no bandwidth: no call has a time")
 
     def diagnose(self) -> Answer:
         """What is wrong, root cause first, as `crossrank diagnose` says it: `text` is the verdict."""
@@ -200,7 +200,7 @@ class LoadedJob:
 
     def stragglers(self) -> Answer:
         """Who arrives first and last, and who is waited for."""
-        frame, left_out = job_frames.stragglers(self._matched), openings(self._matched.found)
+        frame, left_out = arrivals(self._tables), openings(self._tables)
         texts = [f"left out: {plural(left_out, 'collective')} with which a rank's window begins"] if left_out else []
         if not frame["last"].sum():
             frame = frame.clear()
@@ -210,7 +210,7 @@ class LoadedJob:
     def overlap(self) -> Answer:
         """Computation, communication, exposed communication and idling of every rank and iteration in windows that were
         traced."""
-        frame = job_frames.overlap(self._matched)
+        frame = overlap_frame(self._tables)
         why = "" if len(frame) else "no overlap: no window was traced; record one with TRACING_WINDOW=START:STOP"
         return Answer(frame, plots.overlap, why)
 
@@ -249,10 +249,10 @@ class LoadedJob:
             lines.append("  not read yet")
         if self._found.skipped:
             lines.append(f"  not usable  {plural(len(self._found.skipped), 'file')}: see .notes")
-        return "\n".join([*lines, f"  tables      {', '.join(_TABLES)}", f"  answers     {', '.join(_ANSWERS)}"])
+        return "\n".join([*lines, f"  tables      {', '.join(_TABLE_NAMES)}", f"  answers     {', '.join(_ANSWERS)}"])
 
 
-_TABLES = ("calls", "collectives", "transfers", "arrivals", "steps", "groups", "ranks", "waits", "durations")
+_TABLE_NAMES = ("calls", "collectives", "transfers", "arrivals", "steps", "groups", "ranks", "waits", "durations")
 _ANSWERS = ("bandwidth()", "diagnose()", "stragglers()", "overlap()", "graph(rank)")
 
 

@@ -1,5 +1,7 @@
 """The tables and their columns: names, types and meanings, which do not change within a version of the format.
 
+`TABLES` are what `crossrank.load` and `crossrank export` give, `ANSWERS` what commands make of them.
+
 Times are ns since 1970. In tables of one rank they are on its own clock, in those of the job on the clock that all
 ranks were put on. `pg` and `members` together name a process group: several may share the name. What is not known, or
 has no meaning, is null.
@@ -14,6 +16,10 @@ import polars as pl
 FORMAT = "crossrank-frames 1"
 
 _INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
+
+
+Row = dict[str, Any]
+"""One row of a table, by column."""
 
 
 class Column(NamedTuple):
@@ -42,6 +48,10 @@ class TableSchema(NamedTuple):
         frame has them."""
         columns = self.columns | {name: one for name, one in KEYS.items() if name in frame.columns}
         return frame.select(pl.col(name).cast(one.dtype) for name, one in columns.items())
+
+    def rows(self, frame: pl.DataFrame) -> list[Row]:
+        """The same as JSON has it."""
+        return self.select(frame).to_dicts()
 
 
 _RANK = {"rank": Column(_INT, "global rank")}
@@ -242,3 +252,114 @@ TABLES = {
         },
     ),
 }
+
+_TIMES = pl.Struct(dict.fromkeys(("p50", "p95", "max", "total"), _FLOAT))
+_RATES = pl.Struct(dict.fromkeys(("p5", "p50", "p95", "max"), _FLOAT))
+_LINE = {"source": _PLACE["source"], "op": Column(_TEXT, "operation")}
+_SHARES = {
+    "computation_ms": Column(_FLOAT, "something computed", "ms"),
+    "exposed_ms": Column(_FLOAT, "communication while nothing computed", "ms"),
+    "memory_ms": Column(_FLOAT, "copies and memsets while neither ran", "ms"),
+    "idle_ms": Column(_FLOAT, "nothing ran", "ms"),
+}
+
+ANSWERS = {
+    "bandwidth": TableSchema(
+        "collectives that agree in what they are grouped by; null stands for what is not grouped by, or not known",
+        False,
+        {
+            "op": Column(_TEXT, "operation; sends and receives are send/recv"),
+            "pg": Column(_TEXT, "name of the process group"),
+            "desc": Column(_TEXT, "its description"),
+            "ranks": Column(_INT, "members of the group"),
+            "size_from": Column(_INT, "smallest size of the bucket, S of nccl-tests", "B"),
+            "size_to": Column(_INT, "largest size of the bucket", "B"),
+            "locality": _PLACE["locality"],
+            "source": _PLACE["source"],
+            "collectives": Column(_INT, "how many there are"),
+            "calls": Column(_INT, "calls with times that they are made of, over all ranks"),
+            "bytes": Column(_INT, "the sum of S, as far as it is known", "B"),
+            "unsized": Column(_INT, "collectives of which the bytes are not known"),
+            "time_us": Column(_TIMES, "times of the collectives, from the last arrival", "us"),
+            "kernel_us": Column(_TIMES, "durations on each rank, waiting for others included", "us"),
+            "waiting_us": Column(_TIMES, "how long each rank waited; null where ranks cannot be compared", "us"),
+            "algbw_gb_per_s": Column(_RATES, "bytes / time over the collectives; 95 % of them reach p5", "GB/s"),
+            "busbw_gb_per_s": Column(_RATES, "algbw x the factor of nccl-tests", "GB/s"),
+            "line_rate_gb_per_s": Column(_FLOAT, "as the user gives it for the locality", "GB/s"),
+            "line_rate_share": Column(_RATES, "busbw / line rate"),
+            "upper_bounds": Column(_INT, "collectives of which the time is an upper bound, and the rates lower ones"),
+        },
+    ),
+    "time_of_ranks": TableSchema(
+        "what the time of a rank went to, means over its iterations, or windows where none are known",
+        False,
+        {
+            **_RANK,
+            "iterations": Column(_INT, "how many were looked at"),
+            "duration_ms": Column(_FLOAT, "how long one took", "ms"),
+            **_SHARES,
+            "communication_ms": Column(_FLOAT, "something communicated", "ms"),
+            "waiting_ms": Column(_FLOAT, "a call waited for another rank; null where none can be compared with", "ms"),
+            "waits_for": Column(_INT, "the rank that came last in most of the waiting"),
+        },
+    ),
+    "time_of_steps": TableSchema(
+        "what the time of an iteration went to, medians over the ranks",
+        False,
+        {"step": Column(_INT, "iteration"), **_SHARES},
+    ),
+    "last": TableSchema(
+        "ranks that others waited for, of collectives of which all members are known; those that cost most first",
+        False,
+        {
+            **_RANK,
+            "last": Column(_INT, "collectives in which it came last"),
+            "of": Column(_INT, "those that it took part in"),
+            "cost_ms": Column(_FLOAT, "time in which somebody waited for it; waits at the same time count once", "ms"),
+        },
+    ),
+    "waiters": TableSchema(
+        "ranks that waited longest in all",
+        False,
+        {
+            **_RANK,
+            "waiting_ms": Column(_FLOAT, "time in which one of its calls waited", "ms"),
+            "first": Column(_INT, "collectives in which it came first"),
+            "of": Column(_INT, "those that it took part in"),
+        },
+    ),
+    "exposed_ranks": TableSchema(
+        "how long hosts stood still for communication, those with most first",
+        False,
+        {
+            **_RANK,
+            "exposed_ms": Column(_FLOAT, "waits of several threads at a time count once", "ms"),
+            "share": Column(_FLOAT, "of the iterations that it is measured in; null where there are none"),
+        },
+    ),
+    "exposed_lines": TableSchema(
+        "what was launched at a line of the user's code, and waited for, those with most first",
+        False,
+        {
+            "source": Column(_TEXT, "where the call was made; (C++) where C++ called, (not known) without a call"),
+            "op": Column(_TEXT, "operation"),
+            "stood": Column(_TEXT, "in what the host waited: wait, wait_tensor, or the launch itself"),
+            "waits": Column(_INT, "how many"),
+            "exposed_ms": Column(_FLOAT, "summed over ranks and threads", "ms"),
+            "longest_ms": Column(_FLOAT, "the longest", "ms"),
+        },
+    ),
+    "sources": TableSchema(
+        "lines of the user's code, those that cost most time first",
+        False,
+        {
+            **_LINE,
+            "calls": Column(_INT, "summed over ranks"),
+            "bytes": Column(_INT, "as far as they are known", "B"),
+            "unsized": Column(_INT, "calls of which the bytes are not known"),
+            "time_ms": Column(_FLOAT, "of the collectives that have times, from the last arrival", "ms"),
+            "waiting_ms": Column(_FLOAT, "summed over ranks", "ms"),
+        },
+    ),
+}
+"""What the commands answer in, in JSON a list of objects."""

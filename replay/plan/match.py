@@ -1,22 +1,17 @@
 """Whether the calls of all ranks fit together, in the words of `crossrank diagnose`, before any process is started.
 
-What every rank would have left behind where the walk through its plan ends goes to the diagnosis: calls that can end
-are over, those that cannot are open.
+Where the walk through a plan ends and all ranks say the same of each call, nothing is wrong. Else, what every rank
+would have left behind where the walk ends goes to the diagnosis: calls that can end are over, those that cannot are
+open.
 """
 
 from __future__ import annotations
 
-from itertools import product
-from math import prod
-
-from crossrank.comm import is_p2p
+from crossrank.comm import CommRecord, is_p2p
 from crossrank.recording import COMMS
 from crossrank.replay.plan.plan import Plan, RankPlan
-from crossrank.replay.plan.schedule import Walk, calls_by_key
-from crossrank.replay.plan.shapes import parts
+from crossrank.replay.plan.schedule import Key, Walk
 from crossrank.text import rank_ranges
-from crossrank.tools.analysis.diagnosis.diagnose import diagnose
-from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.rank_trace import RETIRED, SCHEDULED, RankTrace, TraceBuilder
@@ -27,19 +22,43 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
 
     Each is one line: kind, operation, group, ranks, and what happened.
     """
+    if walk.ends and _agree(plan, walk):
+        return []
+    from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+    from crossrank.tools.analysis.diagnosis.evidence import Evidence
+
     evidence = Evidence(ranks=[_trace(plan, rank, walk) for rank in plan.ranks], world_size=plan.world_size)
     diagnosis, _ = diagnose(evidence, world_size=plan.world_size)
     files = {rank.rank: rank.source for rank in plan.ranks}
     found = [_line(finding, files) for finding in diagnosis.findings]
-    found += _split_mismatches(plan, walk)
     if not found and not walk.ends:
         at = {rank.rank: rank.calls[walk.reached[rank.rank] :] for rank in plan.ranks}
-        found += [
+        found = [
             f"rank {rank} waits forever in {calls[0].record.op} (call {calls[0].record.id} of {files[rank]})"
             for rank, calls in at.items()
             if calls
         ]
     return found
+
+
+def _agree(plan: Plan, walk: Walk) -> bool:
+    """Whether every call is the same on all ranks that take part in it, as far as can be seen without a diagnosis."""
+    said: dict[Key, object] = {}
+    for rank in plan.ranks:
+        for call, key in zip(rank.calls, walk.keys[rank.rank], strict=True):
+            what = _on_all_ranks(call.record)
+            if what is None or said.setdefault(key, what) != what:
+                return False
+    return True
+
+
+def _on_all_ranks(record: CommRecord) -> object:
+    """What a call has to be on each rank that takes part; None where more has to be compared than what is equal."""
+    if is_p2p(record):
+        return record.bytes, record.dtype
+    if record.op == "all_to_all" or record.out_dtype is not None:
+        return None
+    return record.op, record.bytes, record.dtype, record.root, record.reduce
 
 
 def _line(finding: Finding, files: dict[int, str]) -> str:
@@ -76,36 +95,3 @@ def _trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
         if is_p2p(call.record) and call.wait_before > index + 1:
             trace.unawaited.add(row)
     return trace
-
-
-def _split_mismatches(plan: Plan, walk: Walk) -> list[str]:
-    """all_to_alls in which what one rank sends to another is not what that one expects from it."""
-    found = []
-    for key, calls in calls_by_key(plan, walk.keys, "all_to_all").items():
-        group = plan.group(str(key[1]))
-        ranks = group.ranks or []
-        sides = {
-            rank: (
-                _elements_per_member(record.inputs, record.in_split, len(ranks)),
-                _elements_per_member(record.outputs, record.out_split, len(ranks)),
-            )
-            for rank, record in calls.items()
-        }
-        for (i, sender), (j, receiver) in product(enumerate(ranks), repeat=2):
-            if sender not in sides or receiver not in sides:
-                continue
-            sends, expects = sides[sender][0][j], sides[receiver][1][i]
-            if sends != expects:
-                found.append(
-                    f"size_mismatch: all_to_all on {group_text([group.pg, group.desc])}: rank {sender} sends "
-                    f"{sends} elements to rank {receiver} (call {calls[sender].id} of {plan.ranks[sender].source}), "
-                    f"which expects {expects} (call {calls[receiver].id} of {plan.ranks[receiver].source})"
-                )
-    return found
-
-
-def _elements_per_member(shapes: list[list[int]], split: list[int] | None, n: int) -> list[int]:
-    """Of a list of one tensor per member, or of one tensor in parts."""
-    if len(shapes) == n:
-        return [prod(shape) for shape in shapes]
-    return parts(shapes[0], split, n)

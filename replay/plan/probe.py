@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -77,25 +78,45 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
     order = sorted(range(count), key=lambda rank: (machines[rank].host, rank))
     rounds = [part for one in _rounds(kind, order) for part in _without_sharing(one, machines)]
     sizes = sizes_of(plan)
-    calls = len(sizes) * len(rounds) * count * 3
-    if calls > _MOST_CALLS:
+    total = len(sizes) * len(rounds) * count * 3
+    if total > _MOST_CALLS:
         raise CrossrankError(
-            f"--groups {kind} of {count} ranks would be {len(rounds):,} rounds, about {calls:,} calls; use "
+            f"--groups {kind} of {count} ranks would be {len(rounds):,} rounds, about {total:,} calls; use "
             "--groups bisect or ring, or fewer ranks"
         )
-    builder = _Builder(count, machines)
-    for size in sizes:
-        for one in rounds:
-            builder.add_round(one, size, reduces=kind == "bisect")
-    if max(Counter(group.kind for group in builder.groups).values()) < LEAST_ALIKE:
+    calls: list[list[PlannedCall]] = [[] for _ in range(count)]
+    groups: list[ProbeGroup] = []
+    subgroups: dict[Members, Group] = {}
+    for size, one in product(sizes, rounds):
+        for own in calls:
+            # The first call on the group of all, and one of all of them: it makes the communicator for what follows.
+            _add(own, "barrier", "barrier", pg=_ALL)
+        for members in one:
+            across = len({machines[rank].host for rank in members}) > 1
+            groups.append(ProbeGroup(members, size, across, tuple(len(calls[rank]) for rank in members)))
+            reduces = kind == "bisect" and len(members) > 2
+            if reduces and members not in subgroups:
+                name = f"probe {len(subgroups) + 1}"
+                subgroups[members] = Group(pg=name, size=len(members), ranks=list(members))
+            for rank in members:
+                if reduces:
+                    _add_reduction(calls[rank], subgroups[members].pg, size)
+                else:
+                    _add_exchange(calls[rank], sum(members) - rank, size)
+    if max(Counter(group.kind for group in groups).values()) < LEAST_ALIKE:
         raise CrossrankError(
             f"--groups {kind} of {count} ranks on {len({one.host for one in machines})} hosts makes no {LEAST_ALIKE} "
             "groups that are alike, to compare; use --groups pairs, or more ranks"
         )
-    ranks = [RankPlan(rank=rank, calls=mine) for rank, mine in enumerate(builder.calls)]
-    groups = [Group(pg=_ALL, size=count, ranks=list(range(count))), *builder.subgroups.values()]
-    made = Plan(source=plan.source, kind=plan.kind, world_size=count, groups=groups, ranks=ranks, notes=plan.notes)
-    return Probe(kind=kind, plan=made, groups=builder.groups, sizes=sizes, rounds=len(rounds))
+    made = Plan(
+        source=plan.source,
+        kind=plan.kind,
+        world_size=count,
+        groups=[Group(pg=_ALL, size=count, ranks=list(range(count))), *subgroups.values()],
+        ranks=[RankPlan(rank=rank, calls=own) for rank, own in enumerate(calls)],
+        notes=plan.notes,
+    )
+    return Probe(kind=kind, plan=made, groups=groups, sizes=sizes, rounds=len(rounds))
 
 
 def sizes_of(plan: Plan) -> list[int]:
@@ -156,55 +177,23 @@ def _without_sharing(groups: Sequence[Members], machines: Sequence[Machine]) -> 
     return (placed for placed, _ in rounds)
 
 
-class _Builder:
-    """The calls of every rank."""
+def _add_reduction(calls: list[PlannedCall], pg: str, size: int) -> None:
+    shapes = [[max(size // 4, 1)]]
+    moved: dict[str, Any] = {"inputs": shapes, "outputs": shapes, "bytes": 4 * shapes[0][0], "dtype": "float32"}
+    _add(calls, "all_reduce", "allreduce_", pg=pg, reduce="sum", **moved)
 
-    def __init__(self, count: int, machines: Sequence[Machine]) -> None:
-        self.calls: list[list[PlannedCall]] = [[] for _ in range(count)]
-        self.groups: list[ProbeGroup] = []
-        self.subgroups: dict[Members, Group] = {}
-        self._machines = machines
 
-    def add_round(self, groups: Sequence[Members], size: int, *, reduces: bool) -> None:
-        # The first call on the group of all, and one of all of them: it makes the communicator for what follows.
-        for rank in range(len(self.calls)):
-            self._add(rank, "barrier", "barrier", pg=_ALL)
-        for members in groups:
-            across = len({self._machines[rank].host for rank in members}) > 1
-            indices = tuple(len(self.calls[rank]) for rank in members)
-            self.groups.append(ProbeGroup(members, size, across, indices))
-            for rank in members:
-                if reduces and len(members) > 2:
-                    self._reduce(rank, members, size)
-                else:
-                    self._exchange(rank, sum(members) - rank, size)
+def _add_exchange(calls: list[PlannedCall], peer: int, size: int) -> None:
+    batch = len(calls)
+    for op, c10d, side in (("send", "send", "inputs"), ("recv", "recv_", "outputs")):
+        moved: dict[str, Any] = {"bytes": size, "dtype": "uint8", side: [[size]]}
+        _add(calls, op, c10d, until=batch + 2, pg=_ALL, peer=peer, batch=batch, **moved)
 
-    def _reduce(self, rank: int, members: Members, size: int) -> None:
-        number = len(self.subgroups) + 1
-        group = self.subgroups.setdefault(members, Group(pg=f"probe {number}", size=len(members), ranks=list(members)))
-        shape = [max(size // 4, 1)]
-        self._add(
-            rank,
-            "all_reduce",
-            "allreduce_",
-            pg=group.pg,
-            inputs=[shape],
-            outputs=[shape],
-            bytes=4 * shape[0],
-            dtype="float32",
-            reduce="sum",
-        )
 
-    def _exchange(self, rank: int, peer: int, size: int) -> None:
-        batch = len(self.calls[rank])
-        for op, c10d, side in (("send", "send", "inputs"), ("recv", "recv_", "outputs")):
-            fields: dict[str, Any] = {"pg": _ALL, "peer": peer, "batch": batch, "bytes": size, side: [[size]]}
-            self._add(rank, op, c10d, until=batch + 2, dtype="uint8", **fields)
-
-    def _add(self, rank: int, op: str, c10d: str, *, until: int | None = None, bytes: int = 0, **fields: Any) -> None:
-        """A call that is waited for before the one at `until`, the next where that is not given."""
-        index = len(self.calls[rank])
-        record = CommRecord(id=index, op=op, c10d=c10d, bytes=bytes, t=0, **fields)
-        self.calls[rank].append(
-            PlannedCall(record=record, wait_before=until or index + 1, blocking=True, recorded_calls=0)
-        )
+def _add(
+    calls: list[PlannedCall], op: str, c10d: str, *, until: int | None = None, bytes: int = 0, **fields: Any
+) -> None:
+    """A call that is waited for before the one at `until`, the next where that is not given."""
+    index = len(calls)
+    record = CommRecord(id=index, op=op, c10d=c10d, bytes=bytes, t=0, **fields)
+    calls.append(PlannedCall(record=record, wait_before=until or index + 1, blocking=True, recorded_calls=0))

@@ -7,13 +7,11 @@ of `KINDS`.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
-from crossrank.tools.graph.linking.window_files import RankInput, pairs_of
-from crossrank.tools.job.read_rank import READERS, RankSources
+from crossrank.tools.job.read_rank import READERS, RankSources, comms_with_times
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import WHAT, discover, files_by_rank
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -37,8 +35,9 @@ class ReplayInputs:
     skipped: list[str]
 
 
-def find(path: str, kind: str | None = None) -> ReplayInputs:
+def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInputs:
     """The files at `path`: a folder, one file, or several with commas between them; of `kind`, where it is given.
+    Without `times` those are left out that say no more of the calls in a comms file than how long they took.
 
     Raises `CrossrankError` where there is nothing to replay.
     """
@@ -58,23 +57,15 @@ def find(path: str, kind: str | None = None) -> ReplayInputs:
             f"{path}: holds {wanted}{f' ({holds})' if holds else ''}; "
             "name a recording, a folder of traces of all ranks, or a plan"
         )
-    # Beside a comms file, a linked trace, a window that nobody has linked or a dump of the same rank says how long its
-    # calls took.
-    beside: dict[tuple[str, int | None], list[str]] = defaultdict(list)
-    for file in usable:
-        if file.kind in (LINKED, FLIGHT) and file.kind != chosen:
-            beside[file.kind, file.rank].append(file.path)
-    linked_windows = {(file.rank, file.window) for file in usable if file.kind == LINKED}
-    pairs: dict[int | None, list[RankInput]] = defaultdict(list)
-    for pair in pairs_of(usable).pairs if chosen == COMMS else ():
-        if (pair.rank, pair.window) not in linked_windows:
-            pairs[pair.rank].append(pair)
-    inputs = []
-    for rank, of_rank in files_by_rank(usable, {chosen}).items():
+    # Beside a comms file other files of its rank say how long the calls took.
+    inputs, read_too = [], KINDS if times and chosen == COMMS else (chosen,)
+    for rank, of_rank in files_by_rank(usable, read_too).items():
+        if chosen not in of_rank:
+            continue
         one, *later = of_rank[chosen]
-        linked, flight = tuple(beside[LINKED, rank]), next(iter(beside[FLIGHT, rank]), None)
-        own = tuple(pairs[rank])
-        inputs.append(RankSources(kind=chosen, path=one.path, rank=rank, linked=linked, pairs=own, flight=flight))
+        inputs.append(
+            comms_with_times(rank, of_rank) if chosen == COMMS else RankSources(kind=chosen, path=one.path, rank=rank)
+        )
         skipped += [f"{file.path}: a later window of rank {rank}; name it to replay it" for file in later]
     return ReplayInputs(kind=chosen, inputs=inputs, skipped=skipped)
 

@@ -208,21 +208,14 @@ def takers(key: Key, members: dict[str, list[int]]) -> int:
 
 
 def _programs(calls: list[PlannedCall]) -> dict[int | None, list[tuple[int, bool]]]:
-    """By thread: what `_program` has of its calls."""
-    programs: dict[int | None, list[tuple[int, bool]]] = {}
-    for index, is_wait in _program(calls):
-        programs.setdefault(calls[index].record.thread, []).append((index, is_wait))
-    return programs
-
-
-def _program(calls: list[PlannedCall]) -> list[tuple[int, bool]]:
-    """(call, whether it is waited for here) in the order in which the executor goes."""
+    """By thread: (call, whether it is waited for here) in the order in which the executor goes."""
     spans = launches(calls)
     waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
     for (first, end), until in zip(spans, waited_before(calls, spans), strict=True):
         waits[until] += range(first, end)
-    program = []
-    for (first, end), before in zip(spans, waits, strict=False):
-        program += [(other, True) for other in before]
-        program += [(index, False) for index in range(first, end)]
-    return program + [(other, True) for other in waits[-1]]
+    programs: dict[int | None, list[tuple[int, bool]]] = defaultdict(list)
+    for (first, end), before in zip([*spans, (0, 0)], waits, strict=True):
+        steps = [(other, True) for other in before] + [(index, False) for index in range(first, end)]
+        for step in steps:
+            programs[calls[step[0]].record.thread].append(step)
+    return programs

@@ -157,6 +157,9 @@ def _one_to_many(
             large = small * n
         if len(large) != n:
             raise BrokenError(f"it has {len(large)} tensors for {n} ranks")
+        sizes = {prod(shape) for shape in large}
+        if len(sizes) == 1 and sizes != {prod(small[0])}:
+            raise BrokenError(f"{prod(small[0])} elements of its own are not the {prod(large[0])} of each rank")
         return ops.listed, small, large
     if len(small) != len(large):
         raise BrokenError(f"it has {len(small)} and {len(large)} tensors on its sides, for {n} ranks")

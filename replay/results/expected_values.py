@@ -14,7 +14,6 @@ Numbers are made and compared on the device, or on the CPU where the device does
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -25,33 +24,29 @@ from crossrank.replay.plan.plan import RankPlan
 from crossrank.replay.plan.schedule import keys_of
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, parts
 from crossrank.replay.run.program import Program
-from crossrank.tools.traces.replayed import CheckFailure
+from crossrank.tools.traces.replayed import CheckFailure, CheckResult
 
 _PART = 5
 """By how much the numbers of one part of a call are ahead of those of the part before."""
 _SPOILT = 0x55
-_MOST_FAILURES = 20
+MOST_FAILURES = 20
+"""Of a rank, which are reported."""
 
 
-@dataclass
 class Checker:
     """Fills and verifies the calls of one rank."""
 
-    program: Program
-    rank: int
-    failures: list[CheckFailure] = field(default_factory=list)
-    """The first few, one per call."""
-    checked: int = 0
-    """Tensors that were compared."""
-
-    def __post_init__(self) -> None:
-        keys = keys_of(RankPlan(rank=self.rank, calls=self.program.calls))
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program = program
+        self.rank = rank
+        self.result = CheckResult(tensors=0, failures=[])
+        """With the first few failures."""
+        keys = keys_of(RankPlan(rank=rank, calls=program.calls))
         self._numbers = [int(str(key[-1])) for key in keys]
 
     def fill(self, position: int) -> None:
         """Set the inputs of launch `position`, and spoil its outputs."""
-        bound = self.program.bound[position]
-        for index in range(bound.first, bound.first + bound.count):
+        for index in self.program.bound[position].calls:
             record = self.program.calls[index].record
             inputs, outputs = self.program.tensors[index]
             mine = self._index(record, self.rank)
@@ -61,10 +56,9 @@ class Checker:
                 for at, piece in self._parts(record, tensor, record.in_split):
                     piece.copy_(self._sent(index, record, part, at, piece, mine))
 
-    def verify(self, position: int) -> None:
+    def take(self, position: int) -> None:
         """Compare the outputs of launch `position`, which is over."""
-        bound = self.program.bound[position]
-        for index in range(bound.first, bound.first + bound.count):
+        for index in self.program.bound[position].calls:
             record = self.program.calls[index].record
             _, outputs = self.program.tensors[index]
             for part, tensor in enumerate(outputs):
@@ -87,7 +81,7 @@ class Checker:
     def _expected(self, index: int, record: CommRecord, part: int, at: int, piece: torch.Tensor) -> torch.Tensor | None:
         number, mine, n = self._numbers[index], self._index(record, self.rank), self._size(record)
         op, reduction = record.op, self.program.substitutes[index].reduce or "sum"
-        if op == "reduce" and record.root != self.rank:
+        if not gives(record, self.rank):
             return None
         if op in REDUCING:
             # A list to scatter has a tensor for each member, a single one a stretch of it.
@@ -131,7 +125,7 @@ class Checker:
     def _compare(self, index: int, part: int, offset: int, piece: torch.Tensor, expected: torch.Tensor | None) -> None:
         if expected is None or not piece.numel():
             return
-        self.checked += 1
+        self.result.tensors += 1
         record = self.program.calls[index].record
         piece = piece.to(expected.device)
         wrong = piece != expected
@@ -139,25 +133,37 @@ class Checker:
             # Each backend divides in its own way.
             wrong = (piece - expected).abs() > expected.abs() * 4 * torch.finfo(piece.dtype).eps
             wrong |= ~torch.isfinite(piece)
-        if bool(wrong.any()) and len(self.failures) < _MOST_FAILURES:
-            first = int(wrong.nonzero()[0])
-            self.failures.append(
-                CheckFailure(
-                    rank=self.rank,
-                    call=record.id,
-                    op=record.op,
-                    pg=record.pg,
-                    tensor=part,
-                    element=offset + first,
-                    elements=int(wrong.sum()),
-                    expected=_number(expected[first]),
-                    got=_number(piece[first]),
-                )
-            )
+        if bool(wrong.any()) and len(self.result.failures) < MOST_FAILURES:
+            self.result.failures.append(failure_of(record, self.rank, part, offset, wrong, expected, piece))
 
 
-def _number(value: torch.Tensor) -> float:
-    return float(value.real if value.dtype.is_complex else value)
+def failure_of(
+    record: CommRecord,
+    rank: int,
+    tensor: int,
+    offset: int,
+    wrong: torch.Tensor,
+    expected: torch.Tensor,
+    got: torch.Tensor,
+) -> CheckFailure:
+    """What is `wrong` of a piece of output number `tensor`, which begins at its element `offset`."""
+    first = int(wrong.nonzero()[0])
+    return CheckFailure(
+        rank=rank,
+        call=record.id,
+        op=record.op,
+        pg=record.pg,
+        tensor=tensor,
+        element=offset + first,
+        elements=int(wrong.sum()),
+        expected=float(expected[first].real),
+        got=float(got[first].real),
+    )
+
+
+def gives(record: CommRecord, rank: int) -> bool:
+    """Whether the operation says what is in the outputs of `rank`: of a reduction to one rank on that rank alone."""
+    return record.op != "reduce" or record.root == rank
 
 
 @lru_cache(maxsize=64)

@@ -13,93 +13,23 @@ For one call of one pass, with arrivals a and ends e over the ranks that take pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
+import polars as pl
 
 from crossrank.comm import OPERATIONS
 from crossrank.replay.plan.plan import NOT_IN_STEPS, Plan, launches
 from crossrank.replay.plan.schedule import Key, keys_of
+from crossrank.replay.run.messages import RankResult
 from crossrank.tools.analysis.bandwidth import bucket_of
 from crossrank.tools.traces.replayed import (
     Batches,
     CallTimes,
-    CheckFailure,
     Compared,
     Comparison,
-    DataComparison,
     Percentiles,
     ReplayRow,
 )
-
-if TYPE_CHECKING:
-    import polars as pl
-
-
-class Pass(msgspec.Struct, kw_only=True):
-    """The times of one rank in one pass, in ns of its monotonic clock; columns of int64 in the machine's order, by
-    call. Calls of one launch share them."""
-
-    launched: bytes
-    """The host made the call."""
-    issued: bytes
-    """The launch had returned: the host could go on."""
-    began: bytes
-    """As `launched`, but on a GPU when its stream came to the call."""
-    completed: bytes
-    start: int
-    end: int
-    waited: int = 0
-    """How long the host waited for communication, in ns."""
-    steps: list[int] = []
-    """When each step of computation began."""
-
-    @property
-    def own_ns(self) -> int:
-        """What was no wait for communication."""
-        return self.end - self.start - self.waited
-
-
-class Computed(msgspec.Struct, kw_only=True):
-    """What one rank computed, beside its communication."""
-
-    operations: dict[str, tuple[int, int, int]]
-    """Name -> (how many ran in a pass, ns in all in a pass with a clock around each, ns in all under the profiler)."""
-    host_ns: int
-    """Idled in a pass for what the host did between operations."""
-    host_once_ns: int
-    """What single steps had more of it: left out."""
-    slowness: float | None
-    """How much longer operations take here than when they were recorded; None where it is not known."""
-    failed: list[tuple[str, str, int, int]]
-    """(operation, why it cannot run, how many, recorded ns in all)"""
-    peak_bytes: int
-    """Most memory that the process had, or on a GPU that torch took there."""
-
-
-class RankResult(msgspec.Struct, kw_only=True):
-    """What one rank hands in."""
-
-    rank: int
-    host: str
-    device: str
-    offset_ns: int
-    """To add to its clock to have rank 0's."""
-    offset_error_ns: int
-    passes: list[Pass]
-    cpu_s: float
-    """Of all measured passes."""
-    late_ends: list[int]
-    """Calls whose end is known only from their wait: they were over at the latest then."""
-    substitutes: dict[str, int]
-    """What differs from the recording -> calls."""
-    check_failures: list[CheckFailure] | None
-    """None where nothing was checked."""
-    checked: int
-    versions: dict[str, str]
-    computed: Computed | None = None
-    data: DataComparison | None = None
 
 
 def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
@@ -107,12 +37,11 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
 
     `call` numbers calls over the ranks in the order in which rank 0 and the others make them, `index` those of a rank.
     Of the whole call, and the same in all its rows, are `op` (with a word where it went out together with others, whose
-    times it then has), `bytes` (the largest of its ranks'), `has_rate` (its bytes and its time belong together) and
-    `late_end` (on some rank its end is known only from its wait: its times are upper bounds). `first` marks the rows
-    of one of its ranks. `recorded` is null where the recording has no duration.
+    times it then has), `bytes` (the largest of its ranks'), `ranks` (members of its group), `has_rate` (its bytes and
+    its time belong together), `bus_factor` (null where a bandwidth means nothing) and `late_end` (on some rank its end
+    is known only from its wait: its times are upper bounds). `first` marks the rows of one of its ranks. `recorded` is
+    null where the recording has no duration.
     """
-    import polars as pl
-
     calls = _calls(plan, results)
     sizes = [(size, *bucket_of(size)) for size in calls["bytes"].unique()]
     buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", "size_from", "size_to"), pl.Int64), orient="row")
@@ -131,9 +60,8 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
 
 def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     """One row per call and rank."""
-    import polars as pl
-
     late = {result.rank: set(result.late_ends) for result in results}
+    members = {group.pg: len(group.ranks or ()) for group in plan.groups}
     numbers: dict[Key, int] = {}
     rows = []
     for rank in plan.ranks:
@@ -143,20 +71,23 @@ def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
                 record, key = rank.calls[index].record, keys[index]
                 number = numbers.setdefault(key, len(numbers))
                 op = "send/recv" if key[0] == "p2p" else record.op
+                factor = OPERATIONS[record.op].bus_factor
                 place = (number, rank.rank, index, rank.calls[index].took_ns or None, index in late[rank.rank])
-                rows.append((*place, op, record.op, record.pg, record.bytes, end - first > 1))
+                of_group = (record.pg, members[record.pg], factor and factor(members[record.pg]))
+                rows.append((*place, op, record.op, *of_group, record.bytes, end - first > 1))
     schema = {
         **dict.fromkeys(("call", "rank", "index", "recorded"), pl.Int64),
         "late_end": pl.Boolean,
         **dict.fromkeys(("op", "record_op", "pg"), pl.String),
+        "ranks": pl.Int64,
+        "bus_factor": pl.Float64,
         "bytes": pl.Int64,
         "batched": pl.Boolean,
     }
     calls = pl.DataFrame(rows, schema=schema, orient="row")
     calls = calls.with_columns(
-        pl.col("record_op", "pg").first().over("call"),
+        pl.first("record_op", "pg", "ranks", "bus_factor", "op").over("call"),
         pl.col("bytes", "batched", "late_end").max().over("call"),
-        op=pl.col("op").first().over("call"),
         first=pl.col("rank") == pl.col("rank").first().over("call"),
     )
     return calls.with_columns(
@@ -167,8 +98,6 @@ def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
 
 def _times(results: Sequence[RankResult]) -> pl.DataFrame:
     """One row per rank, pass and index of a call, on rank 0's clock."""
-    import polars as pl
-
     parts = []
     for result in results:
         for number, one in enumerate(result.passes):
@@ -187,49 +116,40 @@ def percentiles_us(nanoseconds: Sequence[float]) -> Percentiles:
     return Percentiles(**{name: round(float(np.quantile(nanoseconds, q)) / 1000, 3) for name, q in _SHARES.items()})
 
 
-def table(times: pl.DataFrame, plan: Plan) -> list[ReplayRow]:
+def table(times: pl.DataFrame) -> list[ReplayRow]:
     """One row per operation, group and size bucket, the one that takes longest first."""
-    import polars as pl
 
-    def spread(values: pl.Expr) -> pl.Expr:
-        return pl.struct((values.quantile(q, "linear") / 1000).round(3).alias(name) for name, q in _SHARES.items())
+    def spread(ns: pl.Expr) -> pl.Expr:
+        return pl.struct((ns.quantile(q, "linear") / 1000).round(3).alias(name) for name, q in _SHARES.items())
 
-    rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(pl.col("first") & pl.col("has_rate"))  # bytes/ns is GB/s
+    has_rate = pl.col("first") & pl.col("has_rate") & pl.col("bus_factor").is_not_null()
+    rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(has_rate)  # bytes/ns is GB/s
     once = pl.col("first") & (pl.col("pass") == 0)
+
+    def rates(factor: pl.Expr | float) -> pl.Expr:
+        of_times = pl.struct((rate.quantile(1 - q, "linear") * factor).alias(name) for name, q in _SHARES.items())
+        return pl.when(has_rate.any()).then(of_times)
+
     rows = times.group_by("op", "pg", "size_from", "size_to", maintain_order=True).agg(
+        pl.first("ranks"),
         calls=once.sum(),
         bytes=pl.col("bytes").filter(once).sum(),
         time_us=spread(pl.col("time").filter("first")),
-        issue_us=spread(pl.col("issue")),
-        completion_us=spread(pl.col("completion")),
-        waiting_us=spread(pl.col("waiting")),
+        **{f"{name}_us": spread(pl.col(name)) for name in ("issue", "completion", "waiting")},
+        algbw_gb_per_s=rates(1.0),
+        busbw_gb_per_s=rates(pl.first("bus_factor")),
         late_ends=(once & pl.col("late_end")).sum(),
-        record_op=pl.col("record_op").first(),
-        rates=pl.struct(rate.quantile(1 - q, "linear").alias(name) for name, q in _SHARES.items()),
     )
-    found = [_row(plan, **row) for row in rows.to_dicts()]
+    found = []
+    for row in rows.to_dicts():
+        spreads = {name: Percentiles(**one) for name, one in row.items() if isinstance(one, dict)}
+        found.append(ReplayRow(**row | spreads))
     return sorted(found, key=lambda row: -row.time_us.p50 * row.calls)
-
-
-def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **columns: Any) -> ReplayRow:
-    members = len(plan.group(columns["pg"]).ranks or ())
-    factor = OPERATIONS[record_op].bus_factor
-    known = {} if factor is None else {name: value for name, value in rates.items() if value is not None}
-    scale = factor(members) if factor is not None else 0.0
-    columns |= {name: Percentiles(**value) for name, value in columns.items() if name.endswith("_us")}
-    return ReplayRow(
-        ranks=members,
-        algbw_gb_per_s=Percentiles(**known) if known else None,
-        busbw_gb_per_s=Percentiles(**{name: value * scale for name, value in known.items()}) if known else None,
-        **columns,
-    )
 
 
 def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[CallTimes]:
     """Calls by what `field` of their records says (`source` or `step`), the block that takes longest first. Calls that
     do not say it are left out; one that ranks make from several places counts for each."""
-    import polars as pl
-
     named = [
         (rank.rank, index, str(getattr(call.record, field)))
         for rank in plan.ranks
@@ -237,10 +157,9 @@ def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[CallTimes]:
         if getattr(call.record, field) is not None
     ]
     names = pl.DataFrame(named, {"rank": pl.Int64, "index": pl.Int64, "name": pl.String}, orient="row")
-    of_blocks = times.join(names, on=("rank", "index"), maintain_order="left")
-    once = pl.struct("name", "call", "pass").is_first_distinct()
     totals = (
-        of_blocks.with_columns(once=once)
+        times.join(names, on=("rank", "index"), maintain_order="left")
+        .with_columns(once=pl.struct("name", "call", "pass").is_first_distinct())
         .group_by("name", "pass", maintain_order=True)
         .agg(
             calls=pl.col("once").sum(),
@@ -250,22 +169,14 @@ def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[CallTimes]:
             span_us=pl.col("completed").max() - pl.col("began").min(),
         )
     )
-    found = [
-        CallTimes(
-            name=str(name),
-            calls=rows["calls"][0],
-            bytes=rows["bytes"][0],
-            **{column: percentiles_us(rows[column].to_list()) for column in ("time_us", "waiting_us", "span_us")},
-        )
-        for (name,), rows in totals.group_by("name", maintain_order=True)
-    ]
+    spread = ("time_us", "waiting_us", "span_us")
+    rows = totals.group_by("name", maintain_order=True).agg(pl.first("calls", "bytes"), *spread)
+    found = [CallTimes(**row | {name: percentiles_us(row[name]) for name in spread}) for row in rows.to_dicts()]
     return sorted(found, key=lambda block: -block.time_us.p50)
 
 
 def batches(times: pl.DataFrame, calls: int) -> Batches | None:
     """So many calls in a row of each rank as one; None where no rank has as many."""
-    import polars as pl
-
     rows = (
         times.group_by("rank", "pass", pl.col("index") // calls)
         .agg(took=pl.col("completed").max() - pl.col("began").min(), count=pl.len())
@@ -295,8 +206,6 @@ def compare(plan: Plan, times: pl.DataFrame, results: Sequence[RankResult]) -> C
     before it: not of broadcasts, reductions to one rank, sends). The relative error is |replayed - recorded| /
     recorded, with the median over the passes as the replayed time.
     """
-    import polars as pl
-
     size = ("op", "size_from", "size_to")
     calls = times.group_by("call", "rank", maintain_order=True).agg(
         pl.col(*size, "record_op", "recorded").first(),

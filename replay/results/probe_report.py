@@ -13,53 +13,25 @@ it is to blame.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median, median_low
+from typing import Any
 
 import msgspec
 import numpy as np
+import polars as pl
 
 import crossrank
 from crossrank.comm import Int
-from crossrank.replay.plan.probe import LEAST_ALIKE, Machine, Probe, ProbeGroup
-from crossrank.replay.results.measure import RankResult
+from crossrank.replay.plan.probe import LEAST_ALIKE, Machine, Probe
+from crossrank.replay.run.messages import RankResult
 from crossrank.text import amount, microseconds, plural, printable, rank_ranges
-from crossrank.tools.output.console import print_table
+from crossrank.tools.output.console import Columns, table_of
 
 _SHOWN = 20
 _LEAST_OF_RANK = 2
 """Groups of a rank that it is judged by."""
-
-
-class ProbedRank(msgspec.Struct, kw_only=True):
-    """One rank beside the others."""
-
-    rank: Int
-    host: str
-    score: float
-    """That of its quick groups, for the size and place at which it is largest."""
-    bytes: int
-    """That size."""
-    across_hosts: bool
-    """Whether it is of groups across hosts."""
-    groups: int
-    """How many they are."""
-    quick_us: float
-    """Time of the quick ones among them."""
-    is_slow: bool
-
-
-class ProbedLink(msgspec.Struct, kw_only=True):
-    """Two ranks that are slow with each other alone."""
-
-    ranks: list[Int]
-    hosts: list[str]
-    bytes: int
-    ratio: float
-    us: float
-    ranks_are_well: bool
-    """Both ranks were judged by such groups and are not slow; else it is the link or one of them."""
+Row = dict[str, Any]
 
 
 class ProbeReport(msgspec.Struct, kw_only=True):
@@ -76,10 +48,13 @@ class ProbeReport(msgspec.Struct, kw_only=True):
     tolerance: float
     others: list[float]
     """Least, median and largest score of the ranks that are not slow."""
-    ranks: list[ProbedRank]
-    """The slowest first."""
-    links: list[ProbedLink]
-    """Those that are slow, the slowest first."""
+    ranks: list[Row]
+    """The slowest first: `rank`, `host`, `score` (that of its quick groups, for the `bytes` and the place,
+    `across_hosts` or not, at which it is largest), `groups` (how many those are), `quick_us` (time of the quick ones
+    among them) and `is_slow`."""
+    links: list[Row]
+    """Pairs that are slow with each other alone, the slowest first: `ranks`, `hosts`, `bytes`, `ratio`, `us` and
+    `ranks_are_well` (both were judged by such groups and are not slow; else it is the link or one of them)."""
     compared: int
     """Groups that others are like."""
     alone: int
@@ -90,8 +65,8 @@ class ProbeReport(msgspec.Struct, kw_only=True):
     crossrank: str = crossrank.__version__
 
     @property
-    def slow_ranks(self) -> list[ProbedRank]:
-        return [one for one in self.ranks if one.is_slow]
+    def slow_ranks(self) -> list[Row]:
+        return [one for one in self.ranks if one["is_slow"]]
 
 
 def judge(
@@ -99,104 +74,102 @@ def judge(
 ) -> ProbeReport:
     """Who is slower than `tolerance` times the others like them."""
     took = group_times(probe, results)
-    typical = [median(one) for one in took]
-    alike: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
-    for number, group in enumerate(probe.groups):
-        alike[group.kind].append(number)
-    base: dict[int, float] = {}
-    for numbers in alike.values():
-        if len(numbers) >= LEAST_ALIKE:
-            base |= dict.fromkeys(numbers, max(_quick([typical[number] for number in numbers]), 1.0))
-    judged = _judged(probe, typical, base, machines, tolerance)
-    ranks = sorted(
-        (max(mine.values(), key=lambda one: one.score) for mine in judged.values()), key=lambda one: -one.score
+    groups = pl.DataFrame(
+        {
+            "ranks": [list(one.members) for one in probe.groups],
+            "bytes": [one.bytes for one in probe.groups],
+            "across_hosts": [one.across_hosts for one in probe.groups],
+            "ns": [float(median(one)) for one in took],
+            "us": [median(one) / 1000 for one in took],
+            "least": list(map(min, took)),
+        }
     )
-    slow = {one.rank for one in ranks if one.is_slow}
+    alike = (pl.col("ranks").list.len(), "bytes", "across_hosts")
+    compared = groups.filter(pl.len().over(*alike) >= LEAST_ALIKE)
+    compared = compared.with_columns(base=_quick(pl.col("ns")).clip(1.0).over(*alike))
+    hosts = [one.host for one in machines]
+    kinds = _judged(compared, hosts, pl.Expr.min if probe.kind == "bisect" else _quick, tolerance)
+    judged = set(kinds.select("rank", "bytes", "across_hosts").iter_rows())
+    ranks = kinds.unique("rank", keep="first", maintain_order=True)
+    slow = set(ranks.filter("is_slow")["rank"])
+    is_slow_pair = (pl.col("ranks").list.len() == 2) & (pl.col("least") > tolerance * pl.col("base"))
     links = [
-        ProbedLink(
-            ranks=list(group.members),
-            hosts=[machines[rank].host for rank in group.members],
-            bytes=group.bytes,
-            ratio=typical[number] / base[number],
-            us=typical[number] / 1000,
-            ranks_are_well=all((group.bytes, group.across_hosts) in judged.get(rank, {}) for rank in group.members),
-        )
-        for number, group in enumerate(probe.groups)
-        if number in base
-        and len(group.members) == 2
-        and not slow & set(group.members)
-        and min(took[number]) > tolerance * base[number]
+        {
+            "ranks": one["ranks"],
+            "hosts": [hosts[rank] for rank in one["ranks"]],
+            "bytes": one["bytes"],
+            "ratio": one["ns"] / one["base"],
+            "us": one["us"],
+            "ranks_are_well": all((rank, one["bytes"], one["across_hosts"]) in judged for rank in one["ranks"]),
+        }
+        for one in compared.filter(is_slow_pair).iter_rows(named=True)
+        if not slow & set(one["ranks"])
     ]
-    healthy = sorted(one.score for one in ranks if not one.is_slow)
+    healthy = ranks.filter(~pl.col("is_slow"))["score"].sort().to_list()
     return ProbeReport(
         source=probe.plan.source,
         kind=probe.kind,
         backend=backend,
         world_size=len(machines),
-        hosts={host: sum(one.host == host for one in machines) for host in dict.fromkeys(one.host for one in machines)},
+        hosts={host: hosts.count(host) for host in dict.fromkeys(hosts)},
         sizes=probe.sizes,
         rounds=probe.rounds,
         passes=len(results[0].passes),
         tolerance=tolerance,
         others=[healthy[0], median_low(healthy), healthy[-1]] if healthy else [],
-        ranks=ranks,
-        links=sorted(links, key=lambda link: -link.ratio),
-        compared=len(base),
-        alone=len(probe.groups) - len(base),
-        not_judged=[rank for rank in range(len(machines)) if rank not in judged],
+        ranks=ranks.to_dicts(),
+        links=sorted(links, key=lambda link: -link["ratio"]),
+        compared=len(compared),
+        alone=len(groups) - len(compared),
+        not_judged=sorted({*range(len(machines))} - {*ranks["rank"]}),
     )
 
 
 def group_times(probe: Probe, results: Sequence[RankResult]) -> list[list[int]]:
     """By group: ns in each pass, from its first member's launch to its last member's end."""
-    by_rank = {result.rank: result for result in results}
-    columns = {
-        (result.rank, name): np.stack([np.frombuffer(getattr(one, name), np.int64) for one in result.passes])
-        + result.offset_ns
-        for result in results
-        for name in ("launched", "completed")
-    }
-    assert len(by_rank) == probe.plan.world_size
-
-    def column(group: ProbeGroup, name: str) -> np.ndarray:
+    moments = {}
+    for result in results:
+        columns = b"".join(getattr(one, name) for name in ("launched", "completed") for one in result.passes)
+        by_pass = np.frombuffer(columns, np.int64).reshape(2, len(result.passes), -1)
+        moments[result.rank] = by_pass + result.offset_ns
+    took = []
+    for group in probe.groups:
         both = zip(group.members, group.indices, strict=True)
-        return np.stack([columns[rank, name][:, index] for rank, index in both])
-
-    return [
-        (column(group, "completed").max(axis=0) - column(group, "launched").min(axis=0)).tolist()
-        for group in probe.groups
-    ]
+        launched, completed = np.stack([moments[rank][:, :, index] for rank, index in both], axis=1)
+        took.append((completed.max(axis=0) - launched.min(axis=0)).tolist())
+    return took
 
 
 def _judged(
-    probe: Probe, typical: Sequence[float], base: dict[int, float], machines: Sequence[Machine], tolerance: float
-) -> dict[int, dict[tuple[int, bool], ProbedRank]]:
-    """Rank -> (bytes, across hosts) -> what its groups of that kind say of it."""
-    of_rank: dict[tuple[int, tuple[int, bool]], list[int]] = defaultdict(list)
-    for number in base:
-        group = probe.groups[number]
-        for rank in group.members:
-            of_rank[rank, (group.bytes, group.across_hosts)].append(number)
-    quick = min if probe.kind == "bisect" else _quick
-    found: dict[int, dict[tuple[int, bool], ProbedRank]] = defaultdict(dict)
-    for (rank, kind), numbers in of_rank.items():
-        if len(numbers) >= _LEAST_OF_RANK:
-            score = quick([typical[number] / base[number] for number in numbers])
-            found[rank][kind] = ProbedRank(
-                rank=rank,
-                host=machines[rank].host,
-                score=score,
-                bytes=kind[0],
-                across_hosts=kind[1],
-                groups=len(numbers),
-                quick_us=quick([typical[number] for number in numbers]) / 1000,
-                is_slow=score > tolerance,
-            )
-    return found
+    compared: pl.DataFrame, hosts: Sequence[str], quick: Callable[[pl.Expr], pl.Expr], tolerance: float
+) -> pl.DataFrame:
+    """What the groups of a rank of one size and place say of it: the rows of `ProbeReport.ranks`, several of a rank."""
+    kinds = (
+        compared.explode("ranks")
+        .rename({"ranks": "rank"})
+        .group_by("rank", "bytes", "across_hosts", maintain_order=True)
+        .agg(score=quick(pl.col("ns") / pl.col("base")), groups=pl.len(), quick_us=quick(pl.col("us")))
+        .filter(pl.col("groups") >= _LEAST_OF_RANK)
+        .sort(-pl.col("score"), "rank", maintain_order=True)
+    )
+    host = pl.Series(hosts, dtype=pl.String).gather(kinds["rank"])
+    columns = ("rank", "host", "score", "bytes", "across_hosts", "groups", "quick_us", "is_slow")
+    return kinds.with_columns(host=host, is_slow=pl.col("score") > tolerance).select(columns)
 
 
-def _quick(values: Sequence[float]) -> float:
-    return float(np.quantile(values, 0.25, method="lower"))
+def _quick(values: pl.Expr) -> pl.Expr:
+    return values.quantile(0.25, "lower")
+
+
+_RANKS: Columns[Row] = (
+    ("#rank", lambda one: one["rank"]),
+    ("host", lambda one: one["host"]),
+    ("#against those like it", lambda one: f"{one['score']:.2f} x"),
+    ("#its quick groups us", lambda one: microseconds(one["quick_us"])),
+    ("#size", lambda one: amount(one["bytes"])),
+    ("#groups", lambda one: one["groups"]),
+    ("", lambda one: "across hosts" if one["across_hosts"] else "on its host"),
+)
 
 
 def print_probe(report: ProbeReport) -> None:
@@ -213,37 +186,26 @@ def print_probe(report: ProbeReport) -> None:
         print(
             f"  of rank {rank_ranges(report.not_judged)} there were too few groups to judge it; --groups pairs has more"
         )
-    rows = [
-        (
-            str(one.rank),
-            one.host,
-            f"{one.score:.2f} x",
-            microseconds(one.quick_us),
-            amount(one.bytes),
-            str(one.groups),
-            "across hosts" if one.across_hosts else "on its host",
-        )
-        for one in report.ranks[:_SHOWN]
-    ]
-    columns = ("#rank", "host", "#against those like it", "#its quick groups us", "#size", "#groups", "")
-    print_table("Ranks, the slowest first: the quick ones of a rank's groups tell of the rank itself", columns, rows)
+    title = "Ranks, the slowest first: the quick ones of a rank's groups tell of the rank itself"
+    table_of(report.ranks[:_SHOWN], _RANKS).print(title)
     slow = report.slow_ranks
     others = f"; the others {report.others[0]:.2f} to {report.others[-1]:.2f}" if report.others else ""
     print()
-    for host in dict.fromkeys(one.host for one in slow):
-        mine = [one for one in slow if one.host == host]
+    for host in dict.fromkeys(one["host"] for one in slow):
+        mine = [one for one in slow if one["host"] == host]
         whole = len(mine) == report.hosts[host] and len(report.hosts) > 1
-        who = f"all {plural(len(mine), 'rank')} of" if whole else f"rank {rank_ranges([one.rank for one in mine])} on"
-        most = max(one.score for one in mine)
+        ranks = rank_ranges([one["rank"] for one in mine])
+        who = f"all {plural(len(mine), 'rank')} of" if whole else f"rank {ranks} on"
+        most = max(one["score"] for one in mine)
         print(
             f"Slow: {who} {printable(host)}, up to {most:.2f} x those like it (tolerance {report.tolerance:g}{others})"
         )
     for link in report.links[:_SHOWN]:
         print(
-            f"Slow link: rank {link.ranks[0]} ({printable(link.hosts[0])}) with rank {link.ranks[1]} "
-            f"({printable(link.hosts[1])}), {link.ratio:.2f} x pairs like it with "
-            f"{amount(link.bytes)} ({microseconds(link.us)} us)"
-            + (", and neither of them with others" if link.ranks_are_well else ": the link, or one of the two")
+            f"Slow link: rank {link['ranks'][0]} ({printable(link['hosts'][0])}) with rank {link['ranks'][1]} "
+            f"({printable(link['hosts'][1])}), {link['ratio']:.2f} x pairs like it with "
+            f"{amount(link['bytes'])} ({microseconds(link['us'])} us)"
+            + (", and neither of them with others" if link["ranks_are_well"] else ": the link, or one of the two")
         )
     if len(report.links) > _SHOWN:
         print(f"and {len(report.links) - _SHOWN:,} more links")

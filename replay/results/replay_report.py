@@ -6,28 +6,20 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import polars as pl
 
-from crossrank.atomic_file import whole_file
-from crossrank.errors import CrossrankError, one_line
+from crossrank.atomic_file import join, make_folder
 from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.plan import Plan, RankPlan, number_of
-from crossrank.replay.results.measure import (
-    RankResult,
-    batches,
-    blocks,
-    compare,
-    end_to_end_ns,
-    measure,
-    percentiles_us,
-    table,
-)
+from crossrank.replay.results.measure import batches, blocks, compare, end_to_end_ns, measure, percentiles_us, table
 from crossrank.replay.results.whole_step import compare_step
+from crossrank.replay.run.messages import RankResult
 from crossrank.text import amount, csv_text, milliseconds, percent, printable
+from crossrank.tools.commands.options import write_output
 from crossrank.tools.traces.replayed import (
     CSV,
     JSON,
@@ -37,9 +29,6 @@ from crossrank.tools.traces.replayed import (
     ReplayReport,
     Settings,
 )
-
-if TYPE_CHECKING:
-    import polars as pl
 
 HTML = "replay.html"
 _MOST_PROBLEMS = 5
@@ -56,13 +45,8 @@ def make_report(
     """The report of one replay, and the table of `measure` that it is made of."""
     times = measure(plan, results)
     comparison = compare(plan, times, results)
-    substitutes: Counter[str] = Counter()
-    for result in results:
-        substitutes.update(result.substitutes)
-    check = None
-    if any(result.check_failures is not None for result in results):
-        failures = [failure for result in results for failure in result.check_failures or ()]
-        check = CheckResult(tensors=sum(result.checked for result in results), failures=failures)
+    checks = [result.check for result in results if result.check is not None]
+    failures = [failure for one in checks for failure in one.failures]
     calls = plan.calls * max(settings.repeats, 1)
     report = ReplayReport(
         source=plan.source,
@@ -74,16 +58,16 @@ def make_report(
         **_figures(plan),
         notes=plan.notes,
         damage=plan.damage,
-        substitutes=dict(substitutes),
+        substitutes=dict(sum((Counter(result.substitutes) for result in results), Counter[str]())),
         hosts=dict(Counter(result.host for result in results)),
         devices=dict(Counter(result.device for result in results)),
         versions=results[0].versions,
         clock_error_us=max(result.offset_error_ns for result in results) / 1000,
         end_to_end_us=percentiles_us(end_to_end_ns(results)),
         cpu_us_per_call=sum(result.cpu_s for result in results) * 1e6 / calls if calls else 0.0,
-        rows=table(times, plan),
+        rows=table(times),
         comparison=comparison if comparison.calls or comparison.recorded_end_to_end_us is not None else None,
-        check=check,
+        check=CheckResult(tensors=sum(one.tensors for one in checks), failures=failures) if checks else None,
         data=_all_data([result.data for result in results if result.data is not None]),
         by_source=blocks(times, plan, "source"),
         by_step=sorted(blocks(times, plan, "step"), key=lambda block: int(block.name)),
@@ -192,7 +176,6 @@ _RECORD_COLUMNS = ("op", "pg", "seq", "peer", "bytes", "dtype", "source")
 
 def to_csv(plan: Plan, times: pl.DataFrame) -> str:
     """One line per call and rank; times in us, over the passes."""
-    import polars as pl
 
     def in_us(column: str, share: float) -> pl.Expr:
         return (pl.col(column).quantile(share, "linear") / 1000).round(3).alias(f"{column}_us_p{100 * share:.0f}")
@@ -218,7 +201,7 @@ def to_csv(plan: Plan, times: pl.DataFrame) -> str:
     for rank, index, *measured in of_calls.iter_rows():
         record = plan.ranks[rank].calls[index].record
         own = (record.op, record.pg, number_of(record), record.peer, record.bytes, record.dtype, record.source)
-        writer.writerow([csv_text(value) for value in (rank, index, *own, *measured)])
+        writer.writerow(map(csv_text, (rank, index, *own, *measured)))
     return text.getvalue()
 
 
@@ -231,14 +214,8 @@ def write_report(folder: str, report: ReplayReport, plan: Plan, times: pl.DataFr
         CSV: to_csv(plan, times).encode(),
         HTML: replay_page(report).encode(),
     }
-    paths = []
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            path = Path(folder) / name
-            with whole_file(path) as temporary:
-                temporary.write_bytes(content)
-            paths.append(str(path))
-    except OSError as error:
-        raise CrossrankError(f"{folder}: cannot be written to ({one_line(error)}); give another with -o") from error
-    return paths
+    make_folder(folder)
+    paths = {join(folder, name): content for name, content in contents.items()}
+    for path, content in paths.items():
+        write_output(path, content)
+    return list(paths)

@@ -7,12 +7,11 @@ hardware, another backend or another algorithm have to give the same but for rou
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -23,13 +22,13 @@ from crossrank.comm import CommRecord, Count
 from crossrank.dtypes import DTYPES
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.replay.plan.plan import Plan
+from crossrank.replay.results.expected_values import MOST_FAILURES, failure_of, gives
 from crossrank.replay.run.program import Program
-from crossrank.tools.traces.replayed import CheckFailure, DataComparison
+from crossrank.tools.traces.replayed import DataComparison
 
 SCHEMA = "crossrank-data 1"
 _PART = 1 << 22
 """Elements that are compared at once."""
-_MOST_FAILURES = 20
 _LEAST_TOLERANCE = 1e-4
 
 
@@ -62,61 +61,54 @@ class RandomInputs:
     def __init__(self, program: Program, rank: int) -> None:
         self.program = program
         self.rank = rank
-        self.lock = threading.Lock()
-        """Recorded threads hand in their results at once."""
 
     def fill(self, position: int) -> None:
         """Set the inputs of launch `position`."""
-        bound = self.program.bound[position]
-        for index in range(bound.first, bound.first + bound.count):
+        for index in self.program.bound[position].calls:
             for part, tensor in enumerate(self.program.tensors[index][0]):
                 # Made on the host, whatever the device: generators of devices give other numbers.
                 seed = zlib.crc32(f"{self.rank} {index} {part}".encode())  # of a larger one torch takes 32 bits
                 generator = torch.Generator().manual_seed(seed)
-                _flat(tensor).copy_(_numbers(tensor, generator))
+                tensor.view(-1).copy_(_numbers(tensor, generator))
 
     def outputs(self, position: int) -> Iterator[tuple[SavedTensor, torch.Tensor]]:
         """What launch `position`, which is over, gave on this rank."""
-        bound = self.program.bound[position]
-        for index in range(bound.first, bound.first + bound.count):
+        for index in self.program.bound[position].calls:
             record = self.program.calls[index].record
             for part, tensor in enumerate(self.program.tensors[index][1]):
                 if tensor.numel() and gives(record, self.rank):
                     name = str(tensor.dtype).removeprefix("torch.")
                     yield (
                         SavedTensor(call=index, op=record.op, part=part, dtype=name, elements=tensor.numel()),
-                        _flat(tensor),
+                        tensor.view(-1),
                     )
 
 
 class DataWriter(RandomInputs):
-    """Saves the outputs of one rank: its files are there when the context has ended well."""
+    """Saves the outputs of one rank."""
 
-    def __init__(self, program: Program, rank: int, folder: str) -> None:
+    def __init__(self, program: Program, rank: int, file: IO[bytes]) -> None:
         super().__init__(program, rank)
-        self._folder = Path(folder)
-        self._saved: list[SavedTensor] = []
-        self._stack = ExitStack()
-        self._file: IO[bytes]
-
-    def __enter__(self) -> DataWriter:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._stack.enter_context(whole_file(self._folder / f"rank-{self.rank}.data"))
-        self._file = self._stack.enter_context(temporary.open("wb"))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        self._stack.__exit__(kind, *error)
-        if kind is None:
-            with whole_file(self._folder / f"rank-{self.rank}.data.json") as temporary:
-                temporary.write_bytes(msgspec.json.encode(SavedData(tensors=self._saved)))
+        self._file = file
+        self.saved: list[SavedTensor] = []
 
     def take(self, position: int) -> None:
         """Save what launch `position` gave."""
         for saved, tensor in self.outputs(position):
-            with self.lock:
-                self._file.write(tensor.view(torch.uint8).cpu().numpy().tobytes())
-                self._saved.append(saved)
+            self._file.write(tensor.view(torch.uint8).cpu().numpy().tobytes())
+            self.saved.append(saved)
+
+
+@contextmanager
+def saving(program: Program, rank: int, folder: str) -> Iterator[DataWriter]:
+    """A writer of the files of one rank, which are there when the context has ended well."""
+    path = Path(_file(folder, rank))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        writer = DataWriter(program, rank, file)
+        yield writer
+    with whole_file(Path(f"{path}.json")) as temporary:
+        temporary.write_bytes(msgspec.json.encode(SavedData(tensors=writer.saved)))
 
 
 class DataComparer(RandomInputs):
@@ -136,10 +128,6 @@ class DataComparer(RandomInputs):
 
     def take(self, position: int) -> None:
         """Compare what launch `position` gave."""
-        with self.lock:
-            self._take(position)
-
-    def _take(self, position: int) -> None:
         for made, tensor in self.outputs(position):
             saved, at = self._saved.get((made.call, made.part), (None, 0))
             if saved != made:
@@ -167,32 +155,14 @@ class DataComparer(RandomInputs):
         if not bool(different.any()):
             return False
         self.result.different += 1
-        if len(self.result.failures) < _MOST_FAILURES:
-            at = int(different.nonzero()[0])
-            self.result.failures.append(
-                CheckFailure(
-                    rank=self.rank,
-                    call=record.id,
-                    op=record.op,
-                    pg=record.pg,
-                    tensor=made.part,
-                    element=first + at,
-                    elements=int(different.sum()),
-                    expected=float(then[at].real),
-                    got=float(now[at].real),
-                )
-            )
+        if len(self.result.failures) < MOST_FAILURES:
+            self.result.failures.append(failure_of(record, self.rank, made.part, first, different, then, now))
         return True
 
 
 def tolerance(dtype: torch.dtype) -> float:
     """Relative and absolute, where no other is given: 8 roundings of the type, at least 1e-4."""
     return max(_LEAST_TOLERANCE, 8 * torch.finfo(dtype).eps) if dtype.is_floating_point else _LEAST_TOLERANCE
-
-
-def gives(record: CommRecord, rank: int) -> bool:
-    """Whether the operation says what is in the outputs of `rank`: of a reduction to one rank on that rank alone."""
-    return record.op != "reduce" or record.root == rank
 
 
 def load_saved(folder: str, rank: int) -> SavedData:
@@ -229,10 +199,6 @@ def check_saved(plan: Plan, folder: str) -> None:
 
 def _file(folder: str, rank: int) -> str:
     return str(Path(folder) / f"rank-{rank}.data")
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1)
 
 
 def _numbers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

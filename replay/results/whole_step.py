@@ -10,7 +10,7 @@ import numpy as np
 
 from crossrank.replay.plan.compute.compute_plan import ComputePlan, coverage_of
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.results.measure import RankResult
+from crossrank.replay.run.messages import RankResult
 from crossrank.tools.traces.replayed import ComputedOperation, StepComparison
 
 _SHOWN = 200
@@ -46,11 +46,7 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         if result.computed is not None and not plan.ranks[result.rank].is_copy
         for row in result.computed.failed
     ]
-    host, once = [], []
-    for one in results:
-        if one.computed is not None and (count := len(computes[one.rank].steps)):
-            host.append(one.computed.host_ns / count)
-            once.append(one.computed.host_once_ns / count)
+    computed = [(one.computed, len(computes[one.rank].steps)) for one in results if one.computed is not None]
     return StepComparison(
         coverage=coverage_of(recorded, failed),
         steps=steps,
@@ -66,10 +62,10 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         profiled_between_ms=fmean(between) / 1e6 if between else None,
         exposed_ms=median(waited) / 1e6,
         recorded_exposed_ms=fmean(exposed) / 1e6 if exposed else None,
-        host_ms=fmean(host) / 1e6,
-        host_once_ms=fmean(once) / 1e6,
+        host_ms=fmean(one.host_ns / count for one, count in computed if count) / 1e6,
+        host_once_ms=fmean(one.host_once_ns / count for one, count in computed if count) / 1e6,
         bytes_per_rank=max(one.bytes for one in computes.values()),
-        peak_bytes=max((one.computed.peak_bytes for one in results if one.computed is not None), default=0),
+        peak_bytes=max((one.peak_bytes for one, _ in computed), default=0),
         operations=_operations(computes, results)[:_SHOWN],
     )
 
@@ -105,10 +101,7 @@ def _noise(replayed: Sequence[float], recorded: Sequence[float], ranks: int) -> 
 
 
 def _operations(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> list[ComputedOperation]:
-    recorded: Counter[str] = Counter()
-    replayed: Counter[str] = Counter()
-    profiled: Counter[str] = Counter()
-    count: Counter[str] = Counter()
+    recorded, replayed, profiled, count = (Counter[str]() for _ in range(4))
     for compute in computes.values():
         for one in compute.operations:
             if one.node and one.call < 0 and not one.on_device:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from math import prod
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +20,13 @@ import torch
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import peak_memory
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan, flat_results, slots_in
-from crossrank.replay.plan.dtype_fallback import substitute
-from crossrank.replay.plan.plan import PlannedCall
-from crossrank.replay.plan.shapes import tensors
-from crossrank.replay.results.measure import Computed
-from crossrank.replay.run.device_streams import DeviceStreams
-from crossrank.replay.run.fill import fill_blocks
-from crossrank.replay.run.host_time import gaps_of, host_times, shortened, slowness
+from crossrank.replay.run.compute_device import DeviceStreams, fill_blocks
+from crossrank.replay.run.host_time import gaps_of, host_times, profiled, shortened, slowness
+from crossrank.replay.run.messages import Computed
 from crossrank.replay.run.operations import find_operations, refusal
 from crossrank.replay.run.pacing import idle, make_busy
-from crossrank.replay.run.program import Bound, OwnTensors, Program
+from crossrank.replay.run.place_launches import place_launches
+from crossrank.replay.run.program import Program
 from crossrank.tools.traces.kineto import read_kineto
 
 _RESHAPES = frozenset(
@@ -36,6 +34,9 @@ _RESHAPES = frozenset(
 )
 _LINES = 1000
 """Of one function: the compiler of Python takes longer than linear in them."""
+_OTHER_SHAPE = "what it gives depends on its data, and is of another shape"
+_CLOCK = "c(now())"
+"""The line that notes the time."""
 Launch = Callable[[int], None]
 Wait = Callable[[Sequence[int]], None]
 
@@ -117,29 +118,6 @@ class ComputeProgram:
         self._parts: list[_Part] = []
         self._clocked: list[_Part] = []
 
-    def own_tensors(self, calls: Sequence[PlannedCall], backend: str) -> dict[int, OwnTensors]:
-        """By index: the calls that communicate what the operations around them work on, as they did when they were
-        recorded; those that were changed have other tensors."""
-        at = _call_places(self.plan)
-        own = {}
-        highest = -1
-        for index, call in enumerate(calls):
-            place = at.get(call.record.id, -1)
-            if place < highest:
-                continue  # launched later than it was, when its tensors may be gone
-            highest = place
-            instead = substitute(call.record, backend)
-            if place < 0 or call.merged or (instead.dtype, instead.elements) != (call.record.dtype, 1):
-                continue
-            operation = self.plan.operations[place]
-            sides = [[prod(shape) for shape in side] for side in tensors(call.record)]
-            slots = [operation.inputs, operation.outputs]
-            sizes = [[prod(self.plan.slots[slot].shape) for slot in side] for side in slots]
-            dtypes = {self.plan.slots[slot].dtype for side in slots for slot in side}
-            if [sides[0], sides[-1]] == sizes and dtypes == {call.record.dtype}:
-                own[index] = OwnTensors(slots=self.slots, inputs=operation.inputs, outputs=operation.outputs)
-        return own
-
     def join(self, program: Program, launch: Launch, wait: Wait, progress: list[int]) -> None:
         """Put the launches of `program` and the waits for them between the operations. `progress[1]` counts
         operations, for whoever watches."""
@@ -151,8 +129,22 @@ class ComputeProgram:
         and after each operation, in ns."""
         if trial:
             self._trial()
-        else:
-            self._run(clock)
+            return
+        self.marks = []
+        parts = self._parts if clock is None else self._clocked
+        given = (self.slots,) if clock is None else (self.slots, clock.append)
+        # No tensor wants gradients, so none are noted; but some operations give more where they may be (an LSTM's
+        # workspace, which its backward takes).
+        with torch.enable_grad():
+            for part in parts:
+                try:
+                    part.run(*given)
+                except Exception as error:
+                    operation = part.operation_of(error)
+                    if operation is None:
+                        raise  # of a call
+                    raise CrossrankError(f"{operation.name} (node {operation.node}): {one_line(error)}") from error
+            self._end()
 
     def reset(self) -> None:
         """Undo what operations in place did to the shapes of tensors that were there before."""
@@ -164,22 +156,29 @@ class ComputeProgram:
     def _trial(self) -> None:
         """A pass in which every operation may fail: what does stands empty, and idle for its time, from then on."""
         self.marks = []
-        names = self._names
-        names["s"] = self.slots
-        with torch.enable_grad():  # as `_run`
+        self._names["s"] = self.slots
+
+        def run(lines: list[str]) -> None:
+            exec("\n".join(lines), self._names)
+
+        with torch.enable_grad():  # as `run_pass`
             for number, operation in enumerate(self.plan.operations):
-                exec("\n".join(self._before(number, operation)), names)
-                if operation.runs and number not in self.failed:
+                run(self._before(number, operation))
+                if self._runs(number):
                     try:
-                        exec("\n".join(self._own(number, operation)), names)
-                        self._compare(operation)
+                        run(self._own(number, operation))
+                        if self._gave_other_shapes(operation):
+                            self.failed[number] = _OTHER_SHAPE
                     except Exception as error:
-                        self.failed[number] = _reason(error)
-                if not operation.runs or number in self.failed:
-                    exec("\n".join(self._own(number, operation)), names)
-                exec("\n".join(self._after(number, operation)), names)
+                        self.failed[number] = one_line(error)[:120]
+                if not self._runs(number):
+                    run(self._own(number, operation))
+                run(self._after(number, operation))
             self._end()
         self._compile()
+
+    def _runs(self, number: int) -> bool:
+        return self.plan.operations[number].runs and number not in self.failed
 
     def _end(self) -> None:
         """Launch what belongs to no operation, and wait for all that is under way."""
@@ -189,14 +188,20 @@ class ComputeProgram:
         if self.streams is not None:
             self.streams.end()
 
-    def take_profile(self, path: str, passes: int) -> None:
-        """Learn from the Kineto trace of so many passes what the host did between operations in the recording."""
-        names = self._event_names() * passes
-        before, took = gaps_of(names, read_kineto(path).host)
+    def learn_from_profiler(self, run: Callable[[], object], passes: int) -> None:
+        """Call `run`, which makes a pass, so often under torch's profiler, and learn from that what the host did
+        between operations in the recording."""
+        with TemporaryDirectory(prefix="crossrank-") as folder:
+            kineto = Path(folder, "kineto.json")
+            profiled(lambda: [run() for _ in range(passes)], Path(folder, "et.json"), kineto)
+            events = read_kineto(str(kineto)).host
         count = len(self.plan.operations)
+        names = [one.name if self._runs(number) else "" for number, one in enumerate(self.plan.operations)]
+        before, took = gaps_of(names * passes, events)
         each = [slice(number * count, (number + 1) * count) for number in range(passes)]
         self._profiled = [took[one] for one in each]
-        waiting = self._after_waits()
+        # Before these the replay launches communication or waits for it.
+        waiting = {number + 1 for number in self._launches} | self._waits.keys()
         gaps = [[None if at in waiting else gap for at, gap in enumerate(before[one])] for one in each]
         host = host_times(self.plan, gaps)
         self.host_ns = self._most_host_ns = host.before
@@ -214,39 +219,11 @@ class ComputeProgram:
         self.host_ns = shortened(self._most_host_ns, round(sum(self.host_ns) - too_long))
         self._compile()
 
-    def _event_names(self) -> list[str]:
-        """By operation, the name of its event; empty where it has none."""
-        return [
-            one.name if one.runs and number not in self.failed else ""
-            for number, one in enumerate(self.plan.operations)
-        ]
-
-    def _after_waits(self) -> set[int]:
-        """Operations before which the replay launches communication or waits for it."""
-        return {number + 1 for number in self._launches} | self._waits.keys()
-
-    def _run(self, clock: list[int] | None) -> None:
-        self.marks = []
-        parts = self._parts if clock is None else self._clocked
-        given = (self.slots,) if clock is None else (self.slots, clock.append)
-        # No tensor wants gradients, so none are noted; but some operations give more where they may be (an LSTM's
-        # workspace, which its backward takes).
-        with torch.enable_grad():
-            for part in parts:
-                try:
-                    part.run(*given)
-                except Exception as error:
-                    operation = part.operation_of(error)
-                    if operation is None:
-                        raise  # of a call
-                    raise CrossrankError(f"{operation.name} (node {operation.node}): {one_line(error)}") from error
-            self._end()
-
     def result(self, clock: Sequence[int]) -> Computed:
         """What was computed, with the times of a pass with a `clock`."""
         totals: dict[str, tuple[int, int, int]] = {}
         for number, operation in enumerate(self.plan.operations):
-            if operation.runs and number not in self.failed and operation.node:
+            if operation.node and self._runs(number):
                 count, ns, under_profiler = totals.get(operation.name, (0, 0, 0))
                 took = [one for passed in self._profiled if (one := passed[number]) is not None]
                 totals[operation.name] = (
@@ -254,16 +231,10 @@ class ComputeProgram:
                     ns + clock[2 * number + 1] - clock[2 * number],
                     under_profiler + (round(median(took)) if took else 0),
                 )
-        failed: dict[tuple[str, str], tuple[int, int]] = {}
-        for number, reason in self.failed.items():
-            if not self.plan.operations[number].node:
-                continue
-            key = self.plan.operations[number].name, reason
-            count, ns = failed.get(key, (0, 0))
-            failed[key] = count + 1, ns + self.plan.operations[number].took_ns
+        failed = [(self.plan.operations[number], reason) for number, reason in self.failed.items()]
         return Computed(
             operations=totals,
-            failed=[(*key, *row) for key, row in failed.items()],
+            failed=[(one.name, reason, one.took_ns) for one, reason in failed if one.node],
             host_ns=round(sum(self.host_ns) * self._scale),
             host_once_ns=round(self._once_ns * self._scale),
             slowness=self._slowness if self._scale == 1 else None,
@@ -307,12 +278,7 @@ class ComputeProgram:
             "now": time.monotonic_ns,
         }
         if self.streams is not None:
-            self._names |= {
-                "on": self.streams.on,
-                "done": self.streams.done,
-                "after": self.streams.after,
-                "kept": self.streams.kept,
-            }
+            self._names |= {name: getattr(self.streams, name) for name in ("on", "done", "after", "kept")}
         for number, one in enumerate(self._operations):
             if one.operation is not None:
                 self._names[f"f{number}"] = one.operation._op
@@ -324,16 +290,15 @@ class ComputeProgram:
         self._parts, self._clocked = [], []
         operations = list(enumerate(self.plan.operations))
         for begin in range(0, len(operations), _LINES):
-            plain: list[_Line] = []
-            clocked: list[_Line] = []
+            lines: list[_Line] = []
             for number, operation in operations[begin : begin + _LINES]:
-                before = [(line, None) for line in self._before(number, operation)]
                 own = [(line, None if line[:7] == "launch(" else operation) for line in self._own(number, operation)]
-                after = [(line, None) for line in self._after(number, operation)]
-                plain += [*before, *own, *after]
-                clocked += [*before, ("c(now())", None), *own, ("c(now())", None), *after]
-            self._parts.append(self._part(plain, "s"))
-            self._clocked.append(self._part(clocked, "s, c"))
+                before, after = self._before(number, operation), self._after(number, operation)
+                lines += (
+                    [(line, None) for line in (*before, _CLOCK)] + own + [(line, None) for line in (_CLOCK, *after)]
+                )
+            self._parts.append(self._part([line for line in lines if line[0] != _CLOCK], "s"))
+            self._clocked.append(self._part(lines, "s, c"))
 
     def _part(self, lines: list[_Line], arguments: str) -> _Part:
         body = "\n ".join(line for line, _ in lines)
@@ -364,7 +329,7 @@ class ComputeProgram:
         launches = [f"launch({position})" for position in self._launches.get(number, ())]
         if operation.call >= 0:
             return launches
-        if operation.runs and number not in self.failed:
+        if self._runs(number):
             within = [f"s[{slot}] = s[{slot}].remainder({rows})" for slot, rows in operation.beyond]
             filled = [f"fill({slot}, {high})" for slot, high in operation.filled]
             return [*launches, *within, *self._call(operation), *filled]
@@ -421,72 +386,10 @@ class ComputeProgram:
         self._names[name] = value
         return name
 
-    def _compare(self, operation: ComputeOperation) -> None:
-        """Raise where an operation gave a tensor of another shape than recorded: what follows could not go on."""
-        for slot in flat_results(operation.results):
-            made, wanted = self.slots[slot], self.plan.slots[slot]
-            if isinstance(made, torch.Tensor) and list(made.shape) != wanted.shape:
-                raise _OtherShape
-
-
-Placed = tuple[dict[int, list[int]], dict[int, tuple[int, ...]], tuple[int, ...]]
-
-
-def place_launches(plan: ComputePlan, program: Program) -> Placed:
-    """(position of an operation -> the launches at it, position -> the launches that are waited for before it, what is
-    waited for at the end), launches by their positions in `program`.
-
-    A launch goes where the last of its calls stood; one that the recording does not have goes with the next that it
-    has. What blocks is waited for at once, where it is launched.
-    """
-    at = _call_places(plan)
-    places = [
-        max((at[one] for call in _calls(program, bound) for one in call.recorded_ids if one in at), default=-1)
-        for bound in program.bound
-    ]
-    last = max(at.values(), default=len(plan.operations) - 1)
-    following = last
-    for position in reversed(range(len(places))):
-        places[position] = following = places[position] if places[position] >= 0 else following
-    launches: dict[int, list[int]] = {}
-    highest = -1
-    for position, place in enumerate(places):
-        highest = max(highest, place)
-        launches.setdefault(highest, []).append(position)
-    positions_of: dict[int, list[int]] = {}
-    for position, bound in enumerate(program.bound):
-        for call in _calls(program, bound):
-            for one in call.recorded_ids:
-                positions_of.setdefault(one, []).append(position)
-    left = {position for position, bound in enumerate(program.bound) if not bound.blocking}
-    waits: dict[int, tuple[int, ...]] = {}
-    launched: set[int] = set()
-    for number, operation in enumerate(plan.operations):
-        due = {one for call in operation.waits for one in positions_of.get(call, ())} & left & launched
-        if due:
-            waits[number] = tuple(sorted(due))
-            left -= due
-        launched.update(launches.get(number, ()))
-    return launches, waits, tuple(sorted(left))
-
-
-def _call_places(plan: ComputePlan) -> dict[int, int]:
-    """Id of a call -> position of its operation."""
-    return {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}
-
-
-def _calls(program: Program, bound: Bound) -> list[PlannedCall]:
-    return program.calls[bound.first : bound.first + bound.count]
-
-
-class _OtherShape(ValueError):
-    """What an operation gives depends on its data."""
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, _OtherShape):
-        return "what it gives depends on its data, and is of another shape"
-    return one_line(error)[:120]
+    def _gave_other_shapes(self, operation: ComputeOperation) -> bool:
+        """Whether what an operation gave has another shape than recorded: what follows could not go on."""
+        made = ((self.slots[slot], self.plan.slots[slot].shape) for slot in flat_results(operation.results))
+        return any(isinstance(one, torch.Tensor) and list(one.shape) != shape for one, shape in made)
 
 
 def _frees(operation: ComputeOperation) -> list[str]:

@@ -21,18 +21,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
-from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.results.measure import Pass
 from crossrank.replay.run.compute_program import ComputeProgram
+from crossrank.replay.run.messages import Pass
 from crossrank.replay.run.pacing import Pacer
-from crossrank.replay.run.profiled import profiled
 from crossrank.replay.run.program import Program
 
 IDLE = -1
@@ -48,12 +44,7 @@ class CpuExecutor:
     """Runs a program whose Works complete on the host. `progress[0]` is the index of the call that the rank is in, for
     whoever watches."""
 
-    def __init__(
-        self,
-        program: Program,
-        pacer: Pacer | None = None,
-        compute: ComputeProgram | None = None,
-    ) -> None:
+    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
         """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them."""
         self.progress = [IDLE, 0]
         """The second counts operations."""
@@ -62,6 +53,8 @@ class CpuExecutor:
         self._program = program
         self._pacer = pacer
         self._compute = compute
+        self._check_lock = threading.Lock()
+        """One thread at a time fills and checks."""
         self._made: dict[int, threading.Event] = {}
         """Launches that one of another thread follows."""
         count = len(program.last_waits)
@@ -73,24 +66,6 @@ class CpuExecutor:
         self._threads = futures.ThreadPoolExecutor(count, "crossrank-replay", self._begin_thread) if count > 1 else None
         if compute is not None:
             compute.join(program, self.launch, self.wait, self.progress)
-
-    @property
-    def computes(self) -> bool:
-        """Whether operations run between the launches."""
-        return self._compute is not None
-
-    def learn_from_profiler(self, passes: int) -> None:
-        """Run so many passes under torch's profiler, and learn from them what the host did between operations."""
-        assert self._compute is not None
-        with TemporaryDirectory(prefix="crossrank-") as folder:
-            et, kineto = Path(folder, "et.json"), Path(folder, "kineto.json")
-            profiled(lambda: [self.run() for _ in range(passes)], et, kineto)
-            self._compute.take_profile(str(kineto), passes)
-
-    def fit_host(self, passes: Sequence[Pass]) -> None:
-        """Fit the host's time between operations to these passes."""
-        assert self._compute is not None
-        self._compute.fit_host(median(one.own_ns for one in passes))
 
     def run(
         self, before: Hook | None = None, after: Hook | None = None, *, trial: bool = False, clock: Clock | None = None
@@ -119,7 +94,7 @@ class CpuExecutor:
         ready, completed = self._times(start, launched)
 
         def by_call(column: array[int]) -> bytes:
-            spread = (repeat(value, bound.count) for value, bound in zip(column, program.bound, strict=True))
+            spread = (repeat(value, len(bound.calls)) for value, bound in zip(column, program.bound, strict=True))
             return array("q", chain.from_iterable(spread)).tobytes()
 
         return Pass(
@@ -164,8 +139,9 @@ class CpuExecutor:
         if bound.follows >= 0 and self._made:
             self._made[bound.follows].wait()
         if self._before is not None:
-            self._before(position)
-        self.progress[0] = bound.first
+            with self._check_lock:
+                self._before(position)
+        self.progress[0] = bound.calls[0]
         if bound.barrier is not None:
             bound.barrier().wait()
         self._launch(position)
@@ -188,11 +164,12 @@ class CpuExecutor:
         """Wait for launches."""
         began = time.monotonic_ns()
         for position in positions:
-            self.progress[0] = self._program.bound[position].first
+            self.progress[0] = self._program.bound[position].calls[0]
             work, self._works[position] = self._works[position], None
             self._wait(position, work)
             if self._after is not None:
-                self._after(position)
+                with self._check_lock:
+                    self._after(position)
         self.waited_ns += time.monotonic_ns() - began
 
     def close(self) -> None:
@@ -250,12 +227,7 @@ class CudaExecutor(CpuExecutor):
     _external_events = False
     """They are nodes of a graph."""
 
-    def __init__(
-        self,
-        program: Program,
-        pacer: Pacer | None = None,
-        compute: ComputeProgram | None = None,
-    ) -> None:
+    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
         super().__init__(program, pacer, compute)
@@ -299,7 +271,7 @@ class CudaExecutor(CpuExecutor):
     def _finish(self) -> None:
         for bound, ended in zip(self._program.bound, self._ended, strict=True):
             # Seen by the watch: a host that is ahead of its GPU would make no progress in one synchronisation.
-            self.progress[0] = bound.first
+            self.progress[0] = bound.calls[0]
             while not ended.query():
                 time.sleep(_POLL_S)
         torch.cuda.synchronize(self._program.device)
@@ -310,6 +282,62 @@ class CudaExecutor(CpuExecutor):
             (earlier.elapsed_time(later) for earlier, later in pairwise([self._base, *self._began])),
             (began.elapsed_time(ended) for began, ended in zip(self._began, self._ended, strict=True)),
         )
+
+
+class GraphExecutor(CudaExecutor):
+    """Launches a rank's calls as a CUDA graph: captured once, launched as one in every pass. Raises `CrossrankError`
+    for a program that cannot be captured: a call that holds the host, or another thread, cannot be part of a graph.
+
+    The first pass makes the calls one by one, for a communicator is made by the first call that needs it, and that
+    cannot be captured; the calls of a pass that is checked are made one by one as well. The events that time each call
+    are nodes of the graph.
+    """
+
+    _external_events = True
+
+    def __init__(self, program: Program) -> None:
+        if any(bound.holds_host for bound in program.bound):
+            raise CrossrankError(
+                "--graph: a barrier holds the host and cannot be captured; leave it out: --drop barrier"
+            )
+        if len(program.last_waits) > 1:
+            raise CrossrankError("--graph: calls of several threads cannot be captured as one; leave --graph out")
+        super().__init__(program)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._has_run = False
+
+    def _make_calls(self) -> None:
+        if self._before is not None or not self._has_run:
+            super()._make_calls()
+            self._has_run = True
+            return
+        if self._graph is None:
+            self._graph = self._captured()
+            self._begin()
+        launched = time.monotonic_ns()
+        self._graph.replay()
+        # Each call's share of the one launch.
+        each = (time.monotonic_ns() - launched) // max(len(self._program.bound), 1)
+        for position in range(len(self._program.bound)):
+            self._launched[position], self._issued[position] = launched, launched + each
+
+    def close(self) -> None:
+        # A communicator is not destroyed while a graph that was captured from it is there.
+        if self._graph is not None:
+            torch.cuda.synchronize(self._program.device)
+            self._graph.reset()
+            self._graph = None
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph, outer = torch.cuda.CUDAGraph(), self._stream
+        # Torch's watchdog of NCCL asks the driver meanwhile, on a thread of its own.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._stream = torch.cuda.current_stream(self._program.device)
+            super()._make_calls()
+            for lane in {bound.lane for bound in self._program.bound if not bound.blocking}:
+                self._stream.wait_stream(self._side[lane])
+        self._stream = outer
+        return graph
 
 
 def event_times(start: int, after_ms: Iterable[float], took_ms: Iterable[float]) -> tuple[array[int], array[int]]:

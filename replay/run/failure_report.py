@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import re
 
-import msgspec
-
 from crossrank.replay.plan.plan import Plan, number_of
+from crossrank.replay.run.messages import State
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import call_text
 from crossrank.tools.output.console import print_table
-
-
-class State(msgspec.Struct, kw_only=True):
-    """Where a rank is."""
-
-    phase: str
-    """What it does, for people: `joining`, `warming up`, `pass 3`, `done`."""
-    call: int = -1
-    """Index of the call it is in; -1 between calls."""
-    error: str = ""
-    """What ended it."""
-    asked_to_end: bool = False
-    """It ended because another rank had failed."""
-
 
 ENDED = ("killed", "exited", "lost contact", "made no progress")
 """How errors begin that are no consequence of another rank's."""

@@ -17,9 +17,14 @@ those, waits for communication left out on both sides.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median, median_low
 from typing import NamedTuple
+
+import torch
+from torch.autograd.profiler import profile
+from torch.profiler import ExecutionTraceObserver
 
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.tools.traces.kineto import HostEvent
@@ -120,6 +125,22 @@ def _of_typical_step(plan: ComputePlan, left: Sequence[float | None]) -> list[fl
             same[place].append(gap)
     medians = {place: median_low(gaps) for place, gaps in same.items()}
     return [medians.get(place) for place in places]
+
+
+def profiled(run: Callable[[], object], et: Path, kineto: Path) -> None:
+    """Call `run` under torch's profiler, as in the window of a recording, and write its execution trace to `et` and its
+    Kineto trace to `kineto`."""
+    observer = ExecutionTraceObserver()
+    observer.register_callback(str(et))
+    try:
+        # Not torch.profiler's own: it imports the compiler when it starts, which takes seconds.
+        with profile(use_device="cuda" if torch.cuda.is_initialized() else None, record_shapes=True) as session:
+            observer.start()
+            run()
+            observer.stop()
+    finally:
+        observer.unregister_callback()
+    session.export_chrome_trace(str(kineto))
 
 
 def gaps_of(names: Sequence[str], events: Sequence[HostEvent]) -> tuple[list[int | None], list[int | None]]:

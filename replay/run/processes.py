@@ -28,9 +28,9 @@ from torch.distributed import Store, TCPStore
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.probe import Machine
-from crossrank.replay.results.measure import RankResult
-from crossrank.replay.run.failure_report import Failed, State, print_states
+from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo
+from crossrank.replay.run.messages import RankResult, State
 from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, connect, host_store, listen
 from crossrank.replay.run.worker import leave, run_rank
 from crossrank.tools.traces.replayed import Settings
@@ -147,7 +147,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _rendezvous(place: RankInfo, store: Store, turn: int = 0) -> Rendezvous:
+def _rendezvous(place: RankInfo, store: Store, turn: int) -> Rendezvous:
     return Rendezvous(store, place.world_size, turn, key=place.key)
 
 
@@ -162,9 +162,7 @@ class Lead:
 
     def run(self, plan: Plan, settings: Settings) -> list[RankResult]:
         """Send `plan` out, do this rank's part, and gather the results. Raises `Failed` where a rank failed."""
-        if self._store is None:
-            self._store = host_store(self.place, self._timeout_s)
-        rendezvous = _rendezvous(self.place, self._store, self._turn)
+        rendezvous = self._meet()
         rendezvous.send_plan(plan, settings)
         second = _rendezvous(self.place, connect(self.place, self._timeout_s), self._turn)
 
@@ -186,17 +184,14 @@ class Lead:
 
     def machines(self) -> list[Machine]:
         """Where each rank runs; waits for all. Raises `CrossrankError` where one does not come."""
-        if self._store is None:
-            self._store = host_store(self.place, self._timeout_s)
-        rendezvous = _rendezvous(self.place, self._store)
+        rendezvous = self._meet()
         rendezvous.tell_machine(self.place.rank)
         return rendezvous.machines(self._timeout_s)
 
     def refuse(self) -> None:
         """Let the other ranks go, which wait for a plan that does not come."""
         try:
-            self._store = self._store or host_store(self.place, _REFUSAL_S)
-            _rendezvous(self.place, self._store, self._turn).abort()
+            self._meet(_REFUSAL_S).abort()
             self._wait_for_others(_LAST_TO_COME_S)
         except (CrossrankError, RuntimeError):
             return  # nobody can be waiting
@@ -204,8 +199,13 @@ class Lead:
     def end(self) -> None:
         """Let the other ranks go: all is done."""
         if self._store is not None:
-            _rendezvous(self.place, self._store, self._turn).send_end()
+            self._meet().send_end()
             self._wait_for_others(_LAST_TO_LEAVE_S)
+
+    def _meet(self, patience_s: float | None = None) -> Rendezvous:
+        """The store, which this process begins to host where it does not yet, at the turn that it has come to."""
+        self._store = self._store or host_store(self.place, patience_s or self._timeout_s)
+        return _rendezvous(self.place, self._store, self._turn)
 
     def _wait_for_others(self, most_s: float) -> None:
         """The store goes with this process: leave when the others need it no more."""
@@ -219,7 +219,7 @@ class Lead:
 def serve(place: RankInfo, timeout_s: float) -> int:
     """Any other rank: replays what rank 0 sends until that has no more; returns the exit code."""
     store = host_store(place, timeout_s)
-    _rendezvous(place, store).tell_machine(place.rank)
+    _rendezvous(place, store, 0).tell_machine(place.rank)
     turn = 0
     while True:
         rendezvous = _rendezvous(place, store, turn)

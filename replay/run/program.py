@@ -83,6 +83,11 @@ class Arguments:
         width = len(self.inputs)
         return [self.outputs[start : start + width] for start in range(0, len(self.outputs), width)]
 
+    def joined(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """`whole` with the parts of all members one behind the other: gloo, unlike NCCL, does not take them stacked."""
+        is_stacked = whole.dim() == part.dim() + 1 and part.numel() > 0
+        return whole.view(-1, *part.shape[1:]) if is_stacked and self.device.type == "cpu" else whole
+
     def options(self, name: str) -> Any:
         """The options object of c10d of that name, with all it has a place for."""
         options = barrier_options(self.device) if name == "BarrierOptions" else getattr(c10d, name)()
@@ -109,11 +114,14 @@ ROWS: dict[str, tuple[Callable[[Arguments], tuple[Any, ...]], str | None]] = {
     "reduce_": (lambda a: (a.inputs,), "ReduceOptions"),
     "broadcast_": (lambda a: (a.inputs,), "BroadcastOptions"),
     "allgather_": (lambda a: (a.all_outputs, a.inputs), "AllgatherOptions"),
-    "_allgather_base_": (lambda a: (a.outputs[0], a.inputs[0]), "AllgatherOptions"),
+    "_allgather_base_": (lambda a: (a.joined(a.outputs[0], a.inputs[0]), a.inputs[0]), "AllgatherOptions"),
     "allgather_coalesced_": (lambda a: (a.outputs_by_member, a.inputs), "AllgatherOptions"),
     "allgather_into_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "AllgatherOptions"),
     "reduce_scatter_": (lambda a: (a.outputs, a.all_inputs), "ReduceScatterOptions"),
-    "_reduce_scatter_base_": (lambda a: (a.outputs[0], a.inputs[0]), "ReduceScatterOptions"),
+    "_reduce_scatter_base_": (
+        lambda a: (a.outputs[0], a.joined(a.inputs[0], a.outputs[0])),
+        "ReduceScatterOptions",
+    ),
     "reduce_scatter_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "ReduceScatterOptions"),
     "gather_": (lambda a: (a.all_outputs, a.inputs), "GatherOptions"),
     "scatter_": (lambda a: (a.outputs, a.all_inputs), "ScatterOptions"),
@@ -147,9 +155,8 @@ class OwnTensors:
 class Bound:
     """A launch that is ready to go."""
 
-    first: int
-    """Index of its first call."""
-    count: int
+    calls: range
+    """Indices of its calls: one, or those of a batch."""
     launch: Launch
     waits: tuple[int, ...]
     """Launches that are waited for before this one, by their position in the program."""
@@ -206,15 +213,15 @@ def prepare(
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
-    layout = lay_out(calls, own)
+    offsets, size = lay_out(calls, own)
     try:
-        block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
+        block = torch.full((max(size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise CrossrankError(
-            f"rank {rank}: {layout.size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
+            f"rank {rank}: {size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
             "try --scale-bytes below 1"
         ) from error
-    views = _tensors(block, calls, substitutes, layout.offsets, own)
+    views = _tensors(block, calls, substitutes, offsets, own)
     threads = Interned[int | None]()
     thread_of = [threads.number(calls[first].record.thread) for first, _ in spans]
     waits: list[list[int]] = [[] for _ in spans]
@@ -254,8 +261,7 @@ def prepare(
             latest[record.pg] = position
         bound.append(
             Bound(
-                first=first,
-                count=end - first,
+                calls=range(first, end),
                 launch=members[0] if single else _together(members, groups[record.pg][1], device),
                 waits=tuple(waits[position]),
                 blocking=blocking,
@@ -310,7 +316,7 @@ def late_ends(program: Program) -> list[int]:
         index
         for bound in program.bound
         if not bound.blocking and (bound.holds_host if on_gpu else not bound.has_future)
-        for index in range(bound.first, bound.first + bound.count)
+        for index in bound.calls
     ]
 
 

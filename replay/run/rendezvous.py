@@ -21,15 +21,12 @@ import msgspec
 import zstandard
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
-from crossrank.machine import network_cards
-from crossrank.replay.plan.compute.compute_plan import ComputePlan
-from crossrank.replay.plan.plan import Plan, PlannedCall
+from crossrank.machine import boot_id, network_cards
+from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.probe import Machine
-from crossrank.replay.results.measure import RankResult
-from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.launcher import RankInfo
+from crossrank.replay.run.messages import RankResult, State, WorkItem
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.replayed import Settings
 
@@ -39,22 +36,14 @@ _PATIENCE_S = 1800.0
 """How long a rank looks for rank 0, which reads the files of all ranks before it is there."""
 FINISHED = "finished"
 
+_HASH = "sha256"
+_SEAL_BYTES = 32
+_ROUNDS = 16
+"""Round trips by which clocks are compared."""
+
 Content = TypeVar("Content")
-
-
-class WorkItem(msgspec.Struct, kw_only=True):
-    """What one rank is sent."""
-
-    settings: Settings = Settings(backend="", device="")
-    groups: list[Group] = []
-    """All of the plan."""
-    calls: list[PlannedCall] = []
-    compute: ComputePlan | None = None
-    fits_host: bool = False
-    """On some rank the host's time can be fitted to steps without a profiler: all make the passes for it."""
-    world_size: int = 0
-    ends: bool = False
-    """There is nothing more to do: the process may go."""
+Offset = tuple[int, int]
+"""(ns to add to this rank's clock to have rank 0's, largest error in ns)"""
 
 
 class NoPlanError(Exception):
@@ -215,5 +204,45 @@ class Rendezvous:
         return hmac.digest(self._key, f"{self._turn}/{key}/".encode() + content, _HASH)
 
 
-_HASH = "sha256"
-_SEAL_BYTES = 32
+def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
+    """How far this rank's monotonic clock is from that of rank 0. All ranks call it together; `when` names the
+    occasion.
+
+    Processes of one boot of one machine share the clock. Of every other machine one rank measures the distance by
+    sending the time to and fro over the store: of several round trips the fastest counts, and half of it is the error.
+    """
+    store = rendezvous.store
+    store.set(f"{when}/machine/{rank}", boot_id() or f"rank {rank}")
+    if rank == 0:
+        first: dict[bytes, int] = {}
+        for other in range(rendezvous.world_size):
+            leader = first.setdefault(store.get(f"{when}/machine/{other}"), other)
+            store.set(f"{when}/leader/{other}", str(leader))
+        for leader in list(first.values())[1:]:
+            for trip in range(_ROUNDS):
+                store.get(f"{when}/{leader}/ping/{trip}")
+                store.set(f"{when}/{leader}/pong/{trip}", str(time.monotonic_ns()))
+    leader = int(store.get(f"{when}/leader/{rank}"))
+    if leader == 0:
+        return 0, 0
+    if leader == rank:
+        trips = []
+        for trip in range(_ROUNDS):
+            sent = time.monotonic_ns()
+            store.set(f"{when}/{rank}/ping/{trip}", "1")
+            there = int(store.get(f"{when}/{rank}/pong/{trip}"))
+            back = time.monotonic_ns()
+            trips.append(((back - sent) // 2, there - (sent + back) // 2))
+        error, offset = min(trips)
+        store.set(f"{when}/offset/{rank}", f"{offset} {error}")
+    offset, error = map(int, store.get(f"{when}/offset/{leader}").split(b" "))
+    return offset, error
+
+
+def between(start: Offset, end: Offset) -> Offset:
+    """The offset in the middle of two measurements, with half of what they are apart added to the error: clocks drift.
+
+    >>> between((1000, 10), (1400, 20))
+    (1200, 220)
+    """
+    return (start[0] + end[0]) // 2, max(start[1], end[1]) + abs(end[0] - start[0]) // 2

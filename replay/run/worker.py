@@ -1,24 +1,22 @@
 """One rank of a replay: it joins the others, makes its calls, and hands in what it measured.
 
-A thread beside it (`Watch`) tells the store where the rank is, and ends the process when the rank makes no progress or
-another one has failed: a collective that waits for a dead rank cannot be left in any other way.
+A thread beside it (`watch`) tells the store where the rank is, and ends the process when the rank makes no progress or
+another one has failed.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from statistics import median
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -29,32 +27,24 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id, give_memory_back, limit_memory, memory
 from crossrank.replay.results.expected_values import Checker
-from crossrank.replay.results.measure import Pass, RankResult
-from crossrank.replay.results.saved_data import DataComparer, DataWriter
-from crossrank.replay.run.clock_offsets import between, measure_offset
+from crossrank.replay.results.saved_data import DataComparer, DataWriter, saving
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor, Hook
-from crossrank.replay.run.failure_report import State
-from crossrank.replay.run.graph_executor import GraphExecutor
+from crossrank.replay.run.executor import CpuExecutor, CudaExecutor, GraphExecutor
+from crossrank.replay.run.messages import Pass, RankResult, WorkItem
 from crossrank.replay.run.pacing import make_pacer, parse_pace
+from crossrank.replay.run.place_launches import own_tensors
 from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
-from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, WorkItem
-from crossrank.text import printable
+from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, between, measure_offset
+from crossrank.replay.run.watch import FINAL_REPORT_S, Watch
 from crossrank.tools.traces.replayed import Settings
 
 _BACKEND_GRACE_S = 30.0
 _NO_BACKENDS = ("undefined", "fake")
 """Names that torch keeps in its list of backends for itself."""
-_LOOK_S = 0.1
-"""Between two looks whether all have to end; longer where thousands would keep the store busy."""
-_LONGEST_LOOK_S = 0.5
-_BEAT_S = 0.5
 _PROFILED_PASSES = 3
 _FITS, _FITTED_PASSES = 2, 5
 _PROFILED_STEPS = "1:3"
 """Of a recording with a window, whose first pass shows what the profiler's start costs."""
-_FINAL_REPORT_S = 0.25
-"""How long a rank that has to end waits for the others to tell where they are."""
 
 
 def run_rank(
@@ -87,7 +77,7 @@ def run_rank(
             rendezvous.wait_for(FINISHED)
         watch.stop()
     except NoPlanError:
-        time.sleep(2 * _FINAL_REPORT_S)  # the watch ends the process
+        time.sleep(2 * FINAL_REPORT_S)  # the watch ends the process
         return 1, None
     except Exception as error:
         watch.fail(one_line(error))
@@ -137,7 +127,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         backend=settings.backend,
         device=device,
         timeout=timeout,
-        own=compute.own_tensors(work.calls, settings.backend) if compute is not None else {},
+        own=own_tensors(compute.plan, compute.slots, work.calls, settings.backend) if compute is not None else {},
         barriers=settings.blocking,
     )
     pacer = make_pacer(work.calls, parse_pace(settings.pace), device) if compute is None else None
@@ -151,10 +141,9 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     comparer = None
     if settings.compare_data is not None:
         comparer = DataComparer(program, rank, settings.compare_data, settings.rtol, settings.atol)
-    with DataWriter(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
-        checks = [(checker.fill, checker.verify)] if checker is not None else []
-        checks += [(one.fill, one.take) for one in (writer, comparer) if one is not None]
-        passes, cpu_s, times = _passes(executor, program, work, watch, checks)
+    with saving(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
+        checks = [one for one in (checker, writer, comparer) if one is not None]
+        passes, cpu_s, times = _passes(executor, program, compute, work, watch, checks)
     computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
@@ -172,8 +161,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         cpu_s=cpu_s,
         late_ends=late_ends(program),
         substitutes=Counter(text for one in program.substitutes for text in one.differences),
-        check_failures=checker.failures if checker is not None else None,
-        checked=checker.checked if checker is not None else 0,
+        check=checker.result if checker is not None else None,
         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
         computed=computed,
         data=comparer.result if comparer is not None else None,
@@ -240,7 +228,12 @@ def _make_groups(
 
 
 def _passes(
-    executor: CpuExecutor, program: Program, work: WorkItem, watch: Watch, checks: Sequence[tuple[Hook, Hook]]
+    executor: CpuExecutor,
+    program: Program,
+    compute: ComputeProgram | None,
+    work: WorkItem,
+    watch: Watch,
+    checks: Sequence[Checker | DataWriter | DataComparer],
 ) -> tuple[list[Pass], float, list[int]]:
     """(passes, CPU seconds of all, the clock of one more pass where there is computation)."""
     settings = work.settings
@@ -256,21 +249,21 @@ def _passes(
         program.block.fill_(FILL)
         barrier()
 
-    if executor.computes:
+    if compute is not None:
         meet("trying every operation")
         executor.run(trial=True)
         meet("in passes under the profiler")
-        executor.learn_from_profiler(_PROFILED_PASSES)
+        compute.learn_from_profiler(executor.run, _PROFILED_PASSES)
         for _ in range(_FITS if work.fits_host else 0):
             fitted = []
             for number in range(_FITTED_PASSES):
                 meet(f"in pass {number + 1} that the host's time is fitted to")
-                fitted.append(executor.run())
-            executor.fit_host(fitted)
+                fitted.append(executor.run().own_ns)
+            compute.fit_host(median(fitted))
         give_memory_back()
-    for before, after in checks:  # in passes of their own: filling and comparing takes longer than the calls
+    for check in checks:  # in passes of their own: filling and comparing takes longer than the calls
         meet("in the pass that is checked")
-        executor.run(before, after)
+        executor.run(check.fill, check.take)
     # With a graph the first pass makes communicators and the second captures.
     for number in range(max(settings.warmup, 2) if settings.graph else settings.warmup):
         meet(f"in warm-up pass {number + 1}")
@@ -292,101 +285,12 @@ def _passes(
                 executor.run()
                 crossrank.step()
     clock: list[int] = []
-    if executor.computes:
+    if compute is not None:
         meet("in a pass that times every operation")
         executor.run(clock=clock)
     watch.phase("waiting for the others to end")
     barrier()
     return passes, cpu_s, clock
-
-
-class Watch(threading.Thread):
-    """Reports to the store where the rank is, and ends the process where it cannot go on."""
-
-    def __init__(
-        self, rank: int, rendezvous: Rendezvous, final_report: Callable[[], None], term: int | None, limit_s: float
-    ) -> None:
-        """After `limit_s` without progress the process ends, and when `term` can be read."""
-        super().__init__(name="crossrank-watch", daemon=True)
-        self._rank = rank
-        self._rendezvous = rendezvous
-        self._final_report = final_report
-        self._term = term
-        self._limit_s = limit_s
-        self._executor: CpuExecutor | None = None
-        self._over = threading.Event()
-        self._look_s = min(_LOOK_S * max(1.0, rendezvous.world_size / 64), _LONGEST_LOOK_S)
-        self.phase("joining")
-
-    def phase(self, text: str) -> None:
-        """Note what the rank does from now on."""
-        self._state = State(phase=text)
-        self._since = time.monotonic()
-
-    def follow(self, executor: CpuExecutor) -> None:
-        """Watch the progress of `executor` from now on."""
-        self._executor = executor
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
-
-    def fail(self, error: str) -> None:
-        """Report what ended the rank, and that all have to end."""
-        self.stop()
-        try:
-            self._report(error=error)
-            self._rendezvous.abort()
-        except RuntimeError:  # the store is gone with its host
-            text = printable(f"crossrank: rank {self._rank} was {self._state.phase}: {error}")
-            print(text, file=sys.stderr, flush=True)
-
-    def run(self) -> None:
-        last_progress, last_report = [-2], 0.0
-        while not self._over.is_set():
-            ended = self._wait()
-            now, call = time.monotonic(), self._call()
-            progress = list(self._executor.progress) if self._executor is not None else [call]
-            if progress != last_progress:
-                last_progress, self._since = progress, now
-            try:
-                if now - last_report > _BEAT_S:
-                    self._report()
-                    last_report = now
-                if now - self._since > self._limit_s and self._state.phase != "done":
-                    self._report(error=f"made no progress for {now - self._since:.0f} s")
-                    self._rendezvous.abort()
-                    self._end()
-                if ended or self._rendezvous.aborted():
-                    self._report(asked_to_end=True)
-                    self._end()
-            except RuntimeError:  # the store is gone, and with it the replay
-                if self._over.is_set():
-                    return
-                text = f"crossrank: rank {self._rank} lost the others while {self._state.phase}, in call {call}"
-                print(text, file=sys.stderr, flush=True)
-                os._exit(1)
-
-    def _wait(self) -> bool:
-        """A moment; True where the launcher asks the process to end."""
-        if self._term is not None:
-            return bool(select.select([self._term], [], [], self._look_s)[0])
-        self._over.wait(self._look_s)
-        return False
-
-    def _report(self, *, error: str = "", asked_to_end: bool = False) -> None:
-        state = msgspec.structs.replace(self._state, call=self._call(), error=error, asked_to_end=asked_to_end)
-        self._rendezvous.put(f"state/{self._rank}", state)
-
-    def _end(self) -> None:
-        if self._over.is_set():
-            return  # the rank's own failure is being reported
-        time.sleep(_FINAL_REPORT_S)
-        self._final_report()
-        os._exit(1)
-
-    def _call(self) -> int:
-        return self._executor.progress[0] if self._executor is not None else IDLE
 
 
 def leave(code: int) -> NoReturn:

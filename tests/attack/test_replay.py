@@ -15,7 +15,8 @@ from torch.distributed import HashStore
 
 from crossrank.errors import CrossrankError
 from crossrank.machine import memory
-from crossrank.replay.run.rendezvous import Rendezvous, WorkItem
+from crossrank.replay.run.messages import WorkItem
+from crossrank.replay.run.rendezvous import Rendezvous
 from tests.attack.operations import RECORDING, attack, save_plan
 from tests.gpu.raw_kineto import unpacked
 from tests.integration import jobs

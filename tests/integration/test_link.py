@@ -77,7 +77,7 @@ def test_a_gloo_call_has_the_range_of_its_work(two_ranks: World, tmp_path: Path,
         if communication.record.op in ("all_reduce", "all_to_all"):
             assert communication.work is not None
             work = ops[communication.work]
-            assert work.node.name == f"gloo:{communication.record.op}"
+            assert work.name == f"gloo:{communication.record.op}"
             assert work.is_work
             assert work.duration_ns is not None
             assert work.duration_ns > 0
@@ -156,7 +156,7 @@ def test_the_host_goes_on_when_the_work_of_a_call_is_done(two_ranks: World, tmp_
     ops = {op.id: op for op in result.host}
     syncs = {edge.source: edge for edge in result.edges if edge.kind == "sync"}
     sure = syncs[first.work or 0]
-    assert ops[sure.target].node.name == "aten::ones"
+    assert ops[sure.target].name == "aten::ones"
     assert not sure.inferred
     if second.work in syncs:  # the Work may have ended while the host still computed
         assert syncs[second.work].inferred

@@ -374,21 +374,21 @@ def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Pat
         export_of(markers, rank, recording)
     found = find([str(recording)])
     times = read(found, Fleet())
-    result = bandwidth(times, match_collectives(Job.match(times)))
+    result = bandwidth(match_collectives(Job.match(times)))
     assert result.sources == {"nsight": 2}
     assert result.attributed == {IN_OURS: result.timed_calls}
     assert result.unattributed == {}
-    rows = {(row.op, row.desc): row for row in result.rows}
+    rows = {(row["op"], row["desc"]): row for row in result.rows}
     # 2 MB gathered by two ranks in the 10 us from the last arrival: half of it crosses.
     gather = rows["all_gather", "default_pg"]
-    assert (gather.bytes, gather.time_us["p50"], gather.waiting_us) == (
+    assert (gather["bytes"], gather["time_us"]["p50"], gather["waiting_us"]) == (
         2_000_000,
         10.0,
         {"p50": 3.5, "p95": 6.65, "max": 7.0, "total": 7.0},
     )
-    assert gather.busbw_gb_per_s is not None
-    assert gather.busbw_gb_per_s["p50"] == 100.0
-    assert (rows["all_reduce", "pair"].collectives, rows["all_reduce", "pair"].locality) == (2, "cross_node")
+    assert gather["busbw_gb_per_s"] is not None
+    assert gather["busbw_gb_per_s"]["p50"] == 100.0
+    assert (rows["all_reduce", "pair"]["collectives"], rows["all_reduce", "pair"]["locality"]) == (2, "cross_node")
     assert result.clocks.count == 2
 
     # The capture of the window alone has all that is needed, without the comms files as well.
@@ -398,10 +398,12 @@ def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Pat
         export_of(markers, rank, alone, only_window=True)
     times = read(find([str(alone)]), Fleet())
     assert [one.rank for one in times] == [0, 1]
-    result = bandwidth(times, match_collectives(Job.match(times)))
-    in_window = {(row.op, row.desc, row.ranks): row.collectives for row in result.rows if row.op != "barrier"}
+    result = bandwidth(match_collectives(Job.match(times)))
+    in_window = {
+        (row["op"], row["desc"], row["ranks"]): row["collectives"] for row in result.rows if row["op"] != "barrier"
+    }
     assert in_window == {("all_reduce", "pair", 2): 2, ("all_gather", "default_pg", 2): 1}
-    assert [row.bytes for row in result.rows if row.op == "all_gather"] == [2_000_000]
+    assert [row["bytes"] for row in result.rows if row["op"] == "all_gather"] == [2_000_000]
 
 
 def test_the_older_shims_texts_are_joined_as_well(tmp_path: Path, injection_library: Path) -> None:
@@ -422,7 +424,7 @@ def test_the_older_shims_texts_are_joined_as_well(tmp_path: Path, injection_libr
                 process.kernel(1000 * number + 100, 1000 * number + 500, 1000 * number + 600)
         export.write(tmp_path / f"rank_{rank}.sqlite")
     times = read(find([str(tmp_path / f"rank_{rank}.sqlite") for rank in (0, 1)]), Fleet())
-    result = bandwidth(times, match_collectives(Job.match(times)))
+    result = bandwidth(match_collectives(Job.match(times)))
     assert result.attributed == {IN_OLD: 6}
     (row,) = result.rows
-    assert (row.op, row.pg, row.ranks, row.bytes) == ("all_reduce", "0-1", 2, 3_000_000)
+    assert (row["op"], row["pg"], row["ranks"], row["bytes"]) == ("all_reduce", "0-1", 2, 3_000_000)

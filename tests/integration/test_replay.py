@@ -29,6 +29,7 @@ from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World
+from tests.unit.replay.plans import plan_of, record
 
 pytestmark = pytest.mark.touches("tools", "replay", traced=False)
 
@@ -62,17 +63,8 @@ def _everything(rank: int) -> None:
 
 
 def _types_and_reductions(rank: int) -> None:
-    for dtype in (
-        torch.float64,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.int8,
-        torch.bool,
-    ):
-        tensor = torch.ones(6, dtype=dtype)
+    for name in ("float64", "bfloat16", "float16", "int64", "int32", "uint8", "int8", "bool"):
+        tensor = torch.ones(6, dtype=getattr(torch, name))
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         dist.all_gather([torch.empty_like(tensor) for _ in range(2)], tensor)
         dist.broadcast(tensor, 1)
@@ -103,21 +95,9 @@ def _meaning(path: Path, rank: int, steps: range = range(1 << 30)) -> list[Any]:
     file = CommsFile(str(path / f"rank-{rank}.comms.jsonl.zst"))
     records = list(file.records())
     members = {group.pg: tuple(group.ranks or ()) for group in file.groups}
+    fields = ("inputs", "outputs", "in_split", "out_split", "dtype", "reduce", "root", "peer", "bytes")
     return [
-        (
-            record.op,
-            record.c10d,
-            members[record.pg],
-            record.inputs,
-            record.outputs,
-            record.in_split,
-            record.out_split,
-            record.dtype,
-            record.reduce,
-            record.root,
-            record.peer,
-            record.bytes,
-        )
+        (record.op, record.c10d, members[record.pg], *(getattr(record, name) for name in fields))
         for record in records
         if record.step in steps
     ]
@@ -193,6 +173,16 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(
     assert "No call has a recorded duration" in page
     assert "Replayed, by operation, group and size" in page
     assert not re.search(r"(src|href) *= *.?http", page)
+
+
+def test_parts_that_nccl_took_stacked_are_joined_for_gloo() -> None:
+    calls = [
+        record("all_gather", c10d="_allgather_base_", inputs=[[3, 4]], outputs=[[2, 3, 4]], bytes=96),
+        record("reduce_scatter", c10d="_reduce_scatter_base_", inputs=[[2, 4]], outputs=[[4]], bytes=32),
+    ]
+    settings = Settings(backend="gloo", device="cpu", warmup=0, repeats=1, check=True)
+    results = run_local(plan_of(calls, calls), settings)
+    assert [(one.check.tensors, one.check.failures) for one in results if one.check] == [(2 + 1, [])] * 2
 
 
 def _two_threads(rank: int) -> None:
@@ -279,8 +269,6 @@ def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, 
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all"])
 def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: World, tmp_path: Path) -> None:
     """Eight at once take as long as eight in a row, and each of them no longer than its share."""
-    from tests.unit.replay.plans import plan_of, record
-
     shapes = {"reduce_scatter": ([[2_000_000]], [[1_000_000]]), "all_gather": ([[1_000_000]], [[2_000_000]])}
     inputs, outputs = shapes.get(op, ([[2_000_000]], [[2_000_000]]))
     call = record(op, api=op, is_async=True, inputs=inputs, outputs=outputs, bytes=8_000_000)
@@ -328,7 +316,7 @@ def test_a_recording_says_which_groups_were_bound_to_a_device(two_ranks: World, 
     plan = plan_of_recording(recorded)
     assert {group.desc: group.eager for group in plan.groups} == {"default_pg": False, "bound": True}
     results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=0, repeats=1, check=True))
-    assert [result.check_failures for result in results] == [[], []]
+    assert [result.check and result.check.failures for result in results] == [[], []]
 
 
 def _pauses(rank: int) -> list[tuple[int, int]]:

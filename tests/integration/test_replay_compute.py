@@ -33,10 +33,11 @@ def _model() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
 
 
-def _train(model: nn.Module) -> None:
+def _train(model: nn.Module, width: int = 32) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(8):
-        model(torch.randn(2, 8, 32)).square().mean().backward()
+        output = model(torch.randn(2, 8, width))
+        (output[0] if isinstance(output, tuple) else output).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -56,12 +57,7 @@ def train_fsdp2(rank: int) -> None:
 
 
 def train_lstm(rank: int) -> None:
-    model = DistributedDataParallel(nn.LSTM(16, 16, num_layers=2, batch_first=True))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(8):
-        model(torch.randn(2, 8, 16))[0].square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(DistributedDataParallel(nn.LSTM(16, 16, num_layers=2, batch_first=True)), 16)
 
 
 def exchange(rank: int) -> None:

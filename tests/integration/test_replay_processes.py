@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, save_plan
-from crossrank.replay.run.failure_report import Failed, State
+from crossrank.replay.run.failure_report import Failed
+from crossrank.replay.run.launcher import LAUNCHERS
+from crossrank.replay.run.messages import State
 from crossrank.replay.run.processes import run_local
 from crossrank.replay.run.rendezvous import Rendezvous
 from crossrank.tools.traces.replayed import Settings
@@ -183,25 +185,13 @@ def test_a_failure_in_a_rank_carries_the_state_of_all(two_ranks: World, tmp_path
     assert failed.value.states[1].call == -1
 
 
-_LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
-
-
-@pytest.mark.parametrize("launcher", _LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["torchrun, or plain variables", "Open MPI", "Slurm"])
 def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: World, tmp_path: Path) -> None:
     recorded = record_job(two_ranks, callers.lists, tmp_path)
     port = free_port()
     processes = []
     for rank in (0, 1):
-        names = dict(zip(_LAUNCHERS[launcher], (str(rank), "2", str(rank), "2"), strict=True))
+        names = dict(zip(LAUNCHERS[launcher], (str(rank), "2", str(rank), "2"), strict=True))
         processes.append(_launch(recorded, names | {"MASTER_PORT": str(port)}))
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs

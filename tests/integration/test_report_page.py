@@ -117,8 +117,9 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
     times = [rank.times for rank in ranks]
     for one in times:
         one.node, one.notes, one.about = EVIL, [EVIL], {EVIL: EVIL}
-    found = match_collectives(Job.match(times))
-    shown = figures(times, found, inputs=[EVIL], diagnosis_problem=EVIL, skipped=[EVIL])
+    job = Job.match(times)
+    job.skipped = [EVIL]
+    shown = figures(match_collectives(job), inputs=[EVIL], diagnosis_problem=EVIL)
     path = tmp_path / "evil.html"
     path.write_text(report_page(shown))
     page = Page(browser, path)

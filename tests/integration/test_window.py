@@ -336,7 +336,7 @@ def test_the_ranges_of_iterations_cross_no_other(two_ranks: World, tmp_path: Pat
     assert {node["ctrl_deps"] for node in nodes} <= {node["id"] for node in nodes}  # every parent is there
     # A Work that ends beside an operation makes torch's observer name another caller; linking has the right one.
     host = link(*(str(recording / f"rank-0.{kind}.json.zst") for kind in ("et", "kineto"))).host
-    name_of = {op.id: op.node.name for op in host}
-    assert None not in {name_of.get(op.caller) for op in host if op.node.name == "c10d::allreduce_"}
-    optimizer = [name_of[op.caller] for op in host if op.node.name == "Optimizer.step#SGD.step"]
+    name_of = {op.id: op.name for op in host}
+    assert None not in {name_of.get(op.caller) for op in host if op.name == "c10d::allreduce_"}
+    optimizer = [name_of[op.caller] for op in host if op.name == "Optimizer.step#SGD.step"]
     assert optimizer == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]

@@ -55,7 +55,7 @@ def test_load_names_the_extra_that_it_lacks() -> None:
     ("words", "lacking", "line"),
     [
         (("inspect",), TOOLS, "fsspec is not installed; run: pip install 'crossrank[tools]'"),
-        (("bandwidth",), TOOLS, "numpy is not installed; run: pip install 'crossrank[tools]'"),
+        (("bandwidth",), TOOLS, "polars is not installed; run: pip install 'crossrank[tools]'"),
         (("check",), ("google.protobuf",), "protobuf is not installed; run: pip install 'crossrank[tools]'"),
     ],
 )

@@ -8,21 +8,19 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Iterable, Sequence
+from typing import get_args
 
 import msgspec
+import polars as pl
 
 import crossrank
 from crossrank.comm import Locality
 from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.overlap import Overlap, overlap_of
 from crossrank.tools.job.clocks import Clocks
-from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.traces.rank_trace import RankTrace
-
-if TYPE_CHECKING:
-    import polars as pl
+from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.tables import ANSWERS, Row
 
 KEYS = {
     "op": ("op",),
@@ -34,46 +32,8 @@ KEYS = {
 """What rows may be grouped by -> the columns that stand for it."""
 BY = ("op", "group", "size", "locality")
 
-Spread = dict[str, float]
-_TIMES = ("time", "kernel", "waiting")
-_OF_TIMES, _OF_RATES = ("p50", "p95", "max", "total"), ("p5", "p50", "p95", "max")
-
-
-class BandwidthRow(msgspec.Struct, kw_only=True):
-    """Collectives that agree in what they are grouped by. None stands for what is not grouped by, or not known."""
-
-    op: str | None = None
-    pg: str | None = None
-    desc: str | None = None
-    ranks: int | None = None
-    """Members of the group."""
-    size_from: int | None = None
-    """Sizes of the bucket in bytes, S of nccl-tests; both ends belong to it. None as well where they are not known."""
-    size_to: int | None = None
-    locality: str | None = None
-    source: str | None = None
-    collectives: int
-    calls: int
-    """Calls with times that they are made of, over all ranks."""
-    bytes: int
-    """Sum of S, as far as it is known."""
-    unsized: int
-    """Collectives of which the bytes are not known."""
-    time_us: Spread
-    """p50, p95, max and total of the times of collectives, from the last arrival."""
-    kernel_us: Spread
-    """Of the durations on each rank, waiting for others included."""
-    waiting_us: Spread | None
-    """Of each rank's; None where no rank can be compared with another."""
-    algbw_gb_per_s: Spread | None
-    """p5, p50, p95 and max over the collectives, GB/s of 1e9 bytes; p5 is what 95 % of them reach."""
-    busbw_gb_per_s: Spread | None
-    line_rate_gb_per_s: float | None = None
-    """As the user gives it for the locality, GB/s."""
-    line_rate_share: Spread | None = None
-    """busbw over line rate."""
-    upper_bounds: int
-    """Collectives of which the time is an upper bound, and the rates so lower ones: not all members were seen."""
+_FACTS = ("label", "group", "locality", "source")
+_GROUPED_BY = ("op", "group", "size_from", "size_to", "locality", "source")
 
 
 class Bandwidth(msgspec.Struct, kw_only=True):
@@ -100,7 +60,7 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     """Why calls were not compared across ranks -> calls."""
     clocks: Clocks
     by: list[str]
-    rows: list[BandwidthRow]
+    rows: list[Row]
     total_ms: float
     """Sum of the times of all collectives."""
     notes: list[str]
@@ -149,38 +109,38 @@ def line_rates(texts: Iterable[str]) -> dict[str, float]:
 
 
 def bandwidth(
-    ranks: Sequence[RankTrace],
-    found: Collectives,
+    found: JobTables,
     *,
     inputs: Sequence[str] = (),
     by: Sequence[str] = BY,
     rates: dict[str, float] | None = None,
-    skipped: Sequence[str] = (),
+    classes: Sequence[str] = (),
 ) -> Bandwidth:
-    """The table of `crossrank bandwidth`."""
-    rows = make_rows(found, by, rates or {})
-    present = set(found.ranks)
+    """The table of `crossrank bandwidth`. `classes` are names of groups in the place of their own: those of one name
+    count as one."""
+    ranks, timed = found.job.ranks.values(), found.timed
+    calls = found.about(found.calls.select("kind", "ended_ns"), "calls")
     return Bandwidth(
         inputs=list(inputs),
         sources=dict(Counter(one.timed_by for one in ranks)),
         world_size=found.world_size,
         ranks=found.ranks,
-        missing_ranks=[rank for rank in range(found.world_size) if rank not in present],
-        calls=int(found.calls.sum()),
-        timed_calls=int(found.calls[found.measured].sum()),
-        collectives=len(found.of_kind),
-        timed_collectives=int(found.timed.sum()),
+        missing_ranks=found.job.missing,
+        calls=int(calls["calls"].sum()),
+        timed_calls=int(calls.drop_nulls("ended_ns")["calls"].sum()),
+        collectives=len(found.collectives),
+        timed_collectives=len(timed),
         attributed=dict(found.attributed.most_common()),
         unattributed=dict(found.unattributed.most_common()),
         unattributed_ms=round(sum(one.unattributed_ns for one in ranks) / 1e6, 3),
         not_compared=found.unmatched,
         clocks=found.clocks,
         by=list(by),
-        rows=rows,
-        total_ms=round(float(found.time[found.timed].sum()) / 1e6, 3),
+        rows=ANSWERS["bandwidth"].rows(bandwidth_rows(found, by, rates or {}, classes)),
+        total_ms=round(int(timed["time_ns"].sum()) / 1e6, 3),
         notes=list(dict.fromkeys(note for one in ranks for note in (*one.notes, *one.named_problems))),
-        skipped=list(skipped),
-        overlap=overlap_of(ranks, found),
+        skipped=found.job.skipped,
+        overlap=overlap_of(found),
     )
 
 
@@ -197,72 +157,83 @@ def bucket_of(size: int) -> tuple[int, int]:
     return _BUCKET_ENDS[place - 1] + 1 if place else 0, _BUCKET_ENDS[place]
 
 
-def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) -> list[BandwidthRow]:
-    """One row per combination of what is grouped by; the one that takes longest first."""
-    import polars as pl
-
+def bandwidth_rows(
+    found: JobTables, by: Sequence[str], rates: dict[str, float], classes: Sequence[str] = ()
+) -> pl.DataFrame:
+    """The answer `bandwidth`: one row for each combination of what is grouped by; the one that takes longest first."""
     keys = [column for name in by for column in KEYS[name]]
-    collectives = found.collectives_frame().with_row_index("collective").drop_nulls("time")
-    sizes = [(size, *bucket_of(size)) for size in collectives["bytes"].drop_nulls().unique()]
+    groups = _groups(found, classes)
+    timed = found.about(found.collectives.with_row_index("collective").drop_nulls("time_ns"), *_FACTS)
+    sizes = [(size, *bucket_of(size)) for size in timed["bytes"].drop_nulls().unique()]
     buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", *KEYS["size"]), pl.Int64), orient="row")
-    collectives = collectives.join(buckets, on="bytes", how="left", maintain_order="left")
-    calls = found.calls_frame("collective", "calls", "began", "ended", "waiting").filter(pl.col("ended") != 0)
-    of_row = collectives.select(pl.col("collective").cast(pl.Int64), *keys)
-    of_calls = (
-        calls.join(of_row, on="collective")
-        .with_columns(pl.col("waiting").replace(-1, None), kernel=pl.col("ended") - pl.col("began"))
-        .group_by(keys)
-        .agg(pl.col("calls").sum(), _spread("kernel", _OF_TIMES), _spread("waiting", _OF_TIMES))
+    timed = (
+        timed.with_columns(groups["group"].gather(timed["group"]), unsized=pl.col("bytes").is_null())
+        .join(buckets, on="bytes", how="left", maintain_order="left")
+        .rename({"label": "op"})
     )
-    of_collectives = collectives.group_by(keys, maintain_order=True).agg(
-        pl.len().alias("collectives"),
-        pl.col("bytes", "unsized", "bound").sum(),
-        pl.col("locality").unique().alias("localities"),
-        _spread("time", _OF_TIMES),
-        _spread("algbw", _OF_RATES),
-        _spread("busbw", _OF_RATES),
+    calls = found.about(found.calls.drop_nulls("ended_ns"), "calls").join(
+        timed.select("collective", *keys), on="collective"
     )
-    rows = []
-    for one in of_collectives.join(of_calls, on=keys, nulls_equal=True, maintain_order="left").iter_rows(named=True):
-        group = found.groups[one["group"]] if "group" in by else None
-        places = one["localities"]
-        rate = rates.get(places[0] if len(places) == 1 else "", rates.get(_ANY))
-        busbw = _rounded(one["busbw"], _four_digits)
-        times: dict[str, Any] = {f"{name}_us": _rounded(one[name], _microseconds) for name in _TIMES}
-        row = BandwidthRow(
-            **{name: one[name] for name in keys if name != "group"},
-            pg=group.name if group else None,
-            desc=group.desc if group else None,
-            ranks=group.size if group else None,
-            **{name: one[name] for name in ("collectives", "calls", "bytes", "unsized")},
-            **times,
-            algbw_gb_per_s=_rounded(one["algbw"], _four_digits),
-            busbw_gb_per_s=busbw,
-            line_rate_gb_per_s=rate,
-            line_rate_share={name: round(value / rate, 4) for name, value in busbw.items()} if busbw and rate else None,
-            upper_bounds=one["bound"],
+    of_calls = calls.group_by(keys).agg(
+        pl.sum("calls"),
+        kernel_us=_times(pl.col("ended_ns") - pl.col("began_ns")),
+        waiting_us=_times(pl.col("waiting_ns")),
+    )
+    rows = (
+        timed.group_by(keys, maintain_order=True)
+        .agg(
+            pl.len().alias("collectives"),
+            pl.sum("bytes", "unsized"),
+            time_us=_times(pl.col("time_ns")),
+            algbw_gb_per_s=_rates(pl.col("algbw_gb_per_s")),
+            busbw_gb_per_s=_rates(pl.col("busbw_gb_per_s")),
+            upper_bounds=pl.sum("is_upper_bound"),
+            place=pl.when(pl.n_unique("locality") == 1).then(pl.first("locality").cast(pl.String)).fill_null(_ANY),
         )
-        rows.append(row)
-    return sorted(rows, key=lambda one: (-one.time_us["total"], one.op or "", one.pg or ""))
+        .join(of_calls, on=keys, nulls_equal=True, maintain_order="left")
+        .with_columns(pl.lit(None, pl.Int64).alias(name) for name in _GROUPED_BY if name not in keys)
+        .join(groups.unique("group"), on="group", how="left", maintain_order="left")
+    )
+    line_rate = pl.col("place").replace_strict({_ANY: None, **rates}, default=rates.get(_ANY), return_dtype=pl.Float64)
+    share = pl.struct((pl.col("busbw_gb_per_s").struct.field("*") / pl.col("line_rate_gb_per_s")).round(4))
+    has_share = pl.col("line_rate_gb_per_s").is_not_null() & pl.col("busbw_gb_per_s").is_not_null()
+    return (
+        rows.with_columns(line_rate_gb_per_s=line_rate)
+        .with_columns(line_rate_share=pl.when(has_share).then(share))
+        .sort(
+            -pl.col("time_us").struct.field("total"),
+            pl.col("op", "pg").cast(pl.String).fill_null(""),
+            maintain_order=True,
+        )
+        .select(*ANSWERS["bandwidth"].columns)
+    )
 
 
-def _spread(column: str, names: Sequence[str]) -> pl.Expr:
-    """Percentiles, `max` and `total` of a column, as a struct in its place."""
-    import polars as pl
-
-    of = pl.col(column)
-    whole = {"max": of.max(), "total": of.sum()}
-    made = [whole[name] if name in whole else of.quantile(int(name[1:]) / 100, "linear") for name in names]
-    return pl.struct([one.alias(name) for one, name in zip(made, names, strict=True)]).alias(column)
-
-
-def _rounded(spread: Spread, rounded: Callable[[float], float]) -> Spread | None:
-    return None if spread["p50"] is None else {name: rounded(value) for name, value in spread.items()}
-
-
-def _microseconds(ns: float) -> float:
-    return round(ns / 1000, 3)
+def _groups(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
+    """`group`, by which each group of the job counts, with the name, description and members of that one."""
+    first = {name: number for number, name in reversed(list(enumerate(classes)))}
+    numbers = [first[classes[number]] if classes else number for number in range(len(found.groups))]
+    rows = [
+        (number, classes[number], "", found.groups[number].size)
+        if classes
+        else (number, found.groups[number].name, found.groups[number].desc, found.groups[number].size)
+        for number in numbers
+    ]
+    schema = {"group": pl.Int64, "pg": pl.String, "desc": pl.String, "ranks": pl.Int64}
+    return pl.DataFrame(rows, schema=schema, orient="row")
 
 
-def _four_digits(value: float) -> float:
-    return float(f"{value:.4g}")
+def _times(ns: pl.Expr) -> pl.Expr:
+    """p50, p95, max and total, in us."""
+    spread = {"p50": ns.quantile(0.5, "linear"), "p95": ns.quantile(0.95, "linear"), "max": ns.max(), "total": ns.sum()}
+    return _known(ns, {name: (one / 1000).round(3) for name, one in spread.items()})
+
+
+def _rates(gb_per_s: pl.Expr) -> pl.Expr:
+    """p5, p50, p95 and max, to four digits."""
+    spread = {f"p{percent}": gb_per_s.quantile(percent / 100, "linear") for percent in (5, 50, 95)}
+    return _known(gb_per_s, {name: one.round_sig_figs(4) for name, one in (spread | {"max": gb_per_s.max()}).items()})
+
+
+def _known(values: pl.Expr, spread: dict[str, pl.Expr]) -> pl.Expr:
+    return pl.when(values.count() > 0).then(pl.struct(one.alias(name) for name, one in spread.items()))

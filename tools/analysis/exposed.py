@@ -16,33 +16,10 @@ import polars as pl
 from crossrank.recording import STOOD
 from crossrank.text import plural, printable
 from crossrank.tools.analysis.waiting import Steps, covered, in_ms, over_ranks, with_most
+from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_LINES = 20
-
-
-class ExposedLine(msgspec.Struct, kw_only=True):
-    """What was launched at a line of the user's code, and waited for."""
-
-    source: str
-    """Where the call was made; `(C++)` where no Python frame called, `(not known)` where the call is not."""
-    op: str
-    stood: str
-    """In what the host waited: `wait`, `wait_tensor`, or the `launch` itself."""
-    waits: int
-    exposed_ms: float
-    """Summed over ranks and threads."""
-    longest_ms: float
-
-
-class ExposedRank(msgspec.Struct, kw_only=True):
-    """How long one rank stood still."""
-
-    rank: int
-    exposed_ms: float
-    """Waits of several threads at a time count once."""
-    share: float | None
-    """Of the iterations that it is measured in; None where there are none."""
 
 
 class Exposed(msgspec.Struct, kw_only=True):
@@ -61,9 +38,9 @@ class Exposed(msgspec.Struct, kw_only=True):
     """The exposed time of all iterations of all ranks, of their duration."""
     steps: Steps | None
     """Waits of several threads of a rank at a time count once; the last iteration, which has no end, is left out."""
-    ranks: list[ExposedRank]
+    ranks: list[Row]
     """Those with most."""
-    lines: list[ExposedLine]
+    lines: list[Row]
     """Those with most."""
     notes: list[str]
 
@@ -76,7 +53,6 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
     waits = pl.concat(map(_waits, recorded))
     steps = _by_step(waits, pl.concat(map(_iterations, recorded)))
     share = pl.sum("ms") / pl.sum("of_ms")
-    share_of = dict(steps.group_by("rank").agg(share.round(4)).iter_rows())
     # Of a GPU the kernels of a window say it (`overlap`): the waits of its host return at once.
     has_steps = bool(len(steps)) and not any(one.busy.where == "device" for one in recorded)
     return Exposed(
@@ -86,10 +62,11 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
         per_step_ms=round(steps.select(pl.median("ms")).item(), 3) if has_steps else None,
         share=round(steps.select(share).item(), 4) if has_steps else None,
         steps=over_ranks(steps) if has_steps else None,
-        ranks=[
-            ExposedRank(rank=one["rank"], exposed_ms=in_ms(one["ns"]), share=share_of.get(one["rank"]))
-            for one in with_most(covered(waits.lazy(), ["rank"], pl.col("begin"), pl.col("end")), "ns")
-        ],
+        ranks=ANSWERS["exposed_ranks"].rows(
+            with_most(covered(waits.lazy(), ["rank"], pl.col("begin"), pl.col("end")), "ns")
+            .with_columns(exposed_ms=in_ms("ns"))
+            .join(steps.group_by("rank").agg(share=share.round(4)), on="rank", how="left", maintain_order="left")
+        ),
         lines=_lines(waits),
         notes=list(_notes(ranks, recorded)),
     )
@@ -157,12 +134,12 @@ def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _lines(waits: pl.DataFrame) -> list[ExposedLine]:
+def _lines(waits: pl.DataFrame) -> list[Row]:
     took = (pl.col("end") - pl.col("begin")) / 1e6
     line = ("source", "op", "stood")
     found = waits.group_by(line).agg(waits=pl.len(), exposed_ms=took.sum().round(3), longest_ms=took.max().round(3))
     shown = found.sort("exposed_ms", *line, descending=[True, False, False, False]).head(_MOST_LINES)
-    return [ExposedLine(**row | {"source": printable(row["source"])}) for row in shown.to_dicts()]
+    return [row | {"source": printable(row["source"])} for row in ANSWERS["exposed_lines"].rows(shown)]
 
 
 def _notes(ranks: Sequence[RankTrace], recorded: Sequence[RankTrace]) -> Iterator[str]:

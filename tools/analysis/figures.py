@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import polars as pl
 
 import crossrank
@@ -17,7 +15,8 @@ from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.exposed import Exposed, exposed_of
 from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_of
-from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
 from crossrank.tools.traces.replayed import ReplayReport
 
@@ -42,20 +41,6 @@ class Matrix(msgspec.Struct, kw_only=True):
     """Summed over ranks."""
 
 
-class Source(msgspec.Struct, kw_only=True):
-    """A line of the user's code."""
-
-    source: str
-    op: str
-    calls: int
-    bytes: int
-    """As far as they are known."""
-    unsized: int
-    """Calls of which the bytes are not known."""
-    time_ms: float | None
-    waiting_ms: float | None
-
-
 class Figures(msgspec.Struct, kw_only=True):
     """Everything that the page shows, and `--json` prints."""
 
@@ -74,7 +59,7 @@ class Figures(msgspec.Struct, kw_only=True):
     """Bytes, S of nccl-tests, summed over ranks."""
     matrix: Matrix
     traffic: Traffic
-    sources: list[Source]
+    sources: list[Row]
     bandwidth: Bandwidth
     waiting: Waiting | None
     steps: Steps | None
@@ -92,20 +77,18 @@ class Figures(msgspec.Struct, kw_only=True):
 
 
 def figures(
-    ranks: Sequence[RankTrace],
-    found: Collectives,
+    found: JobTables,
     *,
     inputs: Sequence[str],
     rates: dict[str, float] | None = None,
     diagnosis: Diagnosis | None = None,
     diagnosis_problem: str = "",
     replay: ReplayReport | None = None,
-    skipped: Sequence[str] = (),
 ) -> Figures:
     """All figures of a run. `diagnosis_problem` says why there is no diagnosis."""
-    classes = _classes(found)
+    ranks, classes = list(found.job.ranks.values()), _classes(found)
     kinds = _kinds(found, classes)
-    table = bandwidth(ranks, _by_class(found, classes), inputs=inputs, rates=rates, skipped=skipped)
+    table = bandwidth(found, inputs=inputs, rates=rates, classes=classes)
     matched: dict[str, list[int]] = {}
     for what, counts in ((what, counts) for one in ranks for what, counts in one.matched.items()):
         matched[what] = [sum(pair) for pair in zip(counts, matched.get(what, (0, 0)), strict=True)]
@@ -121,17 +104,17 @@ def figures(
         unsized=int(kinds["unsized"].sum()),
         by_locality=_by_locality(found),
         matrix=_matrix(kinds),
-        traffic=traffic(found, ranks),
+        traffic=traffic(found),
         sources=_sources(found, kinds),
         bandwidth=table,
-        waiting=waiting_of(found, ranks),
+        waiting=waiting_of(found),
         steps=steps_of(ranks),
         exposed=exposed_of(ranks),
         matched=matched,
         diagnosis=diagnosis,
         diagnosis_problem=diagnosis_problem,
         replay=replay,
-        notes=list(dict.fromkeys(printable(note) for one in ranks for note in one.notes)),
+        notes=list(map(printable, found.job.notes)),
         skipped=table.skipped,
     )
 
@@ -145,37 +128,37 @@ def _about(ranks: Sequence[RankTrace]) -> dict[str, str]:
     return {name: " / ".join(values[:3] + ["…"] * (len(values) > 3)) for name, values in shown.items()}
 
 
-def _kinds(found: Collectives, classes: Sequence[str]) -> pl.DataFrame:
+def _kinds(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
     """One row per kind of call, with the sums over its calls."""
-    kinds, count = found.kinds, len(found.kinds)
-    rows, timed = np.bincount(found.kind, minlength=count), found.timed
-    calls = rows * np.array([one.calls for one in kinds], np.int64)
-    return pl.DataFrame(
-        {
-            "kind": np.arange(count),
-            "op": [one.label for one in kinds],
-            "group": [classes[one.group] for one in kinds],
-            "source": [one.source or "(C++)" for one in kinds],
-            "bytes": rows * np.array([one.recorded for one in kinds], np.int64),
-            "calls": calls,
-            "unsized": np.where([one.sized for one in kinds], 0, calls),
-            "time_ms": np.bincount(found.of_kind[timed], found.time[timed], count) / 1e6,
-            "waiting_ms": np.bincount(found.kind, np.maximum(found.waiting, 0), count) / 1e6,
-        },
-        schema_overrides=dict.fromkeys(("op", "group", "source"), pl.String),
+    rows = [
+        (one.label, classes[one.group], one.source or "(C++)", one.recorded, one.calls, 0 if one.sized else one.calls)
+        for one in found.kinds
+    ]
+    names = ("op", "group", "source", "bytes", "calls", "unsized")
+    schema = dict.fromkeys(names[:3], pl.String) | dict.fromkeys(names[3:], pl.Int64)
+    made = found.calls.group_by("kind").agg(times=pl.len(), waiting_ms=pl.sum("waiting_ns") / 1e6)
+    took = found.collectives.group_by("kind").agg(time_ms=pl.sum("time_ns") / 1e6)
+    return (
+        pl.DataFrame(rows, schema=schema, orient="row")
+        .with_row_index("kind")
+        .join(made, on="kind", how="left", maintain_order="left")
+        .join(took, on="kind", how="left", maintain_order="left")
+        .with_columns(pl.col("time_ms", "waiting_ms", "times").fill_null(0))
+        .with_columns(pl.col("bytes", "calls", "unsized") * pl.col("times"))
     )
 
 
-def _by_locality(found: Collectives) -> dict[str, int]:
+def _by_locality(found: JobTables) -> dict[str, int]:
     """Bytes as they were recorded, by locality of each call; the most first."""
     sums = Counter[str]()
-    for one, count in zip(found.kinds, np.bincount(found.kind, minlength=len(found.kinds)).tolist(), strict=True):
+    for number, count in found.calls["kind"].value_counts().iter_rows():
+        one = found.kinds[number]
         for locality, size in one.recorded_by_locality or ((one.locality, one.recorded),):
             sums[locality] += size * count
     return dict(sums.most_common())
 
 
-def _classes(found: Collectives) -> list[str]:
+def _classes(found: JobTables) -> list[str]:
     """Class of each group: those that the job made alike count as one.
 
     Alike is what has one description and size; without a description, one size and reach.
@@ -198,15 +181,6 @@ def _classes(found: Collectives) -> list[str]:
     return [printable(name) for name in names]
 
 
-def _by_class(found: Collectives, classes: Sequence[str]) -> Collectives:
-    """The same collectives with the classes in the place of groups."""
-    names = list(dict.fromkeys(classes))
-    groups = [dataclasses.replace(found.groups[classes.index(name)], name=name, desc="") for name in names]
-    numbers = {name: number for number, name in enumerate(names)}
-    kinds = [msgspec.structs.replace(kind, group=numbers[classes[kind.group]]) for kind in found.kinds]
-    return dataclasses.replace(found, groups=groups, kinds=kinds)
-
-
 def _matrix(kinds: pl.DataFrame) -> Matrix:
     volume = kinds.group_by("group", maintain_order=True).agg(pl.sum("bytes"))
     groups = volume.sort("bytes", descending=True, maintain_order=True)["group"].to_list()
@@ -226,21 +200,16 @@ def _matrix(kinds: pl.DataFrame) -> Matrix:
     return Matrix(ops=ops, groups=groups, **columns)
 
 
-def _sources(found: Collectives, kinds: pl.DataFrame) -> list[Source]:
+def _sources(found: JobTables, kinds: pl.DataFrame) -> list[Row]:
     """Lines by the time that they cost; a collective that ranks call from several lines counts for each of them."""
     line = ("source", "op")
-    calls = pl.DataFrame({"collective": found.collective, "kind": found.kind, "time": found.time[found.collective]})
-    calls = calls.filter(pl.col("time") >= 0).join(kinds.select("kind", *line), on="kind").unique(("collective", *line))
-    times = calls.group_by(line).agg(time_ms=pl.sum("time") / 1e6)
+    calls = found.calls.select("collective", "kind").hstack(found.of_collective("time_ns")).drop_nulls("time_ns")
+    calls = calls.join(kinds.select("kind", *line), on="kind").unique(("collective", *line))
+    times = calls.group_by(line).agg(time_ms=pl.sum("time_ns") / 1e6)
     lines = kinds.group_by(line, maintain_order=True).agg(pl.sum("calls", "bytes", "unsized", "waiting_ms"))
-    lines = lines.join(times, on=line, how="left").fill_null(0)
+    lines = lines.join(times, on=line, how="left", maintain_order="left").fill_null(0)
     lines = lines.with_columns(pl.col("time_ms", "waiting_ms").round(3))
     lines = lines.sort(["time_ms", "bytes", "source"], descending=[True, True, False], maintain_order=True)
-    return [
-        Source(
-            **row
-            | {"source": printable(row["source"])}
-            | {name: row[name] or None for name in ("time_ms", "waiting_ms")}
-        )
-        for row in lines.head(_MOST_SOURCES).to_dicts()
-    ]
+    no_time = [pl.when(pl.col(name) != 0).then(name).alias(name) for name in ("time_ms", "waiting_ms")]
+    shown = lines.head(_MOST_SOURCES).with_columns(no_time)
+    return [row | {"source": printable(row["source"])} for row in ANSWERS["sources"].rows(shown)]

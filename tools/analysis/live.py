@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -120,14 +121,15 @@ class Snapshot(msgspec.Struct, kw_only=True):
     schema: str = "crossrank-watch 1"
 
 
-class _Content:
-    """What lines say. Totals are of all of them; the rest is of the recent ones."""
+class LiveContent:
+    """What one rank's file has said so far. Totals are of all its lines; the rest is of the recent ones."""
 
     def __init__(self, most: int) -> None:
         self.header: Header | None = None
         self.groups: dict[str, Group] = {}
-        self.count: dict[str, int] = defaultdict(int)
-        self.bytes: dict[str, int] = defaultdict(int)
+        self.count: Counter[str] = Counter()
+        """Calls by group; so are the bytes."""
+        self.bytes: Counter[str] = Counter()
         self.calls: deque[LiveLine] = deque(maxlen=most)
         self.waits: deque[Wait] = deque(maxlen=most)
         self.took: dict[int, int] = {}
@@ -177,78 +179,13 @@ class _Content:
             first = (self.calls[0].id or 0) if self.calls else 1 << 62
             self.took = {number: took for number, took in self.took.items() if number >= first}
 
-
-class LiveFile:
-    """What one rank's file has said so far."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        """`ranks`: how many are looked at."""
-        self.rank = rank
-        self._most = max(_LEAST_CALLS, _MOST_CALLS // ranks)
-        self._settled = _Content(self._most)
-        self._recent = _Content(self._most)
-
-    def take(self, growth: Growth) -> None:
-        if growth.begins_anew:
-            self._settled = _Content(self._most)
-        self._settled.add(growth.settled)
-        self._recent = _Content(self._most)
-        self._recent.add(growth.recent)
-        now = self.now
-        if now is not None:
-            self._settled.trim(now - round(RECENT * _NS))
-
     @property
     def now(self) -> int | None:
         """The last moment of the rank's clock that is in its file."""
-        last = [calls[-1].t for calls in (self._settled.calls, self._recent.calls) if calls]
+        last = [self.calls[-1].t] if self.calls else []
         if self.clock is not None and "t" in self.clock:
             last.append(self.clock["t"])
         return max(last, default=None)
-
-    @property
-    def header(self) -> Header | None:
-        return self._settled.header or self._recent.header
-
-    @property
-    def clock(self) -> dict[str, int] | None:
-        return self._recent.clock or self._settled.clock
-
-    @property
-    def end(self) -> dict[str, Any] | None:
-        return self._recent.end or self._settled.end
-
-    @property
-    def problems(self) -> int:
-        return self._settled.problems + self._recent.problems
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        return self._settled.groups | self._recent.groups
-
-    @property
-    def totals(self) -> Mapping[str, tuple[int, int]]:
-        """Group -> (calls, bytes)."""
-        both = self._settled, self._recent
-        names = {pg for content in both for pg in content.count}
-        return {pg: (sum(one.count[pg] for one in both), sum(one.bytes[pg] for one in both)) for pg in names}
-
-    @property
-    def took(self) -> Mapping[int, int]:
-        return self._settled.took | self._recent.took
-
-    @property
-    def calls(self) -> list[LiveLine]:
-        """The recent ones."""
-        return [*self._settled.calls, *self._recent.calls]
-
-    @property
-    def waits(self) -> list[Wait]:
-        return [*self._settled.waits, *self._recent.waits]
-
-    @property
-    def steps(self) -> list[tuple[int, int]]:
-        return [*self._settled.steps, *self._recent.steps]
 
     def wall(self, t: int) -> int | None:
         """ns since 1970 of a moment of the rank's clock."""
@@ -257,12 +194,38 @@ class LiveFile:
             return None
         return t + moment["wall"] - moment["t"]
 
+    def copied(self) -> LiveContent:
+        """One that takes in lines by itself."""
+        other = copy(self)
+        vars(other).update({name: copy(value) for name, value in vars(self).items()})
+        return other
 
-def snapshot(recording: str, files: Mapping[int, LiveFile], now: float, hang: str = "") -> Snapshot:
+
+class LiveFile:
+    """The file of one rank, as it grows."""
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks`: how many are looked at."""
+        self._most = max(_LEAST_CALLS, _MOST_CALLS // ranks)
+        self._settled = LiveContent(self._most)
+        self.content = self._settled
+
+    def take(self, growth: Growth) -> None:
+        if growth.begins_anew:
+            self._settled = LiveContent(self._most)
+        self._settled.add(growth.settled)
+        self.content = self._settled.copied()
+        self.content.add(growth.recent)
+        if (now := self.content.now) is not None:
+            for content in (self._settled, self.content):
+                content.trim(now - round(RECENT * _NS))
+
+
+def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang: str = "") -> Snapshot:
     """The job as its files say, at `now` s since 1970."""
     world = Counter(file.header.world_size for file in files.values() if file.header is not None)
     world_size = world.most_common(1)[0][0] if world else None
-    ranks = [_rank(file, now) for _, file in sorted(files.items())]
+    ranks = [_rank(rank, file, now) for rank, file in sorted(files.items())]
     steps = [one.step for one in ranks if one.step is not None]
     nodes = {one.node for one in ranks}
     notes = []
@@ -285,26 +248,26 @@ def snapshot(recording: str, files: Mapping[int, LiveFile], now: float, hang: st
     )
 
 
-def _rank(file: LiveFile, now: float) -> LiveRank:
+def _rank(rank: int, file: LiveContent, now: float) -> LiveRank:
     last, calls, steps = file.now, file.calls, file.steps
     heard = file.wall(last) if last is not None else None
     called = file.wall(calls[-1].t) if calls else None
     ended = "" if file.end is None else str(file.end.get("reason", "")) or "unknown"
     durations = [(after - before) / 1e6 for (_, before), (_, after) in pairwise(steps) if after > before]
     return LiveRank(
-        rank=file.rank,
+        rank=rank,
         node=file.header.node if file.header is not None else "",
         step=steps[-1][0] if steps else None,
         step_ms=_median(durations),
         exposed_share=_exposed(file.waits, last),
-        calls=sum(count for count, _ in file.totals.values()),
+        calls=file.count.total(),
         silent_s=None if ended or called is None else round(max(0.0, now - called / _NS), 1),
         unheard_s=None if ended or heard is None else round(max(0.0, now - heard / _NS), 1),
         ended=ended,
     )
 
 
-def _exposed(waits: Sequence[Wait], last: int | None) -> float | None:
+def _exposed(waits: Collection[Wait], last: int | None) -> float | None:
     """Share of the recent time that waits cover; those of several threads at a time count once."""
     if not waits or last is None:
         return None
@@ -350,10 +313,10 @@ class _Group:
         self.collectives: dict[int, _Collective] = {}
         self.timed: dict[int, _Collective] = {}
 
-    def add(self, rank: int, total: tuple[int, int], calls: Sequence[LiveLine], file: LiveFile) -> None:
+    def add(self, rank: int, pg: str, calls: Sequence[LiveLine], file: LiveContent) -> None:
         """Take in the recent calls of a rank on the group, and its totals."""
-        self.calls += total[0]
-        self.bytes += total[1]
+        self.calls += file.count[pg]
+        self.bytes += file.bytes[pg]
         if not calls:
             return
         self.recent_calls += len(calls)
@@ -404,19 +367,18 @@ class _Group:
         )
 
 
-def _groups(files: Mapping[int, LiveFile]) -> list[LiveGroup]:
+def _groups(files: Mapping[int, LiveContent]) -> list[LiveGroup]:
     """By name and members: groups of several parts of the job may share a name."""
     found: dict[_Key, _Group] = {}
     for rank, file in files.items():
         calls: dict[str, list[LiveLine]] = defaultdict(list)
         for call in file.calls:
             calls[call.pg].append(call)
-        totals = file.totals
         for pg, group in file.groups.items():
             key = pg, tuple(group.ranks or ())
             if key not in found:
                 found[key] = _Group(group)
-            found[key].add(rank, totals.get(pg, (0, 0)), calls[pg], file)
+            found[key].add(rank, pg, calls[pg], file)
     shown = [group.shown() for group in found.values()]
     return sorted(shown, key=lambda one: (-one.bytes, -one.calls, one.pg))
 

@@ -15,47 +15,17 @@ last in most of it. Computation, communication and idling are those of HolisticT
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 import polars as pl
 
-from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.tables import TABLES
+from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.tables import ANSWERS, TABLES, Row
 from crossrank.tools.traces.busy import Ints, Spans, covered, spans_of, union
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_RANKS = 128
 _MOST_STEPS = 2000
-
-
-class TimeShares(msgspec.Struct, kw_only=True):
-    """What time went to, in ms of an iteration; of a window where no iterations are known."""
-
-    computation_ms: float
-    exposed_ms: float
-    memory_ms: float
-    idle_ms: float
-
-
-class RankTime(TimeShares, kw_only=True):
-    """Means over the iterations of one rank."""
-
-    rank: int
-    iterations: int
-    duration_ms: float
-    communication_ms: float
-    waiting_ms: float | None
-    """None where no other rank can be compared with."""
-    waits_for: int | None
-    """The rank that came last in most of the waiting."""
-
-
-class StepTime(TimeShares, kw_only=True):
-    """Medians over the ranks of one iteration."""
-
-    step: int
 
 
 class Overlap(msgspec.Struct, kw_only=True):
@@ -72,14 +42,14 @@ class Overlap(msgspec.Struct, kw_only=True):
     memory: float
     idle: float
     of_ranks: int
-    ranks: list[RankTime]
+    ranks: list[Row]
     """Those with most exposed communication, in the order of ranks."""
-    steps: list[StepTime]
+    steps: list[Row]
 
 
-def overlap_of(ranks: Sequence[RankTrace], found: Collectives) -> Overlap | None:
+def overlap_of(found: JobTables) -> Overlap | None:
     """What the ranks did with their time; None where no window was traced."""
-    rows = overlap_frame(ranks, found)
+    rows = overlap_frame(found)
     if not len(rows):
         return None
     shares = ("computation", "communication", "exposed", "memory", "idle")
@@ -100,15 +70,15 @@ def overlap_of(ranks: Sequence[RankTrace], found: Collectives) -> Overlap | None
         windows=len(rows),
         **{name: round(sums[f"{name}_ns"] / sums["duration_ns"], 4) for name in shares},
         of_ranks=len(of_rank),
-        ranks=[RankTime(**row) for row in shown.to_dicts()],
-        steps=[StepTime(**row) for row in of_step.to_dicts()],
+        ranks=ANSWERS["time_of_ranks"].rows(shown),
+        steps=ANSWERS["time_of_steps"].rows(of_step),
     )
 
 
-def overlap_frame(ranks: Sequence[RankTrace], found: Collectives) -> pl.DataFrame:
+def overlap_frame(found: JobTables) -> pl.DataFrame:
     """The table `overlap`: one row per rank and iteration, or window where no iterations are known. `began_ns` is on
     the rank's own clock. What no other rank can be compared with is null."""
-    traced = [one for one in ranks if one.busy.where]
+    traced = [one for one in found.job.ranks.values() if one.busy.where]
     waits = _waits(found) if traced else {}
     frames = [_of_rank(one, waits.get(one.rank or 0)) for one in traced]
     return pl.concat([pl.DataFrame(schema=TABLES["overlap"].schema), *frames])
@@ -144,21 +114,21 @@ def _of_rank(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
     return pl.DataFrame(columns, schema=TABLES["overlap"].schema)
 
 
-def _waits(found: Collectives) -> dict[int, dict[int, Spans]]:
-    """Rank -> rank that came last -> when the first waited for it, on its own clock. A rank that was compared with
-    others and waited for nobody has none."""
-    rows = np.flatnonzero((found.waiting >= 0) & (found.began > 0))
-    rank, last = found.rank[rows], found.last_rank[found.collective[rows]]
-    shift = np.array([found.shift[one] for one in rank.tolist()], np.int64)
-    begins = found.began[rows] - shift
-    spans = np.stack([begins, begins + found.waiting[rows]], axis=1)
-    result: dict[int, dict[int, Spans]] = {one: {} for one in np.unique(rank).tolist()}
-    order = np.lexsort((last, rank))
-    edges = np.flatnonzero(np.diff(rank[order]) | np.diff(last[order])) + 1
-    for part in np.split(order, edges) if len(order) else ():
-        own = spans[part]
-        if (own[:, 1] > own[:, 0]).any():
-            result[int(rank[part[0]])][int(last[part[0]])] = union(own)
+def _waits(found: JobTables) -> dict[int, dict[int, Spans]]:
+    """Rank -> rank that came last (-1: it is not known) -> when the first waited for it, on its own clock. A rank that
+    was compared with others and waited for nobody has none."""
+    shift = pl.DataFrame(list(found.shift.items()), {"rank": pl.Int32, "shift": pl.Int64}, orient="row")
+    waits = (
+        found.calls.select("rank", "began_ns", "waiting_ns")
+        .hstack(found.of_collective("last_rank"))
+        .drop_nulls("waiting_ns")
+        .join(shift, on="rank", maintain_order="left")
+        .select("rank", pl.col("last_rank").fill_null(-1), "waiting_ns", begin=pl.col("began_ns") - pl.col("shift"))
+    )
+    result: dict[int, dict[int, Spans]] = {one: {} for one in waits["rank"].unique()}
+    waits = waits.filter(pl.col("waiting_ns") > 0).sort("rank", "last_rank", maintain_order=True)
+    for (rank, last), own in waits.group_by("rank", "last_rank", maintain_order=True):
+        result[rank][last] = union(own.select("begin", end=pl.col("begin") + pl.col("waiting_ns")).to_numpy())
     return result
 
 

@@ -12,16 +12,16 @@ same for all that are bandwidth-optimal, to whom it goes is not. With n members 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from crossrank.text import rank_ranges
-from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.launches import CallKind
+from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _EACH = 64
@@ -29,7 +29,6 @@ _EACH = 64
 _MOST = 128
 """Rows of the map."""
 
-Ints = NDArray[np.int64]
 Places = Sequence[int] | Ints
 
 
@@ -70,9 +69,9 @@ _PATTERNS: dict[str, Callable[[int, int, int, int], tuple[Places, float]]] = {
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
-def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
+def traffic(found: JobTables) -> Traffic:
     """The map of a job, of at most 128 rows."""
-    world, nodes = found.world_size, _nodes(found.world_size, ranks)
+    world, nodes = found.world_size, _nodes(found.world_size, found.job.ranks)
     row_of, labels, what = _rows(world, nodes)
     matrix = np.zeros((len(labels), len(labels)))
     between = 0.0
@@ -95,13 +94,12 @@ def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
     )
 
 
-def _sent(found: Collectives, lost: Counter[str]) -> Iterator[tuple[int, Places, float, bool]]:
+def _sent(found: JobTables, lost: Counter[str]) -> Iterator[tuple[int, Places, float, bool]]:
     """(from, to, bytes to each, whether that is a model) over all calls; `lost` gets the S of those of which it is not
     known, by reason."""
     present = set(found.ranks)
     # Calls of one kind on one rank send the same: each combination is looked at once.
-    pairs, counts = np.unique(np.stack([found.rank, found.kind]), axis=1, return_counts=True)
-    for (rank, number), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
+    for rank, number, count in found.calls.group_by("rank", "kind").len().sort("rank", "kind").iter_rows():
         kind = found.kinds[number]
         if kind.ends is None:
             sent = _of_collective(kind, found.groups[kind.group], rank, found.world_size)
@@ -136,9 +134,9 @@ def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -
     return np.array(group.members)[places], size
 
 
-def _nodes(world: int, ranks: Sequence[RankTrace]) -> tuple[list[str], Ints] | None:
+def _nodes(world: int, ranks: Mapping[int, RankTrace]) -> tuple[list[str], Ints] | None:
     """(names of the nodes, number of the node of each rank); None where some rank's is not known."""
-    node_of = {one.rank: one.node for one in ranks if one.node}
+    node_of = {rank: one.node for rank, one in ranks.items() if one.node}
     if len(node_of) < world:
         return None
     names = list(dict.fromkeys(node_of[rank] for rank in range(world)))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import polars as pl
 
-from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.launches import reduce_by
+from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_BINS = 120
@@ -18,30 +16,6 @@ _MOST_ROWS = 128
 _MOST_STEPS = 2000
 _MOST_RANKS = 16
 """Ranks that are listed by name."""
-
-
-class Last(msgspec.Struct, kw_only=True):
-    """A rank that came last."""
-
-    rank: int
-    last: int
-    """Collectives in which it did, of those whose members are all known."""
-    of: int
-    """Those that it took part in."""
-    cost_ms: float
-    """Time during which somebody waited for it; calls that wait at the same time count once."""
-
-
-class Waiter(msgspec.Struct, kw_only=True):
-    """A rank that waited."""
-
-    rank: int
-    waiting_ms: float
-    """Time during which one of its calls waited; calls that wait at the same time count once."""
-    first: int
-    """Collectives in which it came first, of those whose members are all known."""
-    of: int
-    """Those that it took part in."""
 
 
 class Waiting(msgspec.Struct, kw_only=True):
@@ -60,9 +34,9 @@ class Waiting(msgspec.Struct, kw_only=True):
     """Ranks, or blocks of them."""
     mean_us: list[list[float | None]]
     """Mean waiting of a row's calls in each bin."""
-    last: list[Last]
+    last: list[Row]
     """Ranks that others waited for, those that cost most first."""
-    waiters: list[Waiter]
+    waiters: list[Row]
     """Ranks that waited longest in all."""
     openings: int
     """Collectives that neither `last` nor `waiters` count: see `openings`."""
@@ -78,15 +52,14 @@ class Steps(msgspec.Struct, kw_only=True):
     most_ms: list[float]
 
 
-def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None:
+def waiting_of(found: JobTables) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
-    calls = _calls(found, "step")
-    placed = all(one.placed for one in ranks)
+    calls = _calls(found)
+    placed = all(one.placed for one in found.job.ranks.values())
     measured = "when communication began and ended" if placed else "how long it took on each rank"
     if not _has_times(found):
         measured = "the moments at which the hosts made their calls"
-    waits = calls.filter(pl.col("wait") >= 0)
-    shown = waits.filter(pl.col("moment") > 0)
+    shown = calls.drop_nulls(("wait", "moment"))
     if not len(shown.filter(pl.col("wait") > 0)):
         return None
     shown, begins, axis = _bins(shown)
@@ -98,7 +71,7 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
     spread = {place: values for place, *values in of_bin.iter_rows()}
     # A bin in which nobody waited has no values.
     p50, p95, most = ([_tenths(spread[at][n] if at in spread else None) for at in places] for n in range(3))
-    arrived = _arrivals(calls, found.ranks)
+    arrived = _arrivals(calls, found.ranks).with_columns(of="collectives")
     means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
     mean_of = {(block, place): mean for block, place, mean in means.iter_rows()}
     return Waiting(
@@ -110,52 +83,43 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
         max_us=most,
         rows=[f"rank {first}" if width == 1 else f"rank {first}-{first + width - 1}" for first in blocks],
         mean_us=[[_tenths(mean_of.get((block, at))) for at in places] for block in range(len(blocks))],
-        last=[
-            Last(rank=one["rank"], last=one["last"], of=one["collectives"], cost_ms=in_ms(one["waited_for_ns"]))
-            for one in with_most(arrived, "waited_for_ns")
-        ],
-        waiters=[
-            Waiter(rank=one["rank"], waiting_ms=in_ms(one["waiting_ns"]), first=one["first"], of=one["collectives"])
-            for one in with_most(arrived, "waiting_ns")
-        ],
+        last=ANSWERS["last"].rows(with_most(arrived, "waited_for_ns").with_columns(cost_ms=in_ms("waited_for_ns"))),
+        waiters=ANSWERS["waiters"].rows(with_most(arrived, "waiting_ns").with_columns(waiting_ms=in_ms("waiting_ns"))),
         openings=openings(found),
     )
 
 
-def openings(found: Collectives) -> int:
+def openings(found: JobTables) -> int:
     """Collectives of several ranks that are the first of a rank in a window of a profiler. Ranks come to these as late
     as their profilers began, so they say nothing of stragglers."""
-    return int((found.opens & (found.expected > 1)).sum())
+    return len(found.collectives.filter(pl.col("opens") & (pl.col("expected") > 1)))
 
 
 def _tenths(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
 
 
-def _has_times(found: Collectives) -> bool:
-    return bool((found.waiting >= 0).any())
+def _has_times(found: JobTables) -> bool:
+    return found.calls["waiting_ns"].count() > 0
 
 
-def _calls(found: Collectives, *also: str) -> pl.DataFrame:
-    """The launches with `wait`, in ns and -1 where it is not known, the `moment` at which it begins, and how many
-    `members` their collective has: by times of the communication, or where there are none by when hosts made calls."""
-    names = ("collective", "rank", "last_rank", "expected", "opens", "waiting", "began", *also)
-    calls = found.calls_frame(*names).rename({"waiting": "wait", "began": "moment"})
-    calls = calls.with_columns(members=np.bincount(found.collective)[found.collective])
+def _calls(found: JobTables) -> pl.DataFrame:
+    """The launches with `wait`, in ns, the `moment` at which it begins, and how many `launches` their collective has:
+    by times of the communication, or where there are none by when hosts made calls."""
+    calls = found.calls.select("rank", "kind", "step", "collective", "called_ns", wait="waiting_ns", moment="began_ns")
+    calls = calls.hstack(found.of_collective("last_rank", "expected", "opens", "launches"))
     return calls if _has_times(found) else _by_calls(calls, found)
 
 
-def _by_calls(calls: pl.DataFrame, found: Collectives) -> pl.DataFrame:
+def _by_calls(calls: pl.DataFrame, found: JobTables) -> pl.DataFrame:
     """The calls with waits by when hosts made them, which needs one clock."""
-    releases = pl.Series([kind.releases_all for kind in found.kinds], dtype=pl.Boolean).gather(found.kind)
-    made = calls.with_columns(moment=pl.Series(found.called), releases=releases)
+    calls = calls.with_columns(moment="called_ns")
     if found.clocks.count > 1:
-        return made.with_columns(wait=-1)
-    usable = pl.col("releases") & (pl.col("moment") > 0) & (pl.col("members") > 1)
+        return calls
+    usable = pl.col("releases_all") & pl.col("moment").is_not_null() & (pl.col("launches") > 1)
     last = pl.col("moment").filter(usable).max().over("collective")
-    made = made.with_columns(wait=pl.when(usable).then(last - pl.col("moment")).otherwise(-1))
-    came_last = pl.col("rank").filter(pl.col("wait") == 0).last().over("collective")
-    return made.with_columns(last_rank=came_last)
+    calls = found.about(calls, "releases_all").with_columns(wait=pl.when(usable).then(last - pl.col("moment")))
+    return calls.with_columns(last_rank=pl.col("rank").filter(pl.col("wait") == 0).last().over("collective"))
 
 
 def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
@@ -175,58 +139,48 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"
 
 
-_KNOWN = (pl.col("wait") >= 0) & (pl.col("members") >= pl.col("expected")) & ~pl.col("opens")
+_KNOWN = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected")) & ~pl.col("opens")
 """Of calls: all members of the collective are known, how long they waited, and that no profiler made them late."""
 
 
-def arrivals(found: Collectives) -> pl.DataFrame:
+def arrivals(found: JobTables) -> pl.DataFrame:
     """Who arrives first and last, by rank: of how many `collectives` of which all members are known it was the `first`
     and the `last` rank; for how many ns one of its calls waited for another rank, and for how many another waited for
     it (`waiting_ns`, `waited_for_ns`; calls that wait at the same time count once)."""
     return _arrivals(_calls(found), found.ranks)
 
 
-def lateness(found: Collectives) -> pl.DataFrame:
+def lateness(found: JobTables) -> pl.DataFrame:
     """One row per launch: `late_ns`, how long it began after that of the first rank, on corrected clocks, and
     `waiting_ns`, how long it waited for the last one; null where ranks cannot be compared."""
-    count = len(found.rank)
-    on_one_clock = found.comparable if _has_times(found) else np.full(count, found.clocks.count == 1)
-    late = pl.col("moment") - pl.col("moment").min().over("collective")
-    return (
-        _calls(found)
-        .with_columns(moment=pl.when((pl.col("moment") > 0) & pl.Series(on_one_clock)).then("moment"))
-        .select(
-            late_ns=pl.when(pl.col("moment").count().over("collective") > 1).then(late),
-            waiting_ns=pl.when(pl.col("wait") >= 0).then("wait"),
-            opens_window="opens",
-        )
-    )
+    if _has_times(found):
+        moment = pl.when("comparable").then("began_ns")
+        calls = found.calls.select("collective", moment=moment, wait="waiting_ns")
+    else:
+        calls = _calls(found).select("collective", "moment", "wait")
+        calls = calls if found.clocks.count == 1 else calls.with_columns(moment=None)
+    first = calls.lazy().group_by("collective").agg(pl.min("moment"), several=pl.count("moment") > 1).sort("collective")
+    of_call = first.collect()[calls["collective"]]
+    late = pl.when(of_call["several"]).then(pl.col("moment") - of_call["moment"])
+    return calls.select(late_ns=late, waiting_ns="wait", opens_window=found.of_collective("opens")["opens"])
 
 
 def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     wait, rank, last, moment = map(pl.col, ("wait", "rank", "last_rank", "moment"))
     known = calls.lazy().filter(_KNOWN)
     took_part = known.group_by("rank").agg(collectives=pl.len(), last=(rank == last).sum()).collect()
-    earliest = _earliest(known.filter((wait > 0) & (last >= 0)).select("collective", "rank", "last_rank", "wait"))
+    late = known.filter((wait > 0) & last.is_not_null())
+    # Who waited longest of a collective came first, if it is not the one that came last.
+    longest = late.group_by("collective").agg(pl.first("last_rank"), rank=rank.filter(wait == wait.max()).min())
+    earliest = longest.filter(rank != last).group_by("rank").agg(first=pl.len()).collect()
     counted = calls.lazy().filter((wait > 0) & ~pl.col("opens"))
     waiting = covered(counted, ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
-    waited_for = covered(known.filter((wait > 0) & (last >= 0)), ["last_rank"], moment, moment + wait)
-    table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int64})
+    waited_for = covered(late, ["last_rank"], moment, moment + wait)
+    table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int32})
     for part in (took_part, earliest, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):
         table = table.join(part, on="rank", how="left", maintain_order="left")
     names = ("collectives", "first", "last", "waiting_ns", "waited_for_ns")
-    return table.select("rank", *(pl.col(name).fill_null(0).cast(pl.Int64) for name in names))
-
-
-def _earliest(late: pl.LazyFrame) -> pl.DataFrame:
-    """How often a rank waited longest of its collective, as `first`, where that is not the one that came last."""
-    collective, rank, last_rank, wait = (column.to_numpy() for column in late.collect().iter_columns())
-    count = int(collective.max(initial=-1)) + 1
-    longest = wait == reduce_by(np.maximum, collective, wait, count, 0)[collective]
-    nobody, last = np.iinfo(np.int64).max, np.full(count, -1)
-    first = reduce_by(np.minimum, collective[longest], rank[longest], count, nobody)
-    last[collective] = last_rank
-    return pl.DataFrame({"rank": first[(first < nobody) & (first != last)]}).group_by("rank").agg(first=pl.len())
+    return table.select(pl.col("rank").cast(pl.Int64), *(pl.col(name).fill_null(0).cast(pl.Int64) for name in names))
 
 
 def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:
@@ -243,14 +197,13 @@ def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr
     )
 
 
-def with_most(frame: pl.DataFrame, column: str) -> Iterator[dict[str, Any]]:
-    """The rows of the ranks with most ns of a column, by name."""
-    rows = frame.filter(pl.col(column) > 0).sort(column, "rank", descending=[True, False]).head(_MOST_RANKS)
-    return rows.iter_rows(named=True)
+def with_most(frame: pl.DataFrame, column: str) -> pl.DataFrame:
+    """The rows of the ranks with most of a column."""
+    return frame.filter(pl.col(column) > 0).sort(column, "rank", descending=[True, False]).head(_MOST_RANKS)
 
 
-def in_ms(ns: int) -> float:
-    return round(ns / 1e6, 3)
+def in_ms(ns: str) -> pl.Expr:
+    return (pl.col(ns) / 1e6).round(3)
 
 
 def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:

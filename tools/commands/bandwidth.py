@@ -6,8 +6,9 @@ import argparse
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.bandwidth import BY, KEYS, Bandwidth, bandwidth, line_rates
-from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
+from crossrank.tools.commands.measured import add_measured_arguments, complain_of, read_measured
 from crossrank.tools.commands.options import write_output
+from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.job.launches import LEFT_OUT
 from crossrank.tools.job.sources import CHOICES
@@ -34,12 +35,10 @@ class BandwidthCommand:
         if not by or not set(by) <= set(KEYS):
             raise CrossrankError(f"--by {arguments.by!r}: choose among {', '.join(KEYS)}")
         rates = line_rates(arguments.line_rate)
-        measured = _of_replay(arguments) if is_replay(paths[0]) and len(paths) == 1 else read_measured(arguments)
-        result = bandwidth(
-            measured.ranks, measured.together, inputs=paths, by=by, rates=rates, skipped=measured.skipped
-        )
+        found = _of_replay(arguments) if is_replay(paths[0]) and len(paths) == 1 else read_measured(arguments)
+        result = bandwidth(found, inputs=paths, by=by, rates=rates)
         if not result.timed_calls:
-            raise CrossrankError(f"{', '.join(paths)}: {_why_none(result, measured)}")
+            raise CrossrankError(f"{', '.join(paths)}: {_why_none(result, found)}")
         content = as_json(result)
         if arguments.output is not None:
             write_output(arguments.output, content.encode())
@@ -47,19 +46,18 @@ class BandwidthCommand:
             print(content, end="")
         else:
             print_bandwidth(result)
-        return measured.complain()
+        return complain_of(found, arguments)
 
 
-def _of_replay(arguments: argparse.Namespace) -> Measured:
+def _of_replay(arguments: argparse.Namespace) -> JobTables:
     """A replay has been read by its own ranks: there is no work to share, and nothing to choose."""
     for name in ("ranks", "source", "cluster"):
         if getattr(arguments, name) is not None:
             raise CrossrankError(f"{arguments.path[0]}: is a replay, which --{name} is not for; leave it out")
-    ranks, together = read_replay(arguments.path[0])
-    return Measured(ranks, together, [], False)
+    return read_replay(arguments.path[0])
 
 
-def _why_none(result: Bandwidth, measured: Measured) -> str:
+def _why_none(result: Bandwidth, found: JobTables) -> str:
     """Why no call has a time, and what to do about it."""
     if not result.calls:
         hidden = result.unattributed.get(LEFT_OUT)
@@ -69,7 +67,7 @@ def _why_none(result: Bandwidth, measured: Measured) -> str:
             else ("holds no communication; name the traces of a job that has some")
         )
     step = "record with TRACING_TIMING=1 or a window (TRACING_WINDOW=START:STOP), or a report of Nsight Systems"
-    if all(one.source == "nsight" for one in measured.ranks):
+    if all(one.source == "nsight" for one in found.job.ranks.values()):
         step = "name a recording with a window (TRACING_WINDOW=START:STOP); beside exports: --source kineto"
     why = "".join(f" ({note})" for note in result.notes[:2])
     return f"{result.calls:,} calls, but nothing says how long one took{why}; {step}"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_url
 from crossrank.text import percent
@@ -21,14 +22,12 @@ from crossrank.tools.commands.converting import (
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import (
+    GROUPS,
     ConvertedRank,
     convert_ranks,
-    copies_of,
-    delay_starts,
     disagreements,
     late_starts,
     older_files,
-    write_groups,
 )
 from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
 
@@ -98,19 +97,17 @@ class ConvertCommand:
         if arguments.dedupe and is_url(arguments.output or arguments.recording[0]):
             raise CrossrankError("--dedupe makes hard links, which are of local files; name a local folder with -o")
         folder = output_folder(arguments.recording, arguments.output)
-        if grown is not None:
-            inputs = grown.inputs
         results = convert_ranks(
             inputs.pairs,
             folder,
             options,
             fleet,
             keep_linked=arguments.keep_linked,
-            copies=copies_of(grown.recorded, grown.growth, folder, dedupe=arguments.dedupe) if grown else None,
+            grown=grown,
+            dedupe=arguments.dedupe,
         )
         good = [result for result in results if result.error is None]
-        group_file = write_groups(good, folder) if good else None
-        apart = delay_starts(good) if grown is None else late_starts(grown.recorded)[1]
+        _, apart = late_starts(good if grown is None else grown.recorded)
         differ = disagreements(good if grown is None else grown.recorded)
         if arguments.json:
             shown = [replace(one, converted=replace(one.converted, communications=[])) for one in results]
@@ -118,7 +115,7 @@ class ConvertCommand:
                 {
                     "ranks": shown,
                     "grown": growth_json(grown),
-                    "groups": group_file,
+                    "groups": join(folder, GROUPS) if good else None,
                     "windows_by_no_clock": apart,
                     "disagreements": differ,
                     "problems": [problem.text for problem in inputs.problems],

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
 from crossrank.text import plural
 from crossrank.tools.commands.options import complain, rank_list
 from crossrank.tools.graph.chakra.chakra_graph import Options
-from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, convert_ranks, grow_ranks
-from crossrank.tools.graph.chakra.grow import JobGrowth
+from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, Grown, convert_ranks, grow_ranks
 from crossrank.tools.graph.chakra.mesh import KINDS
 from crossrank.tools.graph.linking.window_files import Inputs, RankInput, find_inputs
 from crossrank.tools.parallel import Fleet
@@ -87,23 +85,6 @@ def _linked(paths: Sequence[str]) -> list[RankInput]:
     return [RankInput(rank=file.rank, window=file.window, et="", kineto="", linked=file.path) for file in files]
 
 
-@dataclass
-class Grown:
-    """A recorded job that is written for another number of ranks."""
-
-    growth: JobGrowth
-    recorded: list[ConvertedRank]
-    """What its own ranks are."""
-    inputs: Inputs
-    """The traces of those that others are written from."""
-
-    def __str__(self) -> str:
-        recorded, written = self.growth.recorded, self.growth.written
-        had, has = (mesh.dimensions[self.growth.place] for mesh in (recorded, written))
-        change = f"{had.name} from {had.size:,} to {has.size:,}"
-        return f"{recorded.size} ranks ({recorded}) as {written.size} ({written}): {change}"
-
-
 def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet: Fleet) -> Grown | None:
     """The job for as many ranks as the user asks for; None where he does not, and the recorded one is written.
 
@@ -120,12 +101,7 @@ def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet:
         if one.error is not None:
             raise CrossrankError(f"{one.name}: {one.error}; new ranks do what recorded ones do, so all must be whole")
     growth = grow_ranks(recorded, arguments.dims, arguments.ranks, arguments.grow or "dp")
-    pairs = [
-        replace(pair, rank=one.rank)
-        for pair, one in zip(inputs.pairs, recorded, strict=True)
-        if one.rank in growth.copies
-    ]
-    return Grown(growth, recorded, replace(inputs, pairs=pairs))
+    return Grown(growth=growth, recorded=recorded)
 
 
 def growth_json(grown: Grown | None) -> dict[str, object] | None:

@@ -14,7 +14,6 @@ from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
-from crossrank.tools.analysis.diagnosis.last_calls import read_last_calls
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
 
@@ -80,10 +79,7 @@ def _read(arguments: argparse.Namespace) -> Evidence:
         )
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
     named = not any(is_folder(path) for path in paths)
-    if arguments.last is None:
-        evidence = read_evidence(candidates, fleet, named=named)
-    else:
-        evidence = read_last_calls(candidates, fleet, last=arguments.last, named=named)
+    evidence = read_evidence(candidates, fleet, named=named, last=arguments.last)
     if not evidence.ranks:
         reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
         raise CrossrankError(

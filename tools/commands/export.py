@@ -23,10 +23,9 @@ from crossrank.tools.commands.options import (
     write_output,
 )
 from crossrank.tools.job import sources
-from crossrank.tools.job.job import Job
 from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_json
-from crossrank.tools.output.frames.job_frames import OF_JOB, Matched
+from crossrank.tools.output.frames.job_frames import OF_JOB
 from crossrank.tools.output.frames.rank_frames import OF_RANK, calls
 from crossrank.tools.parallel import map_ranks
 from crossrank.tools.sharing.folders import refuse_full
@@ -90,9 +89,9 @@ class ExportCommand:
         for one in (trace for result in written for trace in result.unnamed):
             rows += export.write_rank(one)
         if export.of_job:
-            matched = Matched(Job.match(traces))
+            tables = sources.job_of(traces, found)
             for table in export.of_job:
-                rows[table] = export.write(OF_JOB[table](matched), table, "job")
+                rows[table] = export.write(OF_JOB[table](tables), table, "job")
         export.write_schema()
         if arguments.json:
             print_json({"schema": FORMAT, "rows": {name: rows[name] for name in TABLES if name in arguments.tables}})

@@ -4,40 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
 from crossrank.tools.commands.options import add_shared, add_source, complain, fleet_of
-from crossrank.tools.job.collectives import Collectives, match_collectives
-from crossrank.tools.job.job import Job
-from crossrank.tools.job.sources import find, read
-from crossrank.tools.traces.rank_trace import RankTrace
-
-
-@dataclass
-class Measured:
-    """The times of a run."""
-
-    ranks: list[RankTrace]
-    together: Collectives
-    skipped: list[str]
-    """Files that could not be used, and why."""
-    chosen: bool
-    """The user asked for some ranks only."""
-
-    @property
-    def notes(self) -> list[str]:
-        """What files say about themselves, each once."""
-        return list(dict.fromkeys(note for one in self.ranks for note in one.notes))
-
-    def complain(self) -> int:
-        """Report what is missing; the exit code that follows."""
-        complain(*self.skipped, most=8)
-        missing = sorted(set(range(self.together.world_size)) - set(self.together.ranks))
-        if missing and not self.chosen:
-            complain(f"rank {rank_ranges(missing)} is not there: times of its groups include waiting for it")
-        return 1 if self.skipped or (missing and not self.chosen) else 0
+from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.job.sources import open_job
 
 
 def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[str], *shared: str) -> None:
@@ -48,12 +20,20 @@ def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[st
     add_shared(parser, "ranks", *shared, "json", ranks=meaning)
 
 
-def read_measured(arguments: argparse.Namespace) -> Measured:
+def read_measured(arguments: argparse.Namespace) -> JobTables:
     """Raises `CrossrankError` where nothing can be used."""
-    found = find(arguments.path, arguments.ranks, arguments.source, also=arguments.communication_kernels)
-    ranks = read(found, fleet_of(arguments))
-    if arguments.ranks is not None:
-        ranks = [one for one in ranks if one.rank in arguments.ranks]
-    if not ranks:
+    wanted = arguments.ranks
+    found = open_job(arguments.path, fleet_of(arguments), wanted, arguments.source, arguments.communication_kernels)
+    if not found.ranks:
         raise CrossrankError(f"{', '.join(arguments.path)}: holds none of the ranks that --ranks names")
-    return Measured(ranks, match_collectives(Job.match(ranks)), found.skipped, arguments.ranks is not None)
+    return found
+
+
+def complain_of(found: JobTables, arguments: argparse.Namespace) -> int:
+    """Report what could not be used, and ranks that are missing where the user did not choose some; the exit code that
+    follows."""
+    complain(*found.job.skipped, most=8)
+    missing = found.job.missing if arguments.ranks is None else []
+    if missing:
+        complain(f"rank {rank_ranges(missing)} is not there: times of its groups include waiting for it")
+    return 1 if found.job.skipped or missing else 0

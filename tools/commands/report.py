@@ -24,8 +24,6 @@ from crossrank.tools.commands.options import (
     write_output,
 )
 from crossrank.tools.job import sources
-from crossrank.tools.job.collectives import match_collectives
-from crossrank.tools.job.job import Job
 from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_json
 from crossrank.tools.parallel import map_ranks
@@ -87,16 +85,13 @@ def _figures(arguments: argparse.Namespace) -> Figures:
     measured = [found for found, _ in results if found is not None]
     diagnosis, problem = _diagnose(candidates, [read[one.path] for one in candidates])
     del results, read  # as large as what the figures are made of
-    ranks = sources.settle(measured, times)
     return figures(
-        ranks,
-        match_collectives(Job.match(ranks)),
+        sources.job_of(sources.settle(measured, times), times),
         inputs=paths,
         rates=rates,
         diagnosis=diagnosis,
         diagnosis_problem=problem,
         replay=replay,
-        skipped=times.skipped,
     )
 
 

@@ -13,7 +13,6 @@ from typing import TypeVar
 from crossrank.comm import Locality
 from crossrank.errors import CrossrankError
 from crossrank.tools.commands.converting import (
-    Grown,
     add_growing,
     complain_of_ranks,
     find_traces,
@@ -21,28 +20,29 @@ from crossrank.tools.commands.converting import (
     growth_json,
     print_growth,
 )
-from crossrank.tools.commands.options import add_shared, complain, fleet_of
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_file
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import (
     ConvertedRank,
-    chakra_name,
+    Grown,
     convert_ranks,
-    copies_of,
-    delay_starts,
     disagreements,
-    write_groups,
 )
 from crossrank.tools.graph.chakra.simulate import Cost, RankGraph, Simulation, Transfer, simulate
-from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
+from crossrank.tools.graph.chakra.write import chakra_name
 from crossrank.tools.graph.linking.window_files import Inputs
-from crossrank.tools.job.collectives import match_collectives
-from crossrank.tools.job.job import Job
-from crossrank.tools.job.sources import find, read
+from crossrank.tools.job.sources import open_job
 from crossrank.tools.output.console import print_json
-from crossrank.tools.output.simulation import print_beside, print_leave_one_out, print_network, print_simulation
+from crossrank.tools.output.simulation import (
+    print_beside,
+    print_leave_one_out,
+    print_network,
+    print_simulation,
+    write_timeline,
+)
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.predict.astra_sim import AstraRun, run_astra_sim
-from crossrank.tools.predict.fit import MeasuredKind, Predicted, fit_network, leave_one_out, measured_kinds
+from crossrank.tools.predict.fit import MeasuredKind, fit_network, leave_one_out, measured_kinds
 from crossrank.tools.predict.network import ALGORITHMS, Algorithm, Link, Network, bus_bytes, link_of
 
 _FIGURES = ("makespan_ns", "measured_ns", "by_clocks", "error", "critical_ns", "waiting_ns", "joined", "alone")
@@ -100,22 +100,11 @@ class SimulateCommand:
         if arguments.astra_sim is not None and arguments.compute != 1:
             raise CrossrankError("--astra-sim plays computation as it was measured; leave out --compute")
         fleet = fleet_of(arguments)
-        algorithm: Algorithm = arguments.algorithm or "ring"
-        kinds = _measured(arguments.recording, fleet) if _needs_kinds(arguments) else []
-        predicted = leave_one_out(kinds, algorithm) if arguments.leave_one_out else []
-        network = _network(arguments, kinds, algorithm)
+        network, kinds = _network(arguments, fleet)
+        predicted = leave_one_out(kinds, arguments.algorithm or "ring") if arguments.leave_one_out else []
         inputs = find_traces(arguments)
         grown = grow(inputs, arguments, Options(), fleet)
-        if grown is not None:
-            inputs = grown.inputs
-        results = convert_ranks(
-            inputs.pairs,
-            None,
-            Options(),
-            fleet,
-            keep_graph=True,
-            copies=copies_of(grown.recorded, grown.growth, None) if grown is not None else None,
-        )
+        results = convert_ranks(inputs.pairs, None, Options(), fleet, keep_graph=True, grown=grown)
         good = [result for result in results if result.error is None]
         differ = disagreements(good if grown is None else grown.recorded)
         cost = None if network is None else _cost(network, arguments.per_node)
@@ -173,31 +162,26 @@ def _positive(kind: Callable[[str], T]) -> Callable[[str], T]:
     return parse
 
 
-def _needs_kinds(arguments: argparse.Namespace) -> bool:
-    given = arguments.intra is not None or arguments.inter is not None
-    grows = isinstance(arguments.ranks, int) and arguments.network != "measured" and not given
-    return bool(arguments.leave_one_out or arguments.network == "recorded" or grows)
-
-
 def _measured(paths: Sequence[str], fleet: Fleet) -> list[MeasuredKind]:
     """The times of the recording's own collectives."""
-    return measured_kinds(match_collectives(Job.match(read(find(paths), fleet))))
+    return measured_kinds(open_job(paths, fleet))
 
 
-def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Network | None:
-    """What communications run on; None where they take what they took."""
-    links: dict[Locality, Link] = {}
-    if arguments.intra is not None:
-        links["intra_node"] = arguments.intra
-    if arguments.inter is not None:
-        links["cross_node"] = arguments.inter
-    recorded = arguments.network == "recorded" or (isinstance(arguments.ranks, int) and arguments.network is None)
+def _network(arguments: argparse.Namespace, fleet: Fleet) -> tuple[Network | None, list[MeasuredKind]]:
+    """What communications run on, None where they take what they took; and the times of the recording's own
+    collectives, where they are asked for."""
+    algorithm: Algorithm = arguments.algorithm or "ring"
+    given: dict[Locality, Link | None] = {"intra_node": arguments.intra, "cross_node": arguments.inter}
+    links = {locality: link for locality, link in given.items() if link is not None}
     if links and arguments.network is not None:
         raise CrossrankError(
             f"--network {arguments.network} says what communications take; leave out --intra and --inter"
         )
+    grows = isinstance(arguments.ranks, int) and arguments.network is None and not links
+    recorded = arguments.network == "recorded" or grows
+    kinds = _measured(arguments.recording, fleet) if recorded or arguments.leave_one_out else []
     if links:
-        return Network(links=links, algorithm=algorithm)
+        return Network(links=links, algorithm=algorithm), kinds
     if recorded:
         network = fit_network(kinds, algorithm)
         if not network.links:
@@ -205,13 +189,13 @@ def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind], algor
                 f"{arguments.recording[0]}: no collective of several ranks has both a size and a time, so nothing is "
                 "known of its network; say what it is with --intra and --inter, or --network measured"
             )
-        return network
+        return network, kinds
     if arguments.per_node is not None or (arguments.algorithm is not None and not arguments.leave_one_out):
         raise CrossrankError(
             "--per-node and --algorithm are about a network, and communications take what they took; name one with "
             "--intra and --inter, or --network recorded"
         )
-    return None
+    return None, kinds
 
 
 def _cost(network: Network, per_node: int | None) -> Cost:
@@ -249,10 +233,8 @@ def _simulate(
     for window, simulation in simulations.items():
         path = Path(arguments.timeline)
         path = path if window == 1 else path.with_name(f"w{window}.{path.name}")
-        try:
-            write_timeline(windows[window], simulation, path)
-        except OSError as error:
-            raise CrossrankError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+        with output_file(str(path)) as temporary:
+            write_timeline(windows[window], simulation, temporary, compress=path.name.endswith(".gz"))
     return simulations
 
 
@@ -261,11 +243,7 @@ def _astra_sim(
 ) -> list[AstraRun]:
     """What ASTRA-sim makes of each window."""
     with TemporaryDirectory(prefix="crossrank-") as folder:
-        copies = copies_of(grown.recorded, grown.growth, folder) if grown is not None else None
-        results = convert_ranks(inputs.pairs, folder, Options(lower=True), fleet, copies=copies)
-        write_groups([result for result in results if result.error is None], folder)
-        if grown is None:
-            delay_starts([result for result in results if result.error is None])
+        results = convert_ranks(inputs.pairs, folder, Options(lower=True), fleet, grown=grown)
         found = []
         for window in sorted({result.window for result in results}):
             prefix = Path(folder, chakra_name(0, window).removesuffix(".0.et"))
@@ -277,7 +255,7 @@ def _astra_sim(
 def _answer(
     simulations: Mapping[int, Simulation],
     network: Network | None,
-    predicted: Sequence[Predicted],
+    predicted: Sequence[MeasuredKind],
     grown: Grown | None,
     beside: Sequence[AstraRun],
     differ: Sequence[str],
@@ -297,8 +275,8 @@ def _answer(
             ],
         },
         "leave_one_out": [
-            {"op": one.kind.op, "ranks": one.kind.size, "locality": one.kind.locality, "bytes": one.kind.bytes}
-            | {"collectives": one.kind.count, "measured_ns": one.kind.time_ns, "predicted_ns": one.time_ns}
+            {"op": one.op, "ranks": one.size, "locality": one.locality, "bytes": one.bytes}
+            | {"collectives": one.count, "measured_ns": one.time_ns, "predicted_ns": one.predicted_ns}
             for one in predicted
         ],
         "grown": growth_json(grown),

@@ -10,8 +10,9 @@ import msgspec
 
 from crossrank.atomic_file import gzip_writer, join
 from crossrank.text import amount, printable
-from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
+from crossrank.tools.commands.measured import add_measured_arguments, complain_of, read_measured
 from crossrank.tools.commands.options import folder_of, output_file
+from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.sources import CHOICES
 from crossrank.tools.output.bandwidth import alignment_text
 from crossrank.tools.output.console import print_json, print_notes
@@ -34,26 +35,26 @@ class TimelineCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         output = arguments.output or join(folder_of(arguments.path[0]), "timeline.pftrace")
-        measured = read_measured(arguments)
+        found = read_measured(arguments)
         with output_file(output) as temporary:
             with temporary.open("wb") as plain, ExitStack() as stack:
                 file = stack.enter_context(gzip_writer(plain)) if output.endswith(".gz") else plain
-                written = write_timeline(measured.ranks, measured.together, file, flows=arguments.flows)
+                written = write_timeline(found, file, flows=arguments.flows)
             size = temporary.stat().st_size
         if arguments.json:
-            found = {"clocks": measured.together.clocks, "notes": measured.notes, "skipped": measured.skipped}
-            print_json({"output": output, "bytes": size} | msgspec.structs.asdict(written) | found)
+            read = {"clocks": found.clocks, "notes": found.job.notes, "skipped": found.job.skipped}
+            print_json({"output": output, "bytes": size} | msgspec.structs.asdict(written) | read)
         else:
-            _print(output, size, written, measured)
-        return measured.complain()
+            _print(output, size, written, found)
+        return complain_of(found, arguments)
 
 
-def _print(output: str, size: int, written: Written, measured: Measured) -> None:
+def _print(output: str, size: int, written: Written, found: JobTables) -> None:
     print(f"timeline   {printable(output)}, {amount(size)}")
     print(
         f"holds      {written.calls:,} calls (a batch is one), {written.activities:,} measured times, "
         f"{written.steps:,} steps, of {written.ranks} rank(s); {written.arrows:,} arrows; {written.duration_ms:,.1f} ms"
     )
-    print(f"clocks     {alignment_text(measured.together.clocks)}")
+    print(f"clocks     {alignment_text(found.clocks)}")
     print("open it in ui.perfetto.dev")
-    print_notes(measured.notes)
+    print_notes(found.job.notes)

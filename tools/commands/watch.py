@@ -82,7 +82,7 @@ class _Job:
                 self.problems[path] = str(error)
         for file in found:
             if file.rank not in self._files:
-                self._files[file.rank] = GrowingFile(file.path), LiveFile(file.rank, len(found))
+                self._files[file.rank] = GrowingFile(file.path), LiveFile(len(found))
         if not self._files:
             raise CrossrankError(f"{self.folder}: no rank has begun to record; name the folder given as TRACING_DIR")
         for growing, rank in self._files.values():
@@ -91,7 +91,8 @@ class _Job:
                 self.problems.pop(growing.path, None)
             except (OSError, BudgetError) as error:
                 self.problems[growing.path] = f"{growing.path}: {one_line(error)}"
-        return snapshot(self.folder, {rank: of for rank, (_, of) in self._files.items()}, time.time(), self._hang())
+        contents = {rank: file.content for rank, (_, file) in self._files.items()}
+        return snapshot(self.folder, contents, time.time(), self._hang())
 
     def _hang(self) -> str:
         """What the job's verdict says, as long as no rank has gone on since."""
@@ -105,8 +106,8 @@ class _Job:
             return ""
         except (OSError, *BROKEN):
             return ""
-        calls = [(file, file.calls[-1]) for _, file in self._files.values() if file.calls]
-        goes_on = any((file.wall(call.t) or 0) / 1e9 > written for file, call in calls)
+        contents = [file.content for _, file in self._files.values() if file.content.calls]
+        goes_on = any((one.wall(one.calls[-1].t) or 0) / 1e9 > written for one in contents)
         return "" if goes_on or found.verdict in (OVER, SLOW) else hang_text(found)
 
 

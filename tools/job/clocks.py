@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import polars as pl
 
-from crossrank.tools.job.launches import Bools, Ints, reduce_by
+from crossrank.tools.traces.busy import Bools, Ints
 
 _UNKNOWN = np.iinfo(np.int64).min
 _MOST_LISTED = 1024
@@ -44,17 +45,17 @@ class Clocks(msgspec.Struct, kw_only=True):
         return 1000 * self.residual_us["p95"] if self.residual_us is not None and self.count > 1 else 0.0
 
 
-def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, count: int) -> tuple[Ints, Bools, Clocks]:
+def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints) -> tuple[Ints, Bools, Clocks]:
     """(what to add to each clock's times in ns, which clocks could be aligned, what was done).
 
-    One row per rank and collective: index of its clock in `names`, of the collective (below `count`), and its end.
+    One row per rank and collective: index of its clock in `names`, of the collective, and its end.
     Only rows of operations that release all ranks, with known ends, belong here.
     """
     offsets, aligned = np.zeros(len(names), np.int64), np.zeros(len(names), bool)
     if len(names) < 2:
-        residual = _residual(collective, ended, count)
+        residual = _residual(collective, ended)
         return offsets, ~aligned, Clocks(count=len(names), note="all ranks are on one clock", residual_us=residual)
-    reference = np.full(count, _UNKNOWN)
+    reference = np.full(int(collective.max(initial=-1)) + 1, _UNKNOWN)
     order = np.argsort(clock, kind="stable")
     rows_of = np.split(order, np.searchsorted(clock[order], np.arange(1, len(names))))
     shared = np.zeros(len(names), np.int64)
@@ -72,7 +73,7 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
             mine = rows_of[index][known[rows_of[index]]]
             offsets[index], shared[index] = int(np.median(reference[collective[mine]] - ended[mine])), len(mine)
     rows = np.flatnonzero(aligned[clock])
-    residual = _residual(collective[rows], ended[rows] + offsets[clock[rows]], count)
+    residual = _residual(collective[rows], ended[rows] + offsets[clock[rows]])
     moved = {names[i]: round(float(offsets[i]) / 1000, 3) for i in np.flatnonzero(offsets).tolist()}
     largest = sorted(moved, key=lambda name: -abs(moved[name]))[:_MOST_LISTED]
     note = f"{len(names)} clocks, brought together by the ends of collectives"
@@ -97,12 +98,11 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
     )
 
 
-def _residual(collective: Ints, ended: Ints, count: int) -> dict[str, float] | None:
-    seen = np.bincount(collective, minlength=count) > 1
-    if not seen.any():
+def _residual(collective: Ints, ended: Ints) -> dict[str, float] | None:
+    ends = pl.LazyFrame({"collective": collective, "ended": ended}).group_by("collective")
+    first, last = pl.min("ended"), pl.max("ended")
+    spread = ends.agg(count=pl.len(), us=(last - first) / 1000).filter(pl.col("count") > 1).collect()["us"]
+    if not len(spread):
         return None
-    first = reduce_by(np.minimum, collective, ended, count, np.iinfo(np.int64).max)
-    last = reduce_by(np.maximum, collective, ended, count, _UNKNOWN)
-    spread = (last - first)[seen] / 1000
-    p50, p95 = np.percentile(spread, (50, 95))
-    return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "max": round(float(spread.max()), 3)}
+    p50, p95 = np.percentile(spread.to_numpy(), (50, 95))
+    return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "max": round(float(spread.to_numpy().max()), 3)}

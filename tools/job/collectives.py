@@ -21,27 +21,25 @@ the residual of the clocks it was measured on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
-from crossrank.comm import OPERATIONS
 from crossrank.tools.job.clocks import Clocks, align
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
-from crossrank.tools.job.launches import SEND_RECV, Bools, Ints, Launches, launches, reduce_by
-from crossrank.tools.job.matching import Joined, match_calls, part_lanes
+from crossrank.tools.job.launches import SEND_RECV, Launches, launches
+from crossrank.tools.job.matching import match_calls, part_lanes
 from crossrank.tools.traces.rank_trace import Interned
 
-if TYPE_CHECKING:
-    import polars as pl
-
-Floats = NDArray[np.float64]
-_MAX = np.iinfo(np.int64).max
 _BY_PROFILER = ("kineto", "nsight")
+_OF_COLLECTIVE = (
+    *("kind", "number", "step", "calls", "bytes", "exchanged", "ranks", "expected", "called_ns", "arrived_ns"),
+    *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank"),
+)
+_OF_END = ("clock", "collective", "ended_ns")
 NO_DURATION = "calls whose end does not come after their begin: they have no times"
 MOVED = (
     "calls that were numbered by counting, on clocks that were moved by more than half the time between calls: if the "
@@ -49,250 +47,208 @@ MOVED = (
 )
 
 
-@dataclass(kw_only=True)
-class Collectives(Launches):
-    """The launches of all ranks and the collectives that they are parts of. Times in ns, on corrected clocks."""
+@dataclass(frozen=True, kw_only=True)
+class JobTables(Launches):
+    """The launches of all ranks, and the collectives and transfers that they are parts of.
 
-    groups: list[ProcessGroup]
-    ranks: list[int]
-    """Ranks that were read, ascending."""
-    world_size: int
+    `calls` has, beside the columns of `Launches`, `collective` (its row in `collectives`), `comparable` (its times are
+    on the common clock) and `waiting_ns`. Its times are on the common clock, as far as it could be put there.
+    """
+
+    collectives: pl.DataFrame
+    """One row per collective or transfer, with the columns `number`, `step` and the measured ones of the tables
+    `collectives` and `transfers` in `crossrank.tools.tables`. Beside them: `kind`, that of its first rank; `launches`,
+    how many it is of; `exchanged`, the bytes of an uneven all_to_all or a batch that the busiest rank exchanges;
+    `opens`: it is the first that one of its ranks made in a window of a profiler, which began on that rank when it
+    did."""
     clocks: Clocks
     shift: dict[int, int]
-    """Rank -> what was added to its times to have them on the common clock."""
+    """Rank -> what was added to its times to have them on the common clock, in ns."""
     unmatched: dict[str, int]
     """What was left out or could not be compared, and why -> calls."""
-    # One row per launch, beside those of `Launches`.
-    collective: Ints
-    """Index of the collective that the call is part of."""
-    waiting: Ints
-    """-1 = not known."""
-    comparable: Bools
-    """Its begin and end are on the common clock."""
-    # One row per collective.
-    of_kind: Ints
-    """Kind on its first rank."""
-    bytes: Ints
-    """S of nccl-tests; the largest of its ranks'."""
-    exchanged: Ints
-    """-1 where the bus factor tells it."""
-    seen: Ints
-    """Ranks with times."""
-    expected: Ints
-    time: Ints
-    """-1 = not known."""
-    bound: Bools
-    """`time` is an upper bound."""
-    last_rank: Ints
-    """Who arrived last; -1 = not known, or all arrived within what the clocks may be apart."""
-    opens: Bools
-    """It is the first that one of its ranks made in a window of a profiler, which began on that rank when it did."""
 
     @property
-    def timed(self) -> Bools:
-        return self.time >= 0
+    def ranks(self) -> list[int]:
+        """Ranks that were read, ascending."""
+        return sorted(self.job.ranks)
 
     @property
-    def calls(self) -> Ints:
-        """Calls that each row stands for: one, or those of a launch."""
-        calls: Ints = self.by_kind(lambda one: one.calls, np.int64)[self.kind]
-        return calls
+    def groups(self) -> list[ProcessGroup]:
+        return self.job.groups
 
     @property
-    def together(self) -> Ints:
-        """Calls of its batch that have the times of each row."""
-        together: Ints = self.by_kind(lambda one: one.together, np.int64)[self.kind]
-        return together
+    def world_size(self) -> int:
+        return len(self.job.world)
 
-    def algbw(self) -> Floats:
-        """GB/s (1e9 bytes) by collective; NaN where none can be given."""
-        whole = self.by_kind(lambda one: one.whole)[self.of_kind]
-        return _rate(self.bytes, np.where(whole, self.time, 0))
+    @property
+    def timed(self) -> pl.DataFrame:
+        """The collectives that have a time."""
+        return self.collectives.drop_nulls("time_ns")
 
-    def busbw(self) -> Floats:
-        """GB/s (1e9 bytes) by collective; NaN where none can be given."""
-        factor = self.by_kind(lambda one: _factor(one.op, self.groups[one.group].size), float)[self.of_kind]
-        own = (self.exchanged >= 0) & (self.time > 0) & ~np.isnan(factor)
-        rate: Floats = np.where(own, _rate(self.exchanged, self.time), self.algbw() * factor)
-        return rate
+    def of_collective(self, *names: str) -> pl.DataFrame:
+        """Columns of `collectives`, with a row for each of `calls`."""
+        return self.collectives.select(names)[self.calls["collective"]]
 
-    def calls_frame(self, *names: str) -> pl.DataFrame:
-        """Columns of these names, with a row per launch and rank; `last_rank`, `expected` and `opens` are those of its
-        collective. Times are ns, 0 = not known; `waiting` is -1 where it is not known."""
-        import polars as pl
-
-        of_collective = ("last_rank", "expected", "opens")
-        return pl.DataFrame(
-            {
-                name: getattr(self, name)[self.collective] if name in of_collective else getattr(self, name)
-                for name in names
-            }
-        )
-
-    def collectives_frame(self) -> pl.DataFrame:
-        """One row per collective or transfer. `bytes` (which no rank knows of the `unsized`) and `time`, in ns, are
-        null where they are not known; bandwidths are in GB/s."""
-        import polars as pl
-
-        # As categories texts cost 4 bytes a row.
-        schema = {"op": pl.Categorical, "group": pl.Int64, "locality": pl.Categorical, "source": pl.Categorical}
-        rows = [(one.label, one.group, one.locality, one.source) for one in self.kinds]
-        kinds = pl.DataFrame(rows, schema=schema, orient="row").with_columns(sized=self.by_kind(lambda one: one.sized))
-        return (
-            kinds[self.of_kind]
-            .with_columns(unsized=~pl.col("sized") & pl.Series(self.bytes == 0))
-            .with_columns(
-                bytes=pl.when(~pl.col("unsized")).then(self.bytes),
-                time=pl.Series(self.time).replace(-1, None),
-                algbw=pl.Series(self.algbw()).fill_nan(None),
-                busbw=pl.Series(self.busbw()).fill_nan(None),
-                bound=self.bound,
-            )
-        )
+    @cached_property
+    def batches_apart(self) -> JobTables:
+        """The same with the sends and receives of batches one by one; the same object where there are no batches."""
+        if any(one.op == SEND_RECV for one in self.kinds):
+            return match_collectives(self.job, batches_apart=True)
+        return self
 
 
-def _rate(size: Ints, time: Ints) -> Floats:
-    """bytes/ns, which is GB/s; NaN where one of them is not known or 0."""
-    rate = np.full(len(time), np.nan)
-    np.divide(size, time, out=rate, where=(size > 0) & (time > 0))
-    return rate
-
-
-def _factor(op: str, size: int) -> float:
-    """Bus factor; NaN where a bandwidth means nothing: a barrier, a group of one, an operation that is not known."""
-    if op == SEND_RECV:
-        return 1.0
-    row = OPERATIONS.get(op)
-    if row is None or row.bus_factor is None or (size < 2 and not row.p2p):
-        return float("nan")
-    return row.bus_factor(size)
-
-
-def match_collectives(job: Job, *, batches_apart: bool = False) -> Collectives:
+def match_collectives(job: Job, *, batches_apart: bool = False) -> JobTables:
     """Join the calls of all ranks into collectives and transfers, on one clock, and measure them.
 
     With `batches_apart` each send of a batch is joined with its receive; the time of a launch of several is an upper
     bound for each.
     """
-    found = launches(job, batches_apart=batches_apart)
-    unmatched: Counter[str] = Counter()
-    impossible = found.measured & (found.ended <= found.began)
-    if impossible.any():
-        unmatched[NO_DURATION] = int(impossible.sum())
-        found = replace(found, began=np.where(impossible, 0, found.began), ended=np.where(impossible, 0, found.ended))
-    joined = match_calls(found, unmatched)
+    found, unmatched = launches(job, batches_apart=batches_apart), Counter[str]()
+    found = replace(found, calls=_without_impossible(found.calls, unmatched))
     names = Interned[str]()
     clock_of = {rank: names.number(trace.clock or trace.path) for rank, trace in job.ranks.items()}
-    place = np.searchsorted(list(job.ranks), found.rank)
-    clock = np.array(list(clock_of.values()), np.int64)[place]
-    releasing = found.by_kind(lambda one: one.releases_all)[found.kind]
-    bad_lanes = True
-    while bad_lanes:
-        usable = found.measured & found.placed & releasing & ~joined.own[joined.collective] & ~joined.doubtful
-        shift, aligned, clocks = align(
-            names.rows, clock[usable], joined.collective[usable], found.ended[usable], joined.count
-        )
-        comparable = found.placed & aligned[clock]
-        bad_lanes = part_lanes(joined, shift[clock], releasing & comparable & found.measured, clocks.slack_ns)
-    _note_large_shifts(joined, shift[clock])
-    opens = _opens_window(job, found, joined)  # by each rank's own clock
-    for column in (found.called, found.began, found.ended):
-        column += shift[clock] * (column > 0)
-    unknown = np.full(joined.count, -1, np.int64)
-    result = Collectives(
-        **vars(found) | {"number": joined.number},
-        groups=job.groups,
-        ranks=sorted(job.ranks),
-        world_size=len(job.world),
+    clock = pl.col("rank").replace_strict(list(clock_of), list(clock_of.values()), return_dtype=pl.UInt32)
+    calls = found.about(match_calls(found, unmatched), "releases_all").with_columns(clock=clock)
+    usable = pl.col("ended_ns").is_not_null() & pl.col("placed") & pl.col("releases_all")
+    doubtful = pl.col("counted") & (~pl.col("counted")).any().over("lane")
+    while True:
+        ends = calls.filter(usable & ~pl.col("apart") & ~doubtful)
+        clock_of_end, collective, ended = (ends[name].cast(pl.Int64).to_numpy() for name in _OF_END)
+        shift, aligned, clocks = align(names.rows, clock_of_end, collective, ended)
+        of_call = pl.DataFrame({"shift": shift, "aligned": aligned})[calls["clock"]]
+        calls = calls.with_columns(of_call["shift"], comparable=pl.col("placed") & of_call["aligned"])
+        parted = part_lanes(calls, usable & pl.col("comparable"), clocks.slack_ns, unmatched)
+        if parted is calls:
+            break
+        calls = parted
+    opens = _opens_window(job, calls)  # by each rank's own clock
+    if shift.any():
+        _note_large_shifts(calls, unmatched)
+        calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
+    calls, collectives = _measure(replace(found, calls=calls), clocks)
+    collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.implode()))
+    return JobTables(
+        job=job,
+        kinds=found.kinds,
+        calls=calls.drop("lane", "apart", "clock", "shift", "releases_all"),
+        sent=found.sent,
+        not_placed=found.not_placed,
+        attributed=found.attributed,
+        unattributed=found.unattributed,
+        collectives=collectives,
         clocks=clocks,
         shift={rank: int(shift[one]) for rank, one in clock_of.items()},
         unmatched=unmatched,
-        collective=joined.collective,
-        waiting=np.full(len(found.kind), -1, np.int64),
-        comparable=comparable,
-        of_kind=joined.of_kind,
-        bytes=_largest(joined, found.by_kind(lambda one: one.bytes, np.int64)),
-        exchanged=_largest(joined, found.by_kind(lambda one: one.exchanged, np.int64)),
-        seen=np.bincount(joined.collective[found.measured], minlength=joined.count),
-        expected=np.where(joined.own, 1, _members(found, job.groups)[joined.of_kind]),
-        time=unknown,
-        bound=joined.own,
-        last_rank=unknown.copy(),
-        opens=opens,
     )
-    _measure(result, joined, releasing)
-    return result
 
 
-def _opens_window(job: Job, found: Launches, joined: Joined) -> Bools:
-    """Which collectives are the first of a rank in one of the windows that its profiler traced."""
-    opens = np.zeros(joined.count, bool)
+def _without_impossible(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+    impossible = calls.select((pl.col("ended_ns") <= pl.col("began_ns")).fill_null(value=False)).to_series()
+    if not impossible.any():
+        return calls
+    unmatched[NO_DURATION] = int(impossible.sum())
+    return calls.with_columns(pl.when(~impossible).then(pl.col("began_ns", "ended_ns")))
+
+
+def _opens_window(job: Job, calls: pl.DataFrame) -> pl.Series:
+    """The collectives that are the first of a rank in one of the windows that its profiler traced."""
+    opening = [pl.Series(dtype=pl.UInt32)]
+    rank_of_row = calls["rank"].to_numpy()
     for rank, trace in job.ranks.items():
         if trace.timed_by not in _BY_PROFILER or not trace.busy.where:
             continue
-        first, last = np.searchsorted(found.rank, (rank, rank + 1))  # ranks follow each other
-        rows = first + np.flatnonzero(found.measured[first:last])
-        rows = rows[np.argsort(found.began[rows], kind="stable")]
-        window = np.searchsorted(trace.busy.observed[:, 0], found.began[rows], side="right")
-        opens[joined.collective[rows[np.diff(window, prepend=-1) != 0]]] = True
-    return opens
+        first, behind = np.searchsorted(rank_of_row, (rank, rank + 1))  # ranks follow each other
+        own = calls.slice(first, behind - first).drop_nulls("began_ns").sort("began_ns", maintain_order=True)
+        window = np.searchsorted(trace.busy.observed[:, 0], own["began_ns"].to_numpy(), side="right")
+        opening.append(own["collective"].filter(pl.Series(np.diff(window, prepend=-1) != 0)))
+    return pl.concat(opening)
 
 
-def _note_large_shifts(joined: Joined, shift_ns: Ints) -> None:
+def _note_large_shifts(calls: pl.DataFrame, unmatched: Counter[str]) -> None:
     """A clock that was moved by more than half the time between calls may hide that they were counted from different
     ones: shifted numbers look like a shifted clock."""
-    began = joined.calls.began
-    rows = np.flatnonzero(joined.calls.counted & ~joined.apart & (began > 0) & (shift_ns != 0))
-    order = rows[np.lexsort((began[rows], joined.lane[rows]))]
-    steps = np.diff(began[order])[np.diff(joined.lane[order]) == 0]
-    if len(steps) and int(np.abs(shift_ns[rows]).max()) > np.median(steps) / 2:
-        joined.unmatched[MOVED] += len(rows)
+    began, shift = pl.col("began_ns"), pl.col("shift")
+    moved = calls.filter(pl.col("counted") & ~pl.col("apart") & began.is_not_null() & (shift != 0))
+    between = moved.sort("lane", "began_ns").select(began.diff().over("lane").median()).item()
+    if between is not None and moved.select(shift.abs().max()).item() > between / 2:
+        unmatched[MOVED] += len(moved)
 
 
-def _largest(joined: Joined, by_kind: Ints) -> Ints:
-    return reduce_by(np.maximum, joined.collective, by_kind[joined.calls.kind], joined.count, -1)
-
-
-def _members(found: Launches, groups: Sequence[ProcessGroup]) -> Ints:
-    """How many ranks take part, by kind."""
-    members: Ints = found.by_kind(
-        lambda one: groups[one.group].size if one.ends is None else len(set(one.ends)), np.int64
-    )
-    return members
-
-
-def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
-    """Times of collectives and waits of ranks."""
-    count, measured = joined.count, found.measured
-    rows: Ints | slice = slice(None) if measured.all() else np.flatnonzero(measured)
-    collective, began, ended = found.collective[rows], found.began[rows], found.ended[rows]
+def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """(the launches with `waiting_ns`, the collectives with what is measured of each)."""
+    began, ended = pl.col("began_ns"), pl.col("ended_ns")
     duration = ended - began
-    shortest = reduce_by(np.minimum, collective, duration, count, _MAX)
-    longest = reduce_by(np.maximum, collective, duration, count, -1)
-    last_begin, last_end = (reduce_by(np.maximum, collective, one, count, 0) for one in (began, ended))
-    # A send that left before its receive began is over when the receive has it: ends after begins, or nothing.
-    placed = last_end > last_begin
-    placed[collective[~found.comparable[rows]]] = False
-    # One call that releases nobody makes the whole collective one of that kind.
-    released = ~joined.own
-    released[found.collective[~releasing]] = False
-    known, several = found.seen > 0, found.seen > 1
-    found.time[known] = np.where(released, shortest, np.where(placed, last_end - last_begin, longest))[known]
-    uncertain = ~released & (~placed | (several & (found.time < found.clocks.slack_ns)))
-    late = found.by_kind(lambda one: one.is_p2p and found.groups[one.group].late_ends)
-    vague = late | found.by_kind(lambda one: found.groups[one.group].guessed)
-    shared = reduce_by(np.maximum, found.collective, found.together, count, 1) > 1
-    found.bound = known & ((found.seen < found.expected) | joined.own | uncertain | vague[found.of_kind] | shared)
-    lateness = last_begin[collective] - began
-    wait = np.where(released[collective], duration - shortest[collective], np.minimum(lateness, duration))
-    # A launch that is busy with one peer does not wait for the other.
-    compared = (several & (released | placed) & ~shared)[collective]
-    found.waiting[rows] = np.where(compared, wait, -1)
+    collectives = (
+        found.about(found.calls, "calls", "together", "bytes", "exchanged")
+        .lazy()
+        .group_by("collective")
+        .agg(
+            pl.first("kind", "number", "step", "apart"),
+            pl.max("bytes", "exchanged"),
+            calls=pl.max_horizontal("calls", "together").max(),
+            shares_launch=pl.max("together") > 1,
+            launches=pl.len(),
+            ranks=ended.count(),
+            called_ns=pl.min("called_ns"),
+            arrived_ns=began.max(),
+            ended_ns=ended.max(),
+            shortest=duration.min(),
+            longest=duration.max(),
+            placed=(pl.col("comparable") | ended.is_null()).all(),
+            # One call that releases nobody makes the whole collective one of that kind.
+            released=pl.col("releases_all").all() & ~pl.first("apart"),
+        )
+        .sort("collective")
+        .collect()
+    )
+    collectives = _timed(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
+    of_call = collectives.select("released", "shortest", "by_begin", "compared", last_begin="arrived_ns")[
+        found.calls["collective"]
+    ]
+    lateness, longer = pl.col("last_begin") - began, duration - pl.col("shortest")
+    wait = pl.when("released").then(longer).otherwise(pl.min_horizontal(lateness, duration))
     # Who arrived last: between clocks the shortest duration tells it better than begins that are only so well aligned.
-    by_begin = placed & ((found.clocks.count == 1) | ~released)
-    last = compared & (np.where(by_begin[collective], lateness, duration - shortest[collective]) == 0)
-    spread = reduce_by(np.maximum, collective, np.where(compared, wait, -1), count, -1)
+    is_last = pl.col("compared") & (pl.when("by_begin").then(lateness).otherwise(longer) == 0)
+    of_call = found.calls.hstack(of_call)
+    last = of_call.filter(is_last).select("collective", "rank", exact=pl.col("placed") & ~pl.col("by_begin"))
+    calls = found.calls.hstack(of_call.select(waiting_ns=pl.when("compared").then(wait)))
+    del of_call  # as large as the calls
+    waits = calls.lazy().group_by("collective").agg(longest_wait_ns=pl.max("waiting_ns")).sort("collective").collect()
     # Durations that kernels have are exact, whatever the clocks; what is no later than clocks may be apart is not late.
-    exact = found.placed[rows] & ~by_begin[collective]
-    last &= exact | (spread > found.clocks.slack_ns)[collective]
-    found.last_rank[collective[last]] = found.rank[rows][last]
+    is_late = waits["longest_wait_ns"].gather(last["collective"]) > clocks.slack_ns
+    last = last.filter(pl.col("exact") | is_late).group_by("collective").agg(last_rank=pl.last("rank"))
+    collectives = collectives.hstack(waits.select("longest_wait_ns")).join(last, on="collective", how="left")
+    return calls, with_rates(found, collectives.sort("collective").select(_OF_COLLECTIVE))
+
+
+def with_rates(found: Launches, collectives: pl.DataFrame) -> pl.DataFrame:
+    """The collectives of `found` with their rates, in GB/s of 1e9 bytes; null where none can be given."""
+    time, size, exchanged, factor = map(pl.col, ("time_ns", "bytes", "exchanged", "bus_factor"))
+    algbw = pl.when(pl.col("whole") & (time > 0) & (size > 0)).then(size / time)
+    own = pl.when(exchanged > 0).then(exchanged / time)
+    busbw = pl.when((exchanged >= 0) & (time > 0) & factor.is_not_null()).then(own).otherwise(algbw * factor)
+    rates = found.about(collectives, "whole", "bus_factor").select(algbw_gb_per_s=algbw, busbw_gb_per_s=busbw)
+    return collectives.with_columns(rates)
+
+
+def _timed(collectives: pl.DataFrame, clocks: Clocks) -> pl.DataFrame:
+    """With the time of each collective."""
+    seen, time, size = map(pl.col, ("ranks", "time_ns", "bytes"))
+    apart, released, placed = map(pl.col, ("apart", "released", "placed"))
+    span = pl.col("ended_ns") - pl.col("arrived_ns")
+    uncertain = ~released & (~placed | ((seen > 1) & (time < clocks.slack_ns)))
+    vague = pl.any_horizontal("late_ends", "guessed", "shares_launch")
+    return (
+        # A send that left before its receive began is over when the receive has it: ends after begins, or nothing.
+        collectives.with_columns(
+            placed=placed & (span > 0).fill_null(value=False), expected=pl.when(apart).then(1).otherwise("participants")
+        )
+        .with_columns(time_ns=pl.when(released).then("shortest").when(placed).then(span).otherwise("longest"))
+        .with_columns(
+            bytes=pl.when(pl.col("sized") | (size > 0)).then(size),
+            is_upper_bound=(seen > 0) & ((seen < pl.col("expected")) | apart | uncertain | vague),
+            # A launch that is busy with one peer does not wait for the other.
+            compared=(seen > 1) & (released | placed) & ~pl.col("shares_launch"),
+            by_begin=placed & (pl.lit(value=clocks.count == 1) | ~released),
+        )
+    )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
+import polars as pl
 
 from crossrank.atomic_file import join
 from crossrank.comm import MOST_RANKS, Amount, CommRecord, Group, Int, is_p2p
@@ -20,7 +20,7 @@ from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, list_recording, read_chunks
 from crossrank.text import from_csv_text
 from crossrank.tools.job.clocks import Clocks
-from crossrank.tools.job.collectives import Collectives, match_collectives
+from crossrank.tools.job.collectives import JobTables, match_collectives, with_rates
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 from crossrank.tools.traces.replayed import CSV, JSON, ReplayReport, read_report
@@ -53,7 +53,7 @@ def is_replay(path: str) -> bool:
     return {CSV, JSON} <= set(listing.unrecognized) and not listing.files
 
 
-def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
+def read_replay(path: str) -> JobTables:
     """The calls in the folder of a replay. Raises `CrossrankError` where its files are damaged."""
     report = read_report(path)
     issues = ReadIssues(join(path, CSV))
@@ -68,20 +68,22 @@ def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
         raise CrossrankError(f"{path}: {CSV} is not what a replay writes ({one_line(error)}); replay anew") from error
     if not calls or not max(call.rank for call in calls) < report.world_size <= MOST_RANKS:
         raise CrossrankError(f"{path}: {CSV} has no call, or one of a rank beyond {report.world_size}; replay anew")
-    traces = _traces(calls, report, issues.path)
-    found = match_collectives(Job.match(traces, report.world_size))
-    of = {(call.rank, call.call): call for call in calls}
-    made = [of[key] for key in zip(found.rank.tolist(), found.id.tolist(), strict=True)]
-    time, late = found.time.copy(), np.zeros(len(found.time), bool)
-    for collective, call in zip(found.collective.tolist(), made, strict=True):
-        time[collective] = round(call.time_us_p50 * 1000)
-        late[collective] |= not call.has_rate
-    return traces, replace(
+    found = match_collectives(Job.match(_traces(calls, report, issues.path), report.world_size))
+    times = [
+        (one.rank, one.call, round(one.waiting_us_p50 * 1000), round(one.time_us_p50 * 1000), not one.has_rate)
+        for one in calls
+    ]
+    schema = {"rank": pl.Int32, "id": pl.Int64, "waiting_ns": pl.Int64, "time_ns": pl.Int64, "late": pl.Boolean}
+    replayed = pl.DataFrame(times, schema=schema, orient="row").unique(("rank", "id"), keep="last")
+    made = found.calls.drop("waiting_ns").join(replayed, on=("rank", "id"), how="left", maintain_order="left")
+    measured = made.group_by("collective").agg(pl.last("time_ns"), pl.any("late")).sort("collective")
+    is_partly_seen = pl.col("ranks") < pl.col("expected")
+    collectives = found.collectives.with_columns(measured["time_ns"], is_upper_bound=is_partly_seen | measured["late"])
+    return replace(
         found,
+        calls=made.drop("time_ns", "late"),
+        collectives=with_rates(found, collectives),
         clocks=Clocks(count=1, note=f"one clock, measured by the replay to {report.clock_error_us:.1f} us"),
-        waiting=np.array([round(call.waiting_us_p50 * 1000) for call in made], np.int64),
-        time=time,
-        bound=(found.seen < found.expected) | late,
     )
 
 

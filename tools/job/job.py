@@ -40,6 +40,8 @@ class Job:
     """Every rank that the job is known to have."""
     outside: list[str] = field(default_factory=list)
     """What was left out because it does not belong to this job."""
+    skipped: list[str] = field(default_factory=list)
+    """Files that could not be used, and why."""
 
     @classmethod
     def match(cls, traces: Sequence[RankTrace], world_size: int | None = None) -> Self:
@@ -74,6 +76,11 @@ class Job:
     def missing(self) -> list[int]:
         """Ranks that the job has and of which nothing was left."""
         return [rank for rank in self.world if rank not in self.ranks]
+
+    @property
+    def notes(self) -> list[str]:
+        """What files say about themselves, each once."""
+        return list(dict.fromkeys(note for one in self.ranks.values() for note in one.notes))
 
     def signature(self, rank: int, row: int) -> CommRecord:
         """What a call is, without its number and times."""

@@ -1,31 +1,25 @@
 """The launches of all ranks in columns: a call, or several that went out together, with what equal launches share.
 
-What equal launches share (operation, group, sizes, place in the code) stands once, as a `CallKind`. Times are ns since
-1970 on the clock of the file, 0 = not known.
+What equal launches share (operation, group, sizes, place in the code) is a `CallKind`, which many rows name. Times are
+ns since 1970 on the clock of the file; what is not known is null.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
 from crossrank.comm import MOST, OPERATIONS, CommRecord, Locality, ends_of, has_size, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Interned
-
-if TYPE_CHECKING:
-    import polars as pl
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 SEND_RECV = "send/recv"
 """Operation of several sends and receives that went out in one launch."""
@@ -47,7 +41,21 @@ BEGIN_ALONE = "calls of which only the begin is recorded"
 OTHER_ITERATION = "calls whose recorded size is that of another iteration than their time: they have no size"
 _AT_ONCE = 64
 """Ranks whose calls become launches together: what is made on the way is several times as large as the launches."""
-_MADE = ("rank", "kind", "of_rank", "id", "number", "running", "step", "called", "began", "ended", "took")
+_OF_FILE = ("numbered", "numbered_pairs", "timed", "placed")
+_CALLS = {
+    "rank": pl.Int32(),
+    "kind": pl.UInt32(),
+    "row": pl.UInt32(),
+    "id": pl.Int64(),
+    "number": pl.Int64(),
+    "counted": pl.Boolean(),
+    "step": pl.Int32(),
+    "called_ns": pl.Int64(),
+    "began_ns": pl.Int64(),
+    "ended_ns": pl.Int64(),
+    "placed": pl.Boolean(),
+}
+"""Millions of rows: the smallest types that hold them."""
 _COLUMNS = ("group", "signature", "number", "id", "batch", "step", "called", "began", "ended", "took")
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
 
@@ -102,28 +110,17 @@ class CallKind(msgspec.Struct, frozen=True):
         return f"{op}, batched" if self.is_p2p else f"{op}, coalesced"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Launches:
-    """Columns over the launches of all ranks, rank after rank, in the order in which each made them."""
+    """The launches of all ranks, rank after rank, in the order in which each made them."""
 
+    job: Job
     kinds: list[CallKind]
     """Of all ranks, with the groups by their index in the job's."""
-    rank: Ints
-    kind: Ints
-    row: Ints
-    """Row of its first call among those of the rank."""
-    id: Ints
-    number: Ints
-    """0 = not known, or not to be compared."""
-    counted: Bools
-    """Whether the number was counted from the begin of the file, for the files have none that all ranks share."""
-    step: Ints
-    called: Ints
-    """0 = not known; so are `began` and `ended`."""
-    began: Ints
-    ended: Ints
-    placed: Bools
-    """Whether the two are exact, and not a duration alone."""
+    calls: pl.DataFrame
+    """One row per launch. `rank`; `kind`, its place in `kinds`; `row`, of its first call among those of the rank; `id`;
+    `number`; `counted`: the number was counted from the begin of the file, for the files have none that all ranks
+    share; `step`; `called_ns`, `began_ns` and `ended_ns`; `placed`: begin and end are exact, not a duration alone."""
     sent: dict[int, Counter[int]]
     """Rank -> rank -> bytes sent to it by batches of sends and by uneven all_to_alls, which the kinds do not have."""
     not_placed: int
@@ -133,21 +130,62 @@ class Launches:
     unattributed: Counter[str]
     """What could not be given a time, or a call, and why -> how many, over all ranks."""
 
-    @property
-    def measured(self) -> Bools:
-        """Launches of which begin and end are known."""
-        return self.ended > 0
+    @cached_property
+    def facts(self) -> pl.DataFrame:
+        """What the launches of each kind share, one row per kind."""
+        rows = [_facts(kind, self.job.groups[kind.group]) for kind in self.kinds]
+        return pl.DataFrame(rows, schema=_FACTS, orient="row")
 
-    def by_kind(self, fact: Callable[[CallKind], object], dtype: type = bool) -> NDArray[Any]:
-        """A fact of each kind, which `kind` gives to each launch."""
-        return np.array([fact(one) for one in self.kinds], dtype)
+    def about(self, frame: pl.DataFrame, *names: str) -> pl.DataFrame:
+        """`frame`, which has a `kind`, with facts of it."""
+        return frame.hstack(self.facts.select(names)[frame["kind"]])
 
 
-def reduce_by(ufunc: np.ufunc, of: Ints, values: Ints, count: int, start: int) -> Ints:
-    """`ufunc` over the values of each of the `count` things that `of` numbers; `start` where a thing has none."""
-    found = np.full(count, start)
-    ufunc.at(found, of, values)
-    return found
+# As categories texts cost 4 bytes a row.
+_FACTS = {
+    "op": pl.Categorical,
+    "label": pl.Categorical,
+    "group": pl.Int64,
+    "root": pl.Int64,
+    "locality": pl.Categorical,
+    "source": pl.Categorical,
+    "source_rank": pl.Int64,
+    "destination_rank": pl.Int64,
+    "is_p2p": pl.Boolean,
+    "calls": pl.Int64,
+    "together": pl.Int64,
+    "whole": pl.Boolean,
+    "sized": pl.Boolean,
+    "bytes": pl.Int64,
+    "exchanged": pl.Int64,
+    "bus_factor": pl.Float64,
+    "releases_all": pl.Boolean,
+    "late_ends": pl.Boolean,
+    "guessed": pl.Boolean,
+    "participants": pl.Int64,
+}
+
+
+def _facts(kind: CallKind, group: ProcessGroup) -> tuple[object, ...]:
+    return (
+        *(kind.op, kind.label, kind.group, kind.root, kind.locality, kind.source),
+        *(kind.ends or (None, None)),
+        *(kind.is_p2p, kind.calls, kind.together, kind.whole, kind.sized, kind.bytes),
+        None if kind.exchanged < 0 else kind.exchanged,
+        _bus_factor(kind.op, group.size),
+        *(kind.releases_all, kind.is_p2p and group.late_ends, group.guessed),
+        group.size if kind.ends is None else len(set(kind.ends)),
+    )
+
+
+def _bus_factor(op: str, size: int) -> float | None:
+    """None where a bandwidth means nothing: a barrier, a group of one, an operation that is not known."""
+    if op == SEND_RECV:
+        return 1.0
+    row = OPERATIONS.get(op)
+    if row is None or row.bus_factor is None or (size < 2 and not row.p2p):
+        return None
+    return row.bus_factor(size)
 
 
 def launches(job: Job, *, batches_apart: bool = False) -> Launches:
@@ -175,77 +213,65 @@ class _Found:
         self._unattributed = Counter[str]()
 
     def launches(self) -> Launches:
-        ranks, most = list(self._job.ranks), sum(map(len, self._job.ranks.values()))
-        columns = {name: np.empty(most, np.int64) for name in _MADE}
-        count = 0
+        ranks = list(self._job.ranks)
+        frames = [pl.DataFrame(schema=_CALLS)]
         for first in range(0, len(ranks), _AT_ONCE):
             some = ranks[first : first + _AT_ONCE]
             made = self._made(some)
             self._count(some, made)
-            for name, column in columns.items():
-                column[count : count + len(made)] = made[name].to_numpy()
-            count += len(made)
-        columns = {name: column[:count] for name, column in columns.items()}
-        rank, kind, given = columns["rank"], columns["kind"], columns["number"]
-        place = np.searchsorted(list(self._job.ranks), rank)
-        numbered, numbered_pairs, timed, placed = (
-            np.array([getattr(trace, name) for trace in self._job.ranks.values()], bool)[place]
-            for name in ("numbered", "numbered_pairs", "timed", "placed")
-        )
-        batched, known, p2p = (
-            np.array([fact(one) for one in self._kinds], bool)[kind]
-            for fact in (lambda one: one.op == SEND_RECV, lambda one: one.op in OPERATIONS, lambda one: one.is_p2p)
-        )
-        # torch numbers the sends and receives of a group, our records those of each pair.
-        counted = ~numbered | (p2p & ~numbered_pairs)
-        without = (given < 0) | ~(known | numbered | batched)
-        own = (given == 0) | counted | batched
+            frames.append(self._numbered(made))
         return Launches(
+            job=self._job,
             kinds=list(self._kinds),
-            rank=rank,
-            kind=kind,
-            row=columns["of_rank"],
-            id=columns["id"],
-            number=np.where(without, 0, np.where(own, columns["running"], given)),
-            counted=counted,
-            step=columns["step"],
-            called=columns["called"] * timed,
-            began=columns["began"],
-            ended=columns["ended"],
-            placed=placed & (columns["took"] == 0),
+            calls=pl.concat(frames, rechunk=True),
             sent=self._sent,
             not_placed=self._not_placed,
             attributed=self._attributed,
             unattributed=self._unattributed,
         )
 
+    def _numbered(self, made: pl.DataFrame) -> pl.DataFrame:
+        """The columns of `Launches.calls`."""
+        rows = [(one.op == SEND_RECV, one.op in OPERATIONS, one.is_p2p) for one in self._kinds]
+        of_kind = pl.DataFrame(rows, schema=dict.fromkeys(("batched", "known", "p2p"), pl.Boolean), orient="row")
+        batched, numbered, given = pl.col("batched"), pl.col("numbered"), pl.col("number")
+        # torch numbers the sends and receives of a group, our records those of each pair.
+        counted = ~numbered | (pl.col("p2p") & ~pl.col("numbered_pairs"))
+        without = (given < 0) | ~(pl.col("known") | numbered | batched)
+        own = (given == 0) | counted | batched
+        return made.hstack(of_kind[made["kind"]]).select(
+            *(pl.col(name).cast(_CALLS[name]) for name in ("rank", "kind", "row", "id")),
+            number=pl.when(without).then(None).when(own).then("running").otherwise(given),
+            counted=counted,
+            step="step",
+            called_ns=pl.when(pl.col("timed") & (pl.col("called") > 0)).then("called"),
+            began_ns=pl.when(pl.col("ended") > 0).then("began"),
+            ended_ns=pl.when(pl.col("ended") > 0).then("ended"),
+            placed=pl.col("placed") & (pl.col("took") == 0),
+        )
+
     def _made(self, ranks: Sequence[int]) -> pl.DataFrame:
         """One row per launch, rank after rank: its kind, how many calls it is of, the how many-th it is of its rank on
-        its group, or between its two ends (`running`, from 1), and the columns of `Launches`.
+        its group, or between its two ends (`running`, from 1), and what its file says of it.
 
         A batch stands where its first call does. Members of one launch share its kernel, or follow each other: the span
         of them all is the launch's.
         """
-        import polars as pl
-
         began, ended, took, batch, id = map(pl.col, ("began", "ended", "took", "batch", "id"))
         rows = (
             pl.concat(
-                pl.DataFrame(
-                    {"rank": np.full(len(trace), rank, np.int64), "of_rank": np.arange(len(trace))}
-                    | {name: np.asarray(getattr(trace.calls, name)) for name in _COLUMNS}
-                )
+                pl.DataFrame({name: np.asarray(getattr(trace.calls, name)) for name in _COLUMNS})
+                .with_row_index("row")
+                .with_columns(rank=pl.lit(rank), **{name: pl.lit(getattr(trace, name)) for name in _OF_FILE})
                 for rank, trace in ((rank, self._job.ranks[rank]) for rank in ranks)
             )
-            .with_row_index("row")
+            .with_row_index("order")
             .with_columns(began=pl.when((took > 0) & (began == 0)).then("called").otherwise(began))
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
             .with_columns(began=pl.when(ended > 0).then(began))
         )
-        numbered = np.array([self._job.ranks[rank].numbered_pairs for rank in ranks], bool)
-        numbered = numbered[np.searchsorted(ranks, rows["rank"].to_numpy())]
-        rows = rows.with_columns(apart=self._apart[rows["signature"].to_numpy()] & numbered)
-        first = ("row", "of_rank", "id", "number", "step", "called")
+        rows = rows.with_columns(apart=pl.Series(self._apart[rows["signature"].to_numpy()]) & pl.col("numbered_pairs"))
+        first = ("order", "row", "id", "number", "step", "called", *_OF_FILE)
         one = pl.lit(1, pl.UInt32)
         columns = ("rank", *first, "began", "ended", "took", "signature", "group")
         alone = rows.filter(batch < 0).select(*columns, whole=True, calls=one, together=one)
@@ -269,7 +295,7 @@ class _Found:
             )
             .drop("batch")
         )
-        made = pl.concat(map(self._with_kinds, (alone, parted, batches))).sort("row")
+        made = pl.concat(map(self._with_kinds, (alone, parted, batches))).sort("order")
         lanes = Interned[object]()
         lane = np.array([lanes.number((one.group, one.ends, one.op == SEND_RECV)) for one in self._kinds], np.int64)
         running = pl.int_range(1, pl.len() + 1).over("rank", pl.Series(lane[made["kind"].to_numpy()]))
@@ -277,8 +303,6 @@ class _Found:
 
     def _with_kinds(self, made: pl.DataFrame) -> pl.DataFrame:
         """Launches with the number of their kind in the place of the signatures and groups of their calls."""
-        import polars as pl
-
         keys = ("rank", "signature", "group", "whole", "together")
         alike = made.with_row_index("place").group_by(keys, maintain_order=True).agg("place", times=pl.len())
         kinds = [self._kind_of(*row) for row in alike.select(*keys, "times").iter_rows()]
@@ -287,8 +311,6 @@ class _Found:
 
     def _count(self, ranks: Sequence[int], made: pl.DataFrame) -> None:
         """Count what has times, where the reader has not, and what has none."""
-        import polars as pl
-
         timed_calls = pl.col("calls").filter(pl.col("ended") > 0).sum()
         by_events = pl.col("calls").filter((pl.col("ended") > 0) & (pl.col("took") > 0)).sum().alias("by_events")
         found = made.group_by("rank").agg(timed_calls, by_events, pl.len())

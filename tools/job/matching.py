@@ -11,15 +11,15 @@ many contradict is not joined at all, and what is not joined is counted.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import numpy as np
+import polars as pl
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.job.launches import Bools, CallKind, Ints, Launches, reduce_by
+from crossrank.tools.job.launches import CallKind, Launches
+from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import Interned
 
-_MAX = np.iinfo(np.int64).max
 _OFTEN = 0.05
 """Share of contradictions above which counted numbers are taken to be shifted."""
 _MOST = 256
@@ -37,118 +37,113 @@ TWICE = "calls that share their number with another of the same rank: they are n
 DISAGREE = "calls of which the ranks disagree on operation, size or root: see crossrank diagnose"
 
 
-@dataclass
-class Joined:
-    """Calls and the collectives that they are parts of."""
-
-    calls: Launches
-    lane: Ints
-    """Of each call."""
-    number: Ints
-    """Of each call, as recorded or counted."""
-    apart: Bools
-    """Of each call: it is not joined with others."""
-    unmatched: Counter[str]
-    """What could not be joined -> calls."""
-    collective: Ints = field(init=False)
-    """Of each call."""
-    of_kind: Ints = field(init=False)
-    """Of each collective: the kind of its first call."""
-    own: Bools = field(init=False)
-    """Of each collective: it is one rank's own."""
-
-    @property
-    def count(self) -> int:
-        return len(self.of_kind)
-
-    @property
-    def doubtful(self) -> Bools:
-        """Of each call: its number was counted, where others of its lane are recorded; it does not tell clocks."""
-        recorded: Bools = np.isin(self.lane, self.lane[~self.calls.counted])
-        return recorded & self.calls.counted
-
-    @property
-    def key(self) -> Ints:
-        """Of each call: lane and number as one."""
-        span = int(self.number.max(initial=0)) + 1
-        return self.lane * span + self.number
-
-    def join(self) -> None:
-        """Make one collective of the calls that have a lane and a number in common, of those apart one each."""
-        shared = np.where(self.apart, -1 - np.arange(len(self.lane)), self.key)
-        keys, first, collective = np.unique(shared, return_index=True, return_inverse=True)
-        self.collective, self.of_kind, self.own = collective.astype(np.int64), self.calls.kind[first], keys < 0
-
-    def leave_out(self, calls: Bools, why: str) -> None:
-        """Take calls out of their collectives, which `join` makes anew, and count them."""
-        if calls.any():
-            self.apart |= calls
-            self.unmatched[why] += int(calls.sum())
-
-    def on_bad_lanes(self, rows: Ints, bad: Bools) -> Bools:
-        """Calls with counted numbers on lanes of which too many of the calls `rows` are bad."""
-        of = np.bincount(self.lane[rows])
-        wrong = np.bincount(self.lane[rows[bad]], minlength=len(of))
-        lanes = np.flatnonzero((wrong > 0) & (wrong > _OFTEN * of))
-        on_them: Bools = np.isin(self.lane, lanes) & self.calls.counted & ~self.apart
-        return on_them
+_OF_KIND = {
+    "lane": pl.UInt32,
+    "apart": pl.Boolean,
+    "operation": pl.UInt32,
+    "agreed": pl.Int64,
+    "root": pl.Int32,
+    "meaning": pl.UInt32,
+}
+_COUNTED, _APART = pl.col("counted"), pl.col("apart")
 
 
-def match_calls(found: Launches, unmatched: Counter[str]) -> Joined:
-    """Join the calls. `unmatched` gets what could not be joined, with the number of calls."""
-    lanes = Interned[object]()
-    lane = found.by_kind(lambda one: lanes.number((one.group, one.ends)), np.int64)[found.kind]
-    own = found.by_kind(lambda one: one.is_p2p and one.ends is None)[found.kind]
-    joined = Joined(found, lane, found.number.copy(), own, unmatched)
-    joined.leave_out((found.number <= 0) & ~own, NO_NUMBER)
-    unlike = _unlike_counts(joined)
-    if unlike.any():
-        at_edge = _renumber_shifted(joined, unlike)
-        joined.leave_out(at_edge, AT_EDGE)
-        joined.leave_out(unlike, UNLIKE_COUNTS)
-    joined.leave_out(_twice(joined), TWICE)
-    joined.join()
-    _part_unlike_calls(joined)
-    return joined
+def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
+    """The launches with the columns `collective`, counted from 0, and `apart`: it is that of one rank alone. `lane` is
+    the number of what calls are numbered on, a group or the two ends of a transfer. `unmatched` gets what could not be
+    joined, with the number of calls."""
+    lanes, operations, meanings = Interned[object](), Interned[str](), Interned[object]()
+    rows = [
+        (
+            lanes.number((one.group, one.ends)),
+            one.is_p2p and one.ends is None,
+            operations.number(_operation(one)),
+            _agreed_size(one),
+            one.root,
+            meanings.number((_operation(one), _agreed_size(one), one.root)),
+        )
+        for one in found.kinds
+    ]
+    kinds = pl.DataFrame(rows, schema=_OF_KIND, orient="row")
+    calls = found.calls.hstack(kinds[found.calls["kind"]])
+    calls = _leave_out(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
+    if calls["counted"].any() and (unlike := _unlike_counts(calls)).any():
+        calls, at_edge, unlike = _renumber_shifted(calls, unlike)
+        calls = _leave_out(calls, at_edge, AT_EDGE, unmatched)
+        calls = _leave_out(calls, unlike, UNLIKE_COUNTS, unmatched)
+    calls = _part_unlike_calls(_without_doubles(_join(calls), unmatched), unmatched)
+    return calls.drop("operation", "agreed", "root", "meaning")
 
 
-def part_lanes(joined: Joined, shift_ns: Ints, usable: Bools, slack_ns: float) -> bool:
+def _join(calls: pl.DataFrame) -> pl.DataFrame:
+    """Make one collective of the calls that have a lane and a number in common, of those apart one each."""
+    span = int(calls.select(pl.max("number")).item() or 0) + 1
+    key = pl.col("lane").cast(pl.Int64) * span + pl.col("number")
+    key = pl.when(_APART).then(-1 - pl.int_range(pl.len())).otherwise(key)
+    _, collective = np.unique(calls.select(key).to_series().to_numpy(), return_inverse=True)
+    return calls.with_columns(pl.Series(collective, dtype=pl.UInt32).alias("collective"))
+
+
+def _without_doubles(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+    """Leave out collectives that a rank has two calls of: a group that was made anew under its old name. Nobody knows
+    which of the calls belong together."""
+    most = int(calls.select(pl.max("rank")).item() or 0) + 1
+    one_rank = pl.col("collective").cast(pl.Int64) * most + pl.col("rank")
+    made = np.sort(calls.select(one_rank).to_series().to_numpy())
+    double = np.unique(made[1:][made[1:] == made[:-1]] // most)
+    if not len(double):
+        return calls
+    return _join(_leave_out(calls, pl.col("collective").is_in(double), TWICE, unmatched))
+
+
+def _leave_out(calls: pl.DataFrame, out: pl.Series | pl.Expr, why: str, unmatched: Counter[str]) -> pl.DataFrame:
+    """Take calls out of their collectives, which `_join` makes anew, and count them."""
+    before = int(calls["apart"].sum())
+    calls = calls.with_columns(apart=_APART | out)
+    if left_out := int(calls["apart"].sum()) - before:
+        unmatched[why] += left_out
+    return calls
+
+
+def _on_bad_lanes(looked_at: pl.Expr, is_bad: pl.Expr) -> pl.Expr:
+    """Calls with counted numbers on lanes of which too many of the calls that were looked at are bad."""
+    bad, count = ((one & looked_at).sum().over("lane") for one in (is_bad, pl.lit(True)))
+    return (bad > _OFTEN * count) & _COUNTED & ~_APART
+
+
+def part_lanes(calls: pl.DataFrame, usable: pl.Expr, slack_ns: float, unmatched: Counter[str]) -> pl.DataFrame:
     """Take apart lanes with counted numbers in which a collective ends on one rank before another has begun it.
-    Returns whether there were any.
 
-    `shift_ns` is what puts each call on one clock, to within `slack_ns`; only those that are `usable` are looked at.
+    `shift` puts each call on one clock, to within `slack_ns`; only those that are `usable` are looked at.
     """
-    rows = np.flatnonzero(usable & ~joined.own[joined.collective])
-    collective, count = joined.collective[rows], joined.count
-    last_begin = reduce_by(np.maximum, collective, joined.calls.began[rows] + shift_ns[rows], count, -_MAX)
-    first_end = reduce_by(np.minimum, collective, joined.calls.ended[rows] + shift_ns[rows], count, _MAX)
-    calls = joined.on_bad_lanes(rows, (last_begin > first_end + slack_ns)[collective])
-    if not calls.any():
-        return False
-    joined.leave_out(calls, SHIFTED)
-    joined.join()
-    return True
+    if not calls["counted"].any():
+        return calls
+    looked_at = usable & ~_APART
+    begin, end = (pl.when(looked_at).then(pl.col(name) + pl.col("shift")) for name in ("began_ns", "ended_ns"))
+    is_bad = begin.max().over("collective") > end.min().over("collective") + slack_ns
+    parted = _leave_out(calls, _on_bad_lanes(looked_at, is_bad.fill_null(value=False)), SHIFTED, unmatched)
+    return calls if parted["apart"].equals(calls["apart"]) else _join(parted)
 
 
-def _renumber_shifted(joined: Joined, unlike: Bools) -> Bools:
-    """Renumber the calls of lanes of which the ranks began at different calls, and take them out of `unlike`, both in
-    place. Returns which calls ranks have beyond those of the others.
+def _renumber_shifted(calls: pl.DataFrame, unlike: pl.Series) -> tuple[pl.DataFrame, pl.Series, pl.Series]:
+    """Renumber the calls of lanes of which the ranks began at different calls. Returns (the calls, which of them ranks
+    have beyond those of the others, which are still `unlike`).
 
     On each lane the rank with the fewest calls is what the others are shifted to.
     """
-    found, lane, number = joined.calls, joined.lane, joined.number
-    at_edge = np.zeros(len(lane), bool)
-    moment = np.where(found.measured, found.ended, found.called)
-    meanings = Interned[object]()
-    what = found.by_kind(lambda one: meanings.number((_operation(one), _agreed_size(one), one.root)), np.int64)[
-        found.kind
-    ]
-    order = np.lexsort((number, found.rank, lane))
-    order = order[unlike[order]]
-    edges = np.flatnonzero((np.diff(lane[order]) != 0) | (np.diff(found.rank[order]) != 0)) + 1
+    number = calls["number"].fill_null(0).to_numpy().copy()
+    rest, at_edge = unlike.to_numpy().copy(), np.zeros(len(calls), bool)
+    moment = calls.select(pl.coalesce("ended_ns", "called_ns").fill_null(0)).to_series().to_numpy()
+    what = calls["meaning"].to_numpy()
+    order = (
+        calls.select("lane", "rank", "number")
+        .with_row_index("row")
+        .filter(unlike)
+        .sort("lane", "rank", "number", maintain_order=True)
+    )
     by_lane: dict[int, list[Ints]] = {}
-    for rows in np.split(order, edges):
-        by_lane.setdefault(int(lane[rows[0]]), []).append(rows)
+    for (lane, _), part in order.group_by("lane", "rank", maintain_order=True):
+        by_lane.setdefault(lane, []).append(part["row"].to_numpy())
     for of_ranks in by_lane.values():
         fewest = min(of_ranks, key=len)
         shifts = [
@@ -162,10 +157,11 @@ def _renumber_shifted(joined: Joined, unlike: Bools) -> Bools:
         last = min(len(rows) - shift for rows, shift in known)
         for rows, shift in known:
             place = np.arange(len(rows)) - shift
-            unlike[rows] = False
+            rest[rows] = False
             at_edge[rows] = (place < first) | (place >= last)
             number[rows] = np.where(at_edge[rows], number[rows], place - first + 1)
-    return at_edge
+    renumbered = pl.when(pl.col("number").is_not_null()).then(pl.Series(number))
+    return calls.with_columns(number=renumbered), pl.Series(at_edge), pl.Series(rest)
 
 
 def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int | None:
@@ -206,48 +202,30 @@ def _operation(kind: CallKind) -> str:
     return kind.label.partition(",")[0]
 
 
-def _agreed_size(kind: CallKind) -> int:
-    """The bytes that all ranks of a collective have alike; 0 where they need not."""
+def _agreed_size(kind: CallKind) -> int | None:
+    """The bytes that all ranks of a collective have alike; None where they need not."""
     row = OPERATIONS.get(kind.op)
-    return kind.bytes if kind.calls == 1 and row is not None and row.agrees != "none" and not row.p2p else 0
+    agrees = kind.calls == 1 and row is not None and row.agrees != "none" and not row.p2p
+    return kind.bytes or None if agrees else None
 
 
-def _part_unlike_calls(joined: Joined) -> None:
+def _part_unlike_calls(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
     """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
-    found, ops = joined.calls, Interned[str]()
-    op = found.by_kind(lambda one: ops.number(_operation(one)), np.int64)
-    size = found.by_kind(_agreed_size, np.int64)
-    root = found.by_kind(lambda one: -1 if one.root is None else one.root, np.int64)
-    kind, first = found.kind, joined.of_kind[joined.collective]
-    unlike = op[kind] != op[first]
-    unlike |= (size[kind] > 0) & (size[first] > 0) & (size[kind] != size[first])
-    unlike |= (root[kind] >= 0) & (root[first] >= 0) & (root[kind] != root[first])
-    if unlike.any():
-        calls = np.isin(joined.collective, joined.collective[unlike])
-        shifted = joined.on_bad_lanes(np.flatnonzero(~joined.apart), calls[~joined.apart])
-        joined.leave_out(shifted, SHIFTED)
-        joined.leave_out(calls & ~shifted, DISAGREE)
-        joined.join()
+    differ = [pl.min(name) != pl.max(name) for name in ("operation", "agreed", "root")]
+    unlike = (
+        calls.lazy().group_by("collective").agg(pl.any_horizontal(differ).alias("unlike")).filter("unlike").collect()
+    )
+    if not len(unlike):
+        return calls
+    calls = calls.with_columns(unlike=pl.col("collective").is_in(unlike["collective"].implode()))
+    calls = _leave_out(calls, _on_bad_lanes(~_APART, pl.col("unlike")), SHIFTED, unmatched)
+    calls = _leave_out(calls, pl.col("unlike"), DISAGREE, unmatched)
+    return _join(calls.drop("unlike"))
 
 
-def _unlike_counts(joined: Joined) -> Bools:
+def _unlike_counts(calls: pl.DataFrame) -> pl.Series:
     """Calls whose numbers were counted, on lanes on which the ranks' counts differ: they began at different calls."""
-    counted = joined.calls.counted & ~joined.apart
-    most = int(joined.calls.rank.max(initial=0)) + 1
-    pairs, counts = np.unique(joined.lane[counted] * most + joined.calls.rank[counted], return_counts=True)
-    lanes = int(joined.lane.max(initial=0)) + 1
-    low = reduce_by(np.minimum, pairs // most, counts, lanes, _MAX)
-    high = reduce_by(np.maximum, pairs // most, counts, lanes, 0)
-    unlike: Bools = (low < high)[joined.lane] & counted
-    return unlike
-
-
-def _twice(joined: Joined) -> Bools:
-    """Calls of a rank that have one number on one lane: a group that was made anew under its old name. Of such a
-    collective nobody knows which calls belong together."""
-    rows = np.flatnonzero(~joined.apart)
-    columns = [column[rows] for column in (joined.calls.rank, joined.number, joined.lane)]
-    order = np.lexsort(columns)
-    same = np.logical_and.reduce([np.diff(column[order]) == 0 for column in columns])
-    twice: Bools = np.isin(joined.key, joined.key[rows[order[1:][same]]]) & ~joined.apart
-    return twice
+    counted = _COUNTED & ~_APART
+    counts = calls.filter(counted).group_by("lane", "rank").len()
+    differ = counts.group_by("lane").agg(differ=pl.min("len") < pl.max("len")).filter("differ")
+    return calls.select(counted & pl.col("lane").is_in(differ["lane"].implode())).to_series()

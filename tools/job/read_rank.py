@@ -25,7 +25,7 @@ from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
 from crossrank.tools.job.traced_windows import take_linked
 from crossrank.tools.traces.comms import read_comms
-from crossrank.tools.traces.discover import INSPECTOR
+from crossrank.tools.traces.discover import INSPECTOR, Files
 from crossrank.tools.traces.flight_calls import read_flight
 from crossrank.tools.traces.flight_recorder import read_flight_dump
 from crossrank.tools.traces.nccl_inspector import read_inspector
@@ -52,6 +52,26 @@ class RankSources:
     """What the names of kernels match that communicate beside those that are known, a regular expression."""
     steps: tuple[int, int] | None = None
     """Iterations from the first to before the second; None = all. Comms files alone know them."""
+
+
+def comms_with_times(rank: int | None, files: Files) -> RankSources:
+    """The comms file of a rank, with what beside it says how long its calls took."""
+    linked = tuple(one.path for one in files.get(LINKED, ()))
+    flight = files[FLIGHT][0].path if FLIGHT in files else None
+    pairs = pairs_of_rank(rank, files)
+    return RankSources(kind=COMMS, path=files[COMMS][0].path, rank=rank, linked=linked, pairs=pairs, flight=flight)
+
+
+def pairs_of_rank(rank: int | None, files: Files) -> tuple[RankInput, ...]:
+    """The windows of a rank that nobody has linked yet."""
+    linked = {one.window for one in files.get(LINKED, ())}
+    kinetos = {one.window: one.path for one in files.get(KINETO, ()) if one.window not in linked}
+    comms = files[COMMS][0].path if COMMS in files else None
+    return tuple(
+        RankInput(rank=rank, window=one.window, et=one.path, kineto=kinetos[one.window], comms=comms)
+        for one in files.get(EXECUTION_TRACE, ())
+        if one.window in kinetos
+    )
 
 
 def read_comms_and_times(given: RankSources) -> RankTrace:
@@ -180,8 +200,8 @@ def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
     waits = [
         (bisect_left(launches, op.start_ns + window.base_ns), wait)
         for op in window.host
-        if op.node.name == "record_param_comms" and op.start_ns is not None
-        if (wait := from_node(op.node)) is not None and wait.name == "wait"
+        if op.name == "record_param_comms" and op.start_ns is not None
+        if (wait := from_node(op)) is not None and wait.name == "wait"
     ]
     _place_recorded_waits(trace, sorted(waits, key=lambda one: one[0]))
     return trace

@@ -16,9 +16,10 @@ from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
-from crossrank.tools.graph.linking.window_files import RankInput
+from crossrank.tools.job.collectives import JobTables, match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.job.one_run import problems
-from crossrank.tools.job.read_rank import READERS, RankSources
+from crossrank.tools.job.read_rank import READERS, RankSources, comms_with_times, pairs_of_rank
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import INSPECTOR, NSIGHT, REPORT, WHAT, Files, FoundFile, discover, files_by_rank
 from crossrank.tools.traces.kernels import also_communicate
@@ -133,26 +134,40 @@ def _export_command(report: str) -> str:
 
 def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSources | None:
     """What of the files of a rank is read."""
-    linked = {one.window: one for one in files.get(LINKED, ())}
-    kinetos = {one.window: one for one in files.get(KINETO, ())}
-    comms = files[COMMS][0].path if COMMS in files else None
-    pairs = [
-        RankInput(rank=rank, window=one.window, et=one.path, kineto=kinetos[one.window].path, comms=comms)
-        for one in files.get(EXECUTION_TRACE, ())
-        if one.window in kinetos and one.window not in linked
-    ]
-    if comms is not None:
-        flight = files[FLIGHT][0].path if FLIGHT in files else None
-        windows = tuple(one.path for one in linked.values())
-        return RankSources(kind=COMMS, path=comms, rank=rank, linked=windows, pairs=tuple(pairs), flight=flight)
-    several = [one.path for one in [*linked.values(), *kinetos.values()] if one.window > 1]
-    skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in several]
-    if not linked and pairs:
-        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, pairs=(pairs[0],))
+    if COMMS in files:
+        return comms_with_times(rank, files)
+    later = [one.path for kind in (LINKED, KINETO) for one in files.get(kind, ()) if one.window > 1]
+    skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in later]
+    pairs = () if LINKED in files else pairs_of_rank(rank, files)
+    if pairs:
+        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, pairs=pairs[:1])
     for kind in (LINKED, KINETO, FLIGHT):
         if kind in files:
             return RankSources(kind=kind, path=files[kind][0].path, rank=rank)
     return None
+
+
+def open_job(
+    paths: Sequence[str],
+    fleet: Fleet,
+    ranks: Collection[int] | None = None,
+    source: str | None = None,
+    also: str = "",
+) -> JobTables:
+    """The job whose files are at `paths`, all ranks read and matched; the other arguments are those of `find`. Of the
+    `ranks` that are asked for some may have no file.
+
+    Raises `CrossrankError` where there is no measurement, no file can be used, or the ranks are of several runs.
+    """
+    found = find(paths, ranks, source, also=also)
+    return job_of(read(found, fleet), found, ranks)
+
+
+def job_of(traces: Iterable[RankTrace], found: Measurements, ranks: Collection[int] | None = None) -> JobTables:
+    """Those of the ranks that were asked for, matched."""
+    job = Job.match([one for one in traces if ranks is None or one.rank in ranks])
+    job.skipped = found.skipped
+    return match_collectives(job)
 
 
 def read(found: Measurements, fleet: Fleet) -> list[RankTrace]:

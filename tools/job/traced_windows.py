@@ -46,7 +46,7 @@ def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
         stream = one.device, one.stream
         activities.append((one.name, one.category, one.id in communicating, stream, launched, *span))
     hosts: list[_HostRange] = [
-        (op.node.name, op.node.tid, op.start_ns, op.end_ns) for op in window.host if op.start_ns is not None
+        (op.name, op.tid, op.start_ns, op.end_ns) for op in window.host if op.start_ns is not None
     ]
     # Files that were linked before they had iterations have the profiler's marks among their operations.
     iterations = window.iterations or profiler_iterations((name, begin, end) for name, _, begin, end in hosts)

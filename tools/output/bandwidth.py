@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from crossrank.text import amount, microseconds, percent, percents, printable, significant, size_text
-from crossrank.tools.analysis.bandwidth import Bandwidth, BandwidthRow
+from crossrank.tools.analysis.bandwidth import Bandwidth
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.launches import TIMED_BY
 from crossrank.tools.output.console import Table, print_counts, print_notes, table_of
+from crossrank.tools.tables import Row
 
 _SHOWN = 24
 BOUNDS = "upper bounds: not all members were seen, several calls shared a launch, or the end is known only from a wait"
 
 
-def group_text(row: BandwidthRow) -> str:
-    name = f"{row.pg} {row.desc or ''}".strip()
-    return "-" if row.pg is None else f"{name} ({row.ranks})" if name else "unknown"
+def group_text(row: Row) -> str:
+    name = f"{row['pg']} {row['desc'] or ''}".strip()
+    return "-" if row["pg"] is None else f"{name} ({row['ranks']})" if name else "unknown"
 
 
-Column = tuple[str, Callable[[BandwidthRow], object]]
+Column = tuple[str, Callable[[Row], object]]
 KEYS: dict[str, Column] = {
-    "op": ("operation", lambda row: row.op),
+    "op": ("operation", lambda row: row["op"]),
     "group": ("group", group_text),
-    "size": ("size", lambda row: size_text(row.size_to)),
-    "locality": ("locality", lambda row: row.locality),
-    "source": ("source", lambda row: row.source or "(C++)"),
+    "size": ("size", lambda row: size_text(row["size_to"])),
+    "locality": ("locality", lambda row: row["locality"]),
+    "source": ("source", lambda row: row["source"] or "(C++)"),
 }
 
 
@@ -77,19 +78,19 @@ def print_bandwidth(result: Bandwidth) -> None:
         print(f"  {result.unattributed_ms:,.3f} ms of communication kernels belong to no known call")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json has all")
     table.print("Collectives and transfers, those that took longest in all first")
-    if any(row.upper_bounds for row in result.rows):
+    if any(row["upper_bounds"] for row in result.rows):
         print(f"  {BOUNDS}")
     print_notes(result.notes)
 
 
-def _of(column: str, name: str, text: Callable[[float | None], str]) -> Callable[[BandwidthRow], object]:
-    return lambda row: text((getattr(row, column) or {}).get(name))
+def _of(column: str, name: str, text: Callable[[float | None], str]) -> Callable[[Row], object]:
+    return lambda row: text((row[column] or {}).get(name))
 
 
 _MEASURED: tuple[Column, ...] = (
-    ("#collectives", lambda row: f"{row.collectives:,}"),
-    ("#upper bounds", lambda row: row.upper_bounds or ""),
-    ("#S in all", lambda row: amount(row.bytes, row.unsized)),
+    ("#collectives", lambda row: f"{row['collectives']:,}"),
+    ("#upper bounds", lambda row: row["upper_bounds"] or ""),
+    ("#S in all", lambda row: amount(row["bytes"], row["unsized"])),
     ("#time p50", _of("time_us", "p50", microseconds)),
     ("#p95", _of("time_us", "p95", microseconds)),
     ("#max us", _of("time_us", "max", microseconds)),

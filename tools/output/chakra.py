@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -36,26 +35,29 @@ def print_nodes(path: str) -> None:
     metadata, nodes = read_trace(path)
     types: Counter[str] = Counter()
     rows: list[tuple[object, ...]] = []
-    counted = _Counted()
+    on_gpu: Counter[str] = Counter()
     for _, node in nodes:
         kind = TYPES.get(node.type) or str(node.type)
         types[kind] += 1
+        given = _attributes(node.attr)
         if len(rows) < _SHOWN:
             deps = ", ".join(map(str, node.data_deps))
-            given = _attributes(node.attr)
             flop, size = given.get("num_ops"), given.get("tensor_size")
             counts = (_number(flop), _number(size), _number(flop / size if flop and size else None))
             rows.append((node.id, kind, node.name[:48], node.start_time_micros, node.duration_micros, *counts, deps))
-        if node.type == pb.COMP_NODE:
-            counted.add(node)
+        if node.type == pb.COMP_NODE and not given.get("is_cpu_op", True):
+            on_gpu.update({"nodes": 1, "us": node.duration_micros})
+            if "num_ops" in given:
+                on_gpu.update({"counted": 1, "counted us": node.duration_micros, "FLOP": given["num_ops"]})
+                on_gpu["bytes"] += given.get("tensor_size", 0)
     print(f"file       {printable(path)}")
     print(f"version    {printable(metadata.version) or '-'}")
     for attribute in metadata.attr:
         value = str(_value(attribute))
         print(f"{printable(attribute.name):<10} {printable(value[:100])}{'…' if len(value) > 100 else ''}")
     print_table("Nodes by type", ("type", "#nodes"), sorted(types.items()))
-    if counted.nodes:
-        print(f"\n{counted.text()}")
+    if on_gpu:
+        print(f"\n{_counted(on_gpu)}")
     more = sum(types.values()) - len(rows)
     print_table(
         "First nodes" + (f" ({more} more: --json)" if more > 0 else ""),
@@ -68,41 +70,17 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-@dataclass
-class _Counted:
+def _counted(on_gpu: Counter[str]) -> str:
     """What the computations on GPUs say of their floating-point operations and bytes."""
-
-    nodes: int = 0
-    us: int = 0
-    with_count: int = 0
-    counted_us: int = 0
-    flop: int = 0
-    bytes: int = 0
-    """Of those with a count, as far as they are known."""
-
-    def add(self, node: pb.Node) -> None:
-        given = _attributes(node.attr)
-        if given.get("is_cpu_op", True):
-            return
-        self.nodes += 1
-        self.us += node.duration_micros
-        if "num_ops" in given:
-            self.with_count += 1
-            self.counted_us += node.duration_micros
-            self.flop += given["num_ops"]
-            self.bytes += given.get("tensor_size", 0)
-
-    def text(self) -> str:
-        share = percent(self.counted_us / max(self.us, 1))
-        text = (
-            f"On GPUs: {self.with_count:,} of {self.nodes:,} computations, {share} of their time, have a number of "
-            "floating-point operations (num_ops)"
-        )
-        if not self.counted_us:
-            return text
-        rate = self.flop / self.counted_us / 1e6
-        intensity = f", {self.flop / self.bytes:,.1f} FLOP/byte" if self.bytes else ""
-        return f"{text}: {self.flop:,} FLOP, {rate:,.2f} TFLOP/s over that time, {amount(self.bytes)}{intensity}"
+    us, flop, size = on_gpu["counted us"], on_gpu["FLOP"], on_gpu["bytes"]
+    text = (
+        f"On GPUs: {on_gpu['counted']:,} of {on_gpu['nodes']:,} computations, {percent(us / max(on_gpu['us'], 1))} of "
+        "their time, have a number of floating-point operations (num_ops)"
+    )
+    if not us:
+        return text
+    intensity = f", {flop / size:,.1f} FLOP/byte" if size else ""
+    return f"{text}: {flop:,} FLOP, {flop / us / 1e6:,.2f} TFLOP/s over that time, {amount(size)}{intensity}"
 
 
 def as_dict(node: pb.Node) -> dict[str, Any]:

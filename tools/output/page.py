@@ -21,7 +21,6 @@ from crossrank.tools.analysis.diagnosis.findings import group_text
 from crossrank.tools.output.bandwidth import alignment_text
 from crossrank.tools.output.charts import Chart
 from crossrank.tools.output.diagnosis.verdict import clocks_text, compared_text, facts, finding_call
-from crossrank.tools.output.replay import comparison_text
 
 _TEMPLATES = Path(__file__).with_name("pages")
 _FILTERS = {
@@ -30,7 +29,6 @@ _FILTERS = {
     "call": finding_call,
     "clocks": clocks_text,
     "compared": compared_text,
-    "comparison": comparison_text,
     "facts": facts,
     "group": group_text,
     "ms": milliseconds,

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import polars as pl
-
-from crossrank.tools.analysis.bandwidth import BandwidthRow
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_SPREADS = ("time_us", "kernel_us", "waiting_us", "algbw_gb_per_s", "busbw_gb_per_s", "line_rate_share")
 
-
-def bandwidth_frame(rows: Sequence[BandwidthRow]) -> pl.DataFrame:
-    """Rows of the table of bandwidths, each percentile as a column: `time_us_p50`."""
-    flat = []
-    for row in rows:
-        whole: dict[str, Any] = msgspec.to_builtins(row)
-        for name in _SPREADS:
-            spread = whole.pop(name) or {}
-            whole |= {f"{name}_{key}": value for key, value in spread.items()}
-        flat.append(whole)
-    frame = pl.DataFrame(flat, infer_schema_length=None)
-    return frame.select(one for one in frame.columns if frame[one].null_count() < len(frame))
+def flat(rows: pl.DataFrame) -> pl.DataFrame:
+    """The table of bandwidths without what no row knows, each percentile as a column: `time_us_p50`."""
+    spreads = [name for name, kind in rows.schema.items() if isinstance(kind, pl.Struct)]
+    for name in spreads:
+        rows = rows.with_columns(pl.col(name).name.prefix_fields(f"{name}_")).unnest(name)
+    return rows.select(one for one in rows.columns if rows[one].null_count() < len(rows))
 
 
 def bandwidth(frame: pl.DataFrame) -> go.Figure:

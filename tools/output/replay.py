@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from crossrank.text import amount, microseconds, milliseconds, percent, plural, printable, significant, size_text
-from crossrank.tools.output.charts import Chart, Rate, axis, bandwidth_chart
-from crossrank.tools.output.console import Columns, Item, Table, table_of
+from crossrank.tools.output.charts import Chart, Rate, Trace, axis, bandwidth_chart
+from crossrank.tools.output.console import Columns, Table, table_of
 from crossrank.tools.traces.replayed import (
     JSON,
     Batches,
@@ -25,10 +25,6 @@ from crossrank.tools.traces.replayed import (
 
 _ON_CONSOLE = 24
 _TOP = 20
-
-
-def _table(items: Sequence[Item], columns: Columns[Item], limit: int) -> Table:
-    return table_of(items, columns, limit=limit, more=f"{JSON} has all (-o)")
 
 
 def _median(rates: Percentiles | None) -> str:
@@ -85,11 +81,8 @@ def _block_columns(what: str) -> Columns[CallTimes]:
     )
 
 
-_BLOCKS: dict[str, tuple[str, str, Columns[CallTimes], Callable[[ReplayReport], list[CallTimes]]]] = {
-    "source": ("by_source", "By source line", _block_columns("source line"), lambda report: report.by_source),
-    "step": ("by_step", "By iteration", _block_columns("#iteration"), lambda report: report.by_step),
-}
-"""By the name in `--by`: (name on the page, title, columns, what is shown)."""
+_BLOCKS = {"source": "By source line", "step": "By iteration"}
+"""By the name in `--by`: the title."""
 _MOST_KINDS = 4
 """Of operations that did not run, which are named."""
 _FAILURES: Columns[CheckFailure] = (
@@ -108,6 +101,22 @@ _FAILURES: Columns[CheckFailure] = (
 def milliseconds_alone(us: float | None) -> str:
     """us as ms for a column that says so."""
     return "-" if us is None else f"{us / 1000:,.2f}"
+
+
+def tables(report: ReplayReport, limit: int) -> dict[str, Table]:
+    """Every table, of each the first `limit` rows; one without rows is of what was not asked for."""
+    comparison, data, check, step = report.comparison, report.data, report.check, report.step
+    contents: dict[str, tuple[Sequence[Any], Columns[Any]]] = {
+        "rows": (report.rows, _ROWS),
+        "source": (report.by_source, _block_columns("source line")),
+        "step": (report.by_step, _block_columns("#iteration")),
+        "operations": (step.operations if step else (), _OPERATIONS),
+        "compared": (comparison.rows if comparison else (), _COMPARED),
+        "different": (data.failures if data else (), _FAILURES),
+        "failures": (check.failures if check else (), _FAILURES),
+    }
+    more = f"{JSON} has all (-o)"
+    return {name: table_of(items, columns, limit=limit, more=more) for name, (items, columns) in contents.items()}
 
 
 def step_lines(step: StepComparison) -> list[str]:
@@ -200,21 +209,20 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     """The tables of one replay; of its blocks those that are named in `by`."""
     for text, count in report.substitutes.items():
         print(f"  instead: {count:,} call(s): {printable(text)}")
-    settings = report.settings
+    settings, found = report.settings, tables(report, _ON_CONSOLE)
     title = f"Replayed with {settings.backend}, {settings.repeats} passes after {settings.warmup} to warm up"
     if report.rows:
-        _table(report.rows, _ROWS, _ON_CONSOLE).print(title)
+        found["rows"].print(title)
     else:
         print(f"\n{title}; there is no communication")
     late = sum(row.late_ends for row in report.rows)
     if late:
         print(f"  of {late:,} call(s) only the end of their wait is known: upper bounds of time, and no bandwidth")
     for name in by:
-        _, title, columns, chosen = _BLOCKS[name]
-        if rows := chosen(report):
-            _table(rows, columns, _ON_CONSOLE).print(f"{title}: all calls of one together, per pass")
+        if found[name].rows:
+            found[name].print(f"{_BLOCKS[name]}: all calls of one together, per pass")
         else:
-            print(f"\n{title}: the recording does not say it")
+            print(f"\n{_BLOCKS[name]}: the recording does not say it")
     if report.batches is not None:
         print(f"\n{batches_text(report.batches)}")
     elif report.settings.batch is not None:
@@ -227,15 +235,14 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
         text += "; time is from the last arrival to the last end"
     print(f"\n{text}" + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else ""))
     if report.step is not None:
-        _table(report.step.operations[:_TOP], _OPERATIONS, _TOP).print(
-            f"Operations that take longest, per step and rank, of {report.step.coverage.operations:,} over all"
-        )
+        title = f"Operations that take longest, per step and rank, of {report.step.coverage.operations:,} over all"
+        table_of(report.step.operations[:_TOP], _OPERATIONS).print(title)
         print("  recorded and replayed: both under the profiler; without: as the passes that are measured ran")
         for line in step_lines(report.step):
             print(f"\n{line}" if line.startswith("A step") else line)
     if report.comparison is not None:
         if report.comparison.rows:
-            _table(report.comparison.rows, _COMPARED, _ON_CONSOLE).print(
+            found["compared"].print(
                 "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
             )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
@@ -250,10 +257,9 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if report.data is not None:
         print(f"\n{data_text(report.data)}")
         if report.data.failures:
-            _table(report.data.failures, _FAILURES, _ON_CONSOLE).print("Different results: expected is what was saved")
+            found["different"].print("Different results: expected is what was saved")
     if report.check is not None and report.check.failures:
-        title = f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)"
-        _table(report.check.failures, _FAILURES, _ON_CONSOLE).print(title)
+        found["failures"].print(f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)")
     elif report.check is not None:
         print(f"\nChecked: all {report.check.tensors:,} results are right")
 
@@ -281,25 +287,15 @@ def shown(report: ReplayReport, limit: int) -> dict[str, Any]:
     of_step = step_chart(report.step) if report.step is not None else None
     return {
         "report": report,
+        "tables": tables(report, limit),
         "charts": [chart] if of_step is None else [of_step, chart],
         "chart": chart,
-        "rows": _table(report.rows, _ROWS, limit),
-        "compared": _table(report.comparison.rows, _COMPARED, limit)
-        if report.comparison and report.comparison.rows
-        else None,
-        "step": report.step,
         "step_chart": of_step,
         "step_lines": step_lines(report.step) if report.step else [],
-        "operations": _table(report.step.operations, _OPERATIONS, limit) if report.step else None,
-        "blocks": [
-            (name, title, _table(chosen(report), columns, limit))
-            for name, title, columns, chosen in _BLOCKS.values()
-            if len(chosen(report)) > 1
-        ],
+        "blocks": {f"by_{name}": (title, name) for name, title in _BLOCKS.items()},
         "batches": batches_text(report.batches) if report.batches else "",
         "data": data_text(report.data) if report.data else "",
-        "different": _table(report.data.failures, _FAILURES, limit) if report.data and report.data.failures else None,
-        "failures": _table(report.check.failures, _FAILURES, limit) if report.check else None,
+        "comparison": comparison_text(report.comparison) if report.comparison else "",
     }
 
 
@@ -311,35 +307,21 @@ def step_chart(step: StepComparison) -> Chart:
     operations = step.replayed_ms - step.exposed_ms - step.host_ms
     bars: dict[str, tuple[float | None, ...]] = {"replayed": (max(operations, 0.0), step.host_ms, step.exposed_ms)}
     if step.profiled_operations_ms is not None:
-        bars["recorded, under the profiler"] = (
-            step.profiled_operations_ms,
-            step.profiled_between_ms,
-            step.recorded_exposed_ms,
-        )
+        profiled = (step.profiled_operations_ms, step.profiled_between_ms, step.recorded_exposed_ms)
+        bars["recorded, under the profiler"] = profiled
     traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "y": list(bars),
-            "x": [parts[place] or 0.0 for parts in bars.values()],
-            "hovertemplate": f"{part}: %{{x:,.2f}} ms<extra>%{{y}}</extra>",
-        }
+        _bars(part, list(bars), [parts[place] or 0.0 for parts in bars.values()], f"{part}: ")
         for place, part in enumerate(_PARTS)
     ]
     if step.recorded_ms is not None:
-        traces.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": "whole step",
-                "y": ["recorded, without a profiler"],
-                "x": [step.recorded_ms],
-                "hovertemplate": "%{x:,.2f} ms<extra>%{y}</extra>",
-            }
-        )
+        traces.append(_bars("whole step", ["recorded, without a profiler"], [step.recorded_ms]))
     layout = {"barmode": "stack", "xaxis": axis("ms per step"), "yaxis": axis(automargin=True)}
     return Chart(id="replayed-step", height=230, traces=traces, layout=layout)
+
+
+def _bars(name: str, y: Sequence[str], ms: Sequence[float], shown: str = "") -> Trace:
+    hover = f"{shown}%{{x:,.2f}} ms<extra>%{{y}}</extra>"
+    return {"type": "bar", "orientation": "h", "name": name, "y": y, "x": ms, "hovertemplate": hover}
 
 
 def replay_page(report: ReplayReport) -> str:

@@ -26,7 +26,7 @@ _ROWS = 40
 def report_page(figures: Figures) -> str:
     """The whole page."""
     replayed = replay.shown(figures.replay, limit=_ROWS) if figures.replay is not None else None
-    keys = [KEYS["op"], ("group", lambda row: row.pg), KEYS["locality"], KEYS["size"]]
+    keys = [KEYS["op"], ("group", lambda row: row["pg"]), KEYS["locality"], KEYS["size"]]
     more = "crossrank bandwidth has all"
     charts = [*_charts(figures), *(replayed["charts"] if replayed else [])]
     parts = _parts(figures)
@@ -53,7 +53,7 @@ def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
         "traffic": ("Who sends to whom", bool(figures.traffic.total), "sizes of calls whose ranks are known"),
         "lines": (
             "Source lines",
-            any(row.source != _NO_LINE for row in figures.sources),
+            any(row["source"] != _NO_LINE for row in figures.sources),
             "lines of the code that calls, which recordings of crossrank and dumps have",
         ),
         "bandwidth": ("Bandwidth", bool(figures.bandwidth.timed_collectives), "how long communication took"),
@@ -122,21 +122,21 @@ def _traffic(traffic: Traffic) -> Chart:
 def _bandwidth(result: Bandwidth) -> Chart:
     rates = [
         draw.Rate(
-            op=row.op or "",
-            size=row.bytes / row.collectives,
-            low=row.busbw_gb_per_s["p5"],
-            busbw=row.busbw_gb_per_s["p50"],
-            high=row.busbw_gb_per_s["p95"],
-            text=f"{row.op}, {row.pg}, {amount(row.bytes / row.collectives)} each, "
-            + plural(row.collectives, "collective")
-            + (f", {plural(row.upper_bounds, 'upper bound')} of time" if row.upper_bounds else ""),
-            is_bound=bool(row.upper_bounds),
-            choices=[printable(str(one)) for one in (row.op, row.pg, row.locality)],
+            op=row["op"] or "",
+            size=row["bytes"] / row["collectives"],
+            low=row["busbw_gb_per_s"]["p5"],
+            busbw=row["busbw_gb_per_s"]["p50"],
+            high=row["busbw_gb_per_s"]["p95"],
+            text=f"{row['op']}, {row['pg']}, {amount(row['bytes'] / row['collectives'])} each, "
+            + plural(row["collectives"], "collective")
+            + (f", {plural(row['upper_bounds'], 'upper bound')} of time" if row["upper_bounds"] else ""),
+            is_bound=bool(row["upper_bounds"]),
+            choices=[printable(str(one)) for one in (row["op"], row["pg"], row["locality"])],
         )
         for row in result.rows
-        if row.busbw_gb_per_s is not None and row.bytes
+        if row["busbw_gb_per_s"] is not None and row["bytes"]
     ]
-    line_rates = sorted({row.line_rate_gb_per_s for row in result.rows if row.line_rate_gb_per_s})
+    line_rates = sorted({row["line_rate_gb_per_s"] for row in result.rows if row["line_rate_gb_per_s"]})
     return draw.bandwidth_chart("sizes", rates, "size-table", line_rates)
 
 
@@ -164,14 +164,14 @@ _PARTS = {
 
 
 def _overlap(overlap: Overlap) -> Chart:
-    ranks = [f"rank {one.rank}" for one in overlap.ranks]
+    ranks = [f"rank {one['rank']}" for one in overlap.ranks]
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": name,
             "y": ranks,
-            "x": [getattr(one, part) for one in overlap.ranks],
+            "x": [one[part] for one in overlap.ranks],
             "hovertemplate": "%{y}: %{x:,.2f} ms<extra>" + name + "</extra>",
             **({"marker": {"color": "rgba(128, 128, 128, 0.4)"}} if name == "idle" else {}),
         }

@@ -1,15 +1,21 @@
-"""A simulation on a terminal: how long the job takes, why, and how well the network's numbers predict."""
+"""A simulation on a terminal, and as a timeline: how long the job takes, why, and how well the network predicts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
 
+import msgspec
+
+from crossrank.atomic_file import gzip_writer
 from crossrank.text import amount, percent, plural
-from crossrank.tools.graph.chakra.simulate import Simulation
+from crossrank.tools.graph.chakra.chakra_graph import PAUSE
+from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation
 from crossrank.tools.output.console import Columns, table_of
 from crossrank.tools.predict.astra_sim import AstraRun
-from crossrank.tools.predict.fit import Predicted
+from crossrank.tools.predict.fit import MeasuredKind
 from crossrank.tools.predict.network import Network
 
 _BUSIEST = 12
@@ -66,7 +72,7 @@ def print_network(network: Network) -> None:
         print(f"           {locality:<14} {link}  ({op})")
 
 
-def print_leave_one_out(predicted: Sequence[Predicted]) -> None:
+def print_leave_one_out(predicted: Sequence[MeasuredKind]) -> None:
     """What the times of all other kinds of collectives say of each."""
     if not predicted:
         print("\nNo collective has both a size and a time, so that none is predicted from the others")
@@ -80,17 +86,43 @@ def print_leave_one_out(predicted: Sequence[Predicted]) -> None:
         )
 
 
-_PREDICTED: Columns[Predicted] = (
-    ("operation", lambda one: one.kind.op),
-    ("#ranks", lambda one: one.kind.size),
-    ("locality", lambda one: one.kind.locality),
-    ("#S", lambda one: amount(one.kind.bytes)),
-    ("#collectives", lambda one: f"{one.kind.count:,}"),
-    ("#measured us", lambda one: f"{one.kind.time_ns / 1000:,.1f}"),
-    ("#predicted us", lambda one: "-" if one.time_ns is None else f"{one.time_ns / 1000:,.1f}"),
+_PREDICTED: Columns[MeasuredKind] = (
+    ("operation", lambda one: one.op),
+    ("#ranks", lambda one: one.size),
+    ("locality", lambda one: one.locality),
+    ("#S", lambda one: amount(one.bytes)),
+    ("#collectives", lambda one: f"{one.count:,}"),
+    ("#measured us", lambda one: f"{one.time_ns / 1000:,.1f}"),
+    ("#predicted us", lambda one: "-" if one.predicted_ns is None else f"{one.predicted_ns / 1000:,.1f}"),
     ("#error", lambda one: percent(one.error, signed=True)),
 )
 
 
 def _ms(ns: int) -> str:
     return f"{ns / 1e6:,.3f}"
+
+
+def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path, *, compress: bool) -> None:
+    """Write a Chrome trace, which ui.perfetto.dev opens: a process for every rank, a track for every thread and
+    stream."""
+    with path.open("wb") as plain, gzip_writer(plain) if compress else nullcontext(plain) as file:
+        file.write(b'{"displayTimeUnit":"ns","metadata":{"crossrank":"simulation"},"traceEvents":[')
+        separator = b"\n"
+        for graph in graphs:
+            for event in _events(graph, simulation):
+                file.write(separator + msgspec.json.encode(event))
+                separator = b",\n"
+        file.write(b"\n]}\n")
+
+
+def _events(graph: RankGraph, simulation: Simulation) -> Iterator[dict[str, object]]:
+    rank = graph.rank
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    threads = {name: number for number, name in enumerate(dict.fromkeys(node.runs_on for node in graph.nodes))}
+    for name, number in threads.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
+    for node, (begin, duration) in zip(graph.nodes, simulation.runs_ns[rank], strict=True):
+        if node.category != PAUSE:
+            measured = {"measured start us": node.start_ns / 1000, "measured us": node.duration_ns / 1000}
+            where = {"name": node.name, "cat": node.category, "pid": rank, "tid": threads[node.runs_on]}
+            yield {"ph": "X", **where, "ts": begin / 1000, "dur": duration / 1000, "args": measured}

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
+import polars as pl
+
 from crossrank.comm import Locality
-from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.launches import SEND_RECV
 from crossrank.tools.predict.network import STEPS, Algorithm, Link, Network, steps
 
@@ -33,30 +35,23 @@ class MeasuredKind:
     count: int
     time_ns: float
     """The median, from the last arrival."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predicted:
-    """A kind of collectives, and what all others say how long it takes."""
-
-    kind: MeasuredKind
-    time_ns: float | None
-    """None where the others say nothing: there is no other one of its locality."""
+    predicted_ns: float | None = None
+    """What all other kinds say that it takes; None where they say nothing: there is no other one of its locality."""
 
     @property
     def error(self) -> float | None:
         """Share by which the predicted time differs from the measured one."""
-        return None if self.time_ns is None else self.time_ns / self.kind.time_ns - 1
+        return None if self.predicted_ns is None else self.predicted_ns / self.time_ns - 1
 
 
-def measured_kinds(found: Collectives) -> list[MeasuredKind]:
+def measured_kinds(found: JobTables) -> list[MeasuredKind]:
     """What the collectives of a job took, those left out whose time or size is not known or an upper bound."""
-    frame = found.collectives_frame()
+    frame = found.about(found.timed.filter(~pl.col("is_upper_bound")), "label", "group", "locality")
     times: dict[tuple[str, int, Locality, int], list[tuple[float, float]]] = defaultdict(list)
-    columns = ("op", "group", "locality", "bytes", "time", "busbw", "bound")
-    for op, group, locality, size, time, busbw, bound in zip(*(frame[name] for name in columns), strict=True):
+    columns = ("label", "group", "locality", "bytes", "time_ns", "busbw_gb_per_s")
+    for op, group, locality, size, time, busbw in frame.select(columns).iter_rows():
         name = "send" if op == SEND_RECV else op
-        if time and not bound and size is not None and name in STEPS and found.groups[group].size > 1:
+        if time and size is not None and name in STEPS and found.groups[group].size > 1:
             times[name, found.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
     return [
         MeasuredKind(
@@ -110,12 +105,11 @@ def _fit(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Link:
     return Link(rate=1 / per_byte if per_byte else float("inf"), latency_ns=latency)
 
 
-def leave_one_out(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> list[Predicted]:
-    """Each kind as the network says that fits all the others."""
+def leave_one_out(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> list[MeasuredKind]:
+    """Each kind, predicted by the network that fits all the others."""
     found = []
     for place, kind in enumerate(kinds):
         network = fit_network([*kinds[:place], *kinds[place + 1 :]], algorithm)
-        found.append(
-            Predicted(kind=kind, time_ns=network.duration_ns(kind.op, kind.size, kind.bus_bytes, kind.locality))
-        )
+        predicted_ns = network.duration_ns(kind.op, kind.size, kind.bus_bytes, kind.locality)
+        found.append(replace(kind, predicted_ns=predicted_ns))
     return found

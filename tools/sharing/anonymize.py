@@ -36,7 +36,7 @@ from crossrank.recording import (
     read_chunks,
     read_lines,
 )
-from crossrank.tools.graph.rank_output import writing
+from crossrank.tools.graph.linking.window_files import writing
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.sharing import kinds
 from crossrank.tools.sharing.exports import texts_in, write_export

@@ -34,7 +34,7 @@ from crossrank.recording import (
     rank_folder,
     read_lines,
 )
-from crossrank.tools.graph.rank_output import writing
+from crossrank.tools.graph.linking.window_files import writing
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.sharing.folders import exists, refuse_full
 from crossrank.tools.traces.comms import WallClock

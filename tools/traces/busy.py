@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Spans = NDArray[np.int64]
 """Rows of (begin, end), in ns."""
 

@@ -22,7 +22,7 @@ from crossrank.comm import Amount, Count, Group, Number
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.privacy import Privacy
 from crossrank.tools.traces.group_config import read_groups
-from crossrank.tools.traces.json_document import Shape, parse, read_document
+from crossrank.tools.traces.json_document import Document, Shape, parse
 
 FLAT_SCHEMA = "1.0.1"
 NEWEST_SCHEMA = "1.1.1-chakra.0.0.4"
@@ -37,13 +37,14 @@ _NO_ATTRIBUTES = msgspec.Raw(b"")
 _NO_SCHEMA = msgspec.Raw(b'""')
 
 
-class HostNode(msgspec.Struct, gc=False):
-    """One operation on the host, in the terms of the newest schema."""
+class HostOp(msgspec.Struct, gc=False):
+    """One operation on the host, in the terms of the newest schema. Its times come from a Kineto trace."""
 
     id: int
     name: str
-    parent: int
-    """Id of the calling node; 0 where there is none. May be larger than `id`."""
+    caller: int
+    """Id of the calling node; 0 where there is none. May be larger than `id`. In a linked trace another one than in the
+    file where that is impossible."""
     rf_id: int
     """Id of the RecordFunction, in the order of starts; 0 for the roots, which have none."""
     tid: int
@@ -58,6 +59,20 @@ class HostNode(msgspec.Struct, gc=False):
     outputs: msgspec.Raw = _NOTHING
     attributes: msgspec.Raw = _NO_SCHEMA
     """As in the file: see `attribute_text`."""
+    start_ns: int | None = None
+    """None where no Kineto event matched; then it has no other time either."""
+    duration_ns: int = 0
+    exclusive_ns: int = 0
+    """Duration without the operations called on the same thread."""
+    blocked_ns: int = 0
+    """Part of the exclusive time in which it stood in a runtime call that waited for the GPU, as far as an edge says
+    for what."""
+    is_work: bool = False
+    """The range of a Work (`gloo:all_reduce`): begun by its thread, but not run by it."""
+
+    @property
+    def end_ns(self) -> int:
+        return (self.start_ns or 0) + self.duration_ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +88,8 @@ class ExecutionTrace:
     start_ts: int | None
     """Milliseconds of the steady clock."""
     finish_ts: int | None
-    nodes: list[HostNode]
-    """In ascending order of ids, which are unique; every parent exists or is 0."""
+    nodes: list[HostOp]
+    """In ascending order of ids, which are unique; every caller exists or is 0."""
     groups: tuple[Group, ...]
     """What `## process_group:init ##` nodes say."""
     warnings: tuple[str, ...]
@@ -149,7 +164,7 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
     Raises `CrossrankError` where nothing of it can be used.
     """
     nodes = _Nodes(keeps)
-    document = read_document(path, _SHAPE, nodes.take)
+    document = Document(path, _SHAPE, nodes.take)
     file = document.content
     if not nodes.count:
         raise CrossrankError(f"{path}: holds no nodes at all; record a window in which the job takes a step")
@@ -176,7 +191,7 @@ class _Nodes:
     """The nodes of a file, as they come."""
 
     def __init__(self, keeps: Callable[[str], bool] | None) -> None:
-        self.nodes: list[HostNode] = []
+        self.nodes: list[HostOp] = []
         self.count = 0
         self.odd: list[int] = []
         """Ids of the nodes with broken attributes."""
@@ -191,7 +206,7 @@ class _Nodes:
                 self._parents[row.id] = _parent(row)
                 if not self._keeps(row.name):
                     continue
-            node = _host_node(row)
+            node = _host_op(row)
             if row.attrs is _NO_ATTRIBUTES:
                 node.attributes = self._schemas.setdefault(bytes(row.op_schema), row.op_schema.copy())
             elif not read_attributes(node):
@@ -201,15 +216,15 @@ class _Nodes:
                 node.attributes = node.attributes.copy()
             self.nodes.append(node)
 
-    def kept(self) -> list[HostNode]:
+    def kept(self) -> list[HostOp]:
         ids = {node.id for node in self.nodes} if self._keeps is not None else set()
         for node in self.nodes if self._keeps is not None else ():
             for _ in range(_DEEPEST):  # ids may run in a cycle in a broken file
-                if node.parent in ids or not node.parent:
+                if node.caller in ids or not node.caller:
                     break
-                node.parent = self._parents.get(node.parent, 0)
+                node.caller = self._parents.get(node.caller, 0)
             else:
-                node.parent = 0
+                node.caller = 0
         return self.nodes
 
 
@@ -218,12 +233,12 @@ def _parent(node: TraceNode) -> int:
     return 0 if parent == node.id else parent  # torch's own root is its own parent
 
 
-def _host_node(node: TraceNode) -> HostNode:
+def _host_op(node: TraceNode) -> HostOp:
     nested = node.attrs is not _NO_ATTRIBUTES
-    return HostNode(
+    return HostOp(
         id=node.id,
         name=sys.intern(node.name),
-        parent=_parent(node),
+        caller=_parent(node),
         rf_id=node.rf_id,
         tid=node.tid,
         seq_id=node.seq_id,
@@ -241,21 +256,24 @@ def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> ms
     return _NOTHING if text == _NO_IO else msgspec.Raw(text)
 
 
-def read_attributes(node: HostNode) -> bool:
+def read_attributes(node: HostOp) -> bool:
     """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
     try:
         given = _decode_attributes(node.attributes)
     except BROKEN:
         node.attributes = _EMPTY_LIST
         return False
-    numbers = [attribute for attribute in given if attribute.name in _NUMBERS]
-    good = [one for one in numbers if isinstance(one.value, int) and abs(one.value) < 1 << 64]
-    for attribute in good:
-        setattr(node, attribute.name, attribute.value)
-    return len(good) == len(numbers)
+    good = True
+    for attribute in given:
+        if attribute.name in _NUMBERS:
+            if isinstance(attribute.value, int) and -_LARGEST < attribute.value < _LARGEST:
+                setattr(node, attribute.name, attribute.value)
+            else:
+                good = False
+    return good
 
 
-def attributes(node: HostNode) -> dict[str, Any]:
+def attributes(node: HostOp) -> dict[str, Any]:
     """The attributes of a node by name."""
     return {attribute.name: attribute.value for attribute in parse(attribute_text(node), list[_Attribute]) or ()}
 
@@ -286,7 +304,7 @@ def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
 _decode_texts = msgspec.json.Decoder(_Texts, strict=False).decode
 
 
-def attribute_text(node: HostNode) -> msgspec.Raw:
+def attribute_text(node: HostOp) -> msgspec.Raw:
     """The attributes of a node of either layout as a JSON list of `{"name", "type", "value"}`."""
     schema = bytes(node.attributes)
     if not schema.startswith(b'"'):
@@ -297,6 +315,7 @@ def attribute_text(node: HostNode) -> msgspec.Raw:
 
 
 _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
+_LARGEST = 1 << 64
 
 
 def _schema_warnings(schema: str) -> list[str]:
@@ -309,7 +328,7 @@ def _schema_warnings(schema: str) -> list[str]:
     return [f"schema {schema!r} is not known, read as {NEWEST_SCHEMA!r}; check what it links"]
 
 
-def _repair(nodes: list[HostNode]) -> list[str]:
+def _repair(nodes: list[HostOp]) -> list[str]:
     """Make ids unique and let every parent exist, in place, and say what was changed."""
     warnings = []
     nodes.sort(key=_id_of)
@@ -326,11 +345,11 @@ def _repair(nodes: list[HostNode]) -> list[str]:
             f"the later ones are numbered from {first} on"
         )
         nodes.sort(key=_id_of)
-    lost = [node for node in nodes if node.parent and node.parent not in ids]
+    lost = [node for node in nodes if node.caller and node.caller not in ids]
     if lost:
         threads = {node.tid: node.id for node in reversed(nodes) if is_thread_root(node)}
         for node in lost:
-            node.parent = threads.get(node.tid, 0)
+            node.caller = threads.get(node.tid, 0)
         warnings.append(
             f"{len(lost)} node(s) name a parent that is not in the file (first: node {lost[0].id}; an operation that "
             "was still open when the trace ended is not written); they are put under the root of their thread"
@@ -338,21 +357,21 @@ def _repair(nodes: list[HostNode]) -> list[str]:
     return warnings + _break_cycles(nodes)
 
 
-def _break_cycles(nodes: list[HostNode]) -> list[str]:
-    if all(node.parent < node.id for node in nodes):
+def _break_cycles(nodes: list[HostOp]) -> list[str]:
+    if all(node.caller < node.id for node in nodes):
         return []  # a chain of ever smaller ids ends
     by_id = {node.id: node for node in nodes}
     settled: set[int] = {0}
     broken = []
     for node in nodes:
-        path: dict[int, HostNode] = {}
+        path: dict[int, HostOp] = {}
         at = node.id
         while at not in settled and at not in path:
             path[at] = by_id[at]
-            at = path[at].parent
+            at = path[at].caller
         if at in path:
             last = next(reversed(path.values()))
-            last.parent = 0
+            last.caller = 0
             broken.append(last.id)
         settled.update(path)
     if not broken:
@@ -360,7 +379,7 @@ def _break_cycles(nodes: list[HostNode]) -> list[str]:
     return [f"{len(broken)} chain(s) of parents run in a cycle (first: at node {broken[0]}); cut there"]
 
 
-def is_thread_root(node: HostNode) -> bool:
+def is_thread_root(node: HostOp) -> bool:
     """Whether a node represents a whole thread."""
     return node.name.startswith("[pytorch|profiler|") and node.name.endswith("|thread]")
 
@@ -370,7 +389,7 @@ def is_group_node(name: str) -> bool:
     return "process_group:init" in name
 
 
-def _groups_of(nodes: list[HostNode], budget: Budget) -> tuple[Group, ...]:
+def _groups_of(nodes: list[HostOp], budget: Budget) -> tuple[Group, ...]:
     """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` where their members are too many."""
     # A text may be cut short by the observer's limit on strings, or be of another make.
     configs = (value for node in nodes if is_group_node(node.name) for value in io(node.inputs).values)

@@ -31,9 +31,10 @@ from crossrank.tools.traces.flight_recorder import (
     NCCL2,
     Entry,
     FlightDump,
+    Frame,
     Moment,
-    frames_of,
     read_flight_dump,
+    read_frame,
     whole,
 )
 from crossrank.tools.traces.param_comms import ParamComms, to_record
@@ -87,7 +88,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     """
     dump = read_flight_dump(path, last)
     moment = dump.moment
-    rank = dump.rank if rank is None else rank
+    rank = moment.rank if rank is None and moment is not None else rank
     trace = RankTrace(rank=rank, path=path, source="flight", version=dump.version, problems=list(dump.problems))
     trace.timed_by, trace.placed = "flight", False
     backends = _backends(dump)
@@ -383,13 +384,19 @@ class _Reading:
     def _stacks(self) -> list[int]:
         """Number of the stack of each entry. Entries of one call site share their frames; where they do not, the text
         decides."""
-        lists = [frames if type(frames) is list else [] for frames in self._dump.entries.columns["frames"]]
-        keys = [tuple(map(id, frames[:MOST_FRAMES])) for frames in lists]
-        number_of = {
-            key: self.builder.stacks.number(frames_of(frames))
-            for key, frames in dict(zip(keys, lists, strict=True)).items()
-        }
-        return [number_of[key] for key in keys]
+        number_of: dict[tuple[int, ...], int] = {}
+        number_of_list: dict[int, int] = {}
+        frame_of: dict[int, Frame | None] = {}
+        column = self._dump.entries.columns["frames"]
+        for frames in {id(frames): frames for frames in column if type(frames) is list}.values():
+            key = tuple(map(id, frames[:MOST_FRAMES]))
+            number = number_of.get(key)
+            if number is None:
+                frame_of |= {id(one): read_frame(one) for one in frames[:MOST_FRAMES] if id(one) not in frame_of}
+                stack = tuple(filter(None, map(frame_of.__getitem__, key)))
+                number = number_of[key] = self.builder.stacks.number(stack)
+            number_of_list[id(frames)] = number
+        return [number_of_list.get(id(frames), 0) for frames in column]
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:

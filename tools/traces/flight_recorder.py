@@ -7,9 +7,6 @@ A dump is a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`, `_dump_fr_trace`), JSON (`_dum
 * JSON has no frames, writes the numbers of `pg_status` as strings, and 0 for a time that is not known.
 * A group's `ranks` is text, "[0, 1]"; gloo writes "[]".
 * `entries` is absent where there are none.
-* Tools that keep dumps as literals write numbers as text, one dtype for all tensors of a side ("float32", "" for none),
-  `[[]]` for no tensor, no `pg_id`, and the rank at the top, as torch's own tests do
-  (test/distributed/flight_recorder/test_fr_analysis.py there).
 
 A dump is data from another machine: it is decoded without running anything (`safe_pickle`), every field is checked
 for type and range, and single entries that are broken are counted and left out.
@@ -17,8 +14,6 @@ for type and range, and single entries that are broken are counted and left out.
 
 from __future__ import annotations
 
-import contextlib
-import marshal
 import re
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -93,13 +88,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_p2p: bool | None = None
     """None in dumps that do not say."""
     frames: Annotated[Any, Privacy.FRAMES] = ()
-    """Innermost first, as decoded: `frames_of` checks them, once per stack."""
+    """Innermost first, as decoded: `read_frame` checks them, each once."""
 
 
 _DESCRIPTION = ("process_group", "profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _COLUMNS = {one.name: GenericAlias(list, one.type) for one in structs.fields(Entry) if one.name not in _DESCRIPTION}
-_NO_REFERENCES = 2
-"""The format of marshal in which equal lists have equal bytes."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +207,6 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
     first_record: int = 0
     """Number of the first entry, whether it was asked for or not: above 0 those before it fell out of the ring."""
     moment: Moment | None
-    rank: int | None = None
-    """What the dump says itself; torch's own do not."""
     problems: list[str]
 
 
@@ -300,7 +291,6 @@ def decode_flight_dump(
         left_out=len(entries) - len(wanted),
         first_record=first,
         moment=moment,
-        rank=moment.rank if moment is not None else convert(content.get("rank"), int | None, "rank"),
         problems=problems,
     )
 
@@ -353,14 +343,13 @@ def whole(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def frames_of(frames: Any) -> tuple[Frame, ...]:
-    """The frames of one entry, innermost first; those that are broken are left out."""
-    known = []
-    for one in frames[:MOST_FRAMES] if type(frames) in _LISTS else ():
-        with contextlib.suppress(*BROKEN):
-            frame = msgspec.convert(one, Frame, strict=False)
-            known.append(Frame(whole(frame.name), whole(frame.filename), frame.line))
-    return tuple(known)
+def read_frame(frame: Any) -> Frame | None:
+    """A frame of an entry, as decoded; None where it is broken."""
+    try:
+        known = msgspec.convert(frame, Frame, strict=False)
+    except BROKEN:
+        return None
+    return Frame(whole(known.name), whole(known.filename), known.line)
 
 
 def _last_calls(rows: list[Any], last: int) -> list[Any]:
@@ -393,7 +382,7 @@ def _entries(rows: list[Any], problems: list[str], budget: Budget) -> Entries:
             columns = {name: msgspec.convert(given[name], column) for name, column in _COLUMNS.items()}
             # The bytes of a list of lists are compared in a fraction of the time that it takes to make tuples of it.
             described = zip(*(given[name] for name in _DESCRIPTION), strict=True)
-            kinds, kind = _by_kind(map(marshal.dumps, described, repeat(_NO_REFERENCES)))
+            kinds, kind = _by_kind(map(msgspec.msgpack.Encoder().encode, described))
             return Entries({row: msgspec.convert(rows[row], Entry) for row in kinds}, kind, columns)
     except BROKEN:
         pass
@@ -437,33 +426,15 @@ def _lists(values: list[Any]) -> list[Any]:
 
 def _row_by_row(rows: list[Any], problems: list[str]) -> list[Entry]:
     entries, broken, first = [], 0, ""
-    group_ids: dict[str, int] = {}
     for number, row in enumerate(rows):
         try:
-            literal = isinstance(row, dict) and isinstance(row.get("collective_seq_id"), str)
-            entries.append(msgspec.convert(_of_literal(row, group_ids) if literal else row, Entry, strict=not literal))
+            entries.append(msgspec.convert(row, Entry))
         except BROKEN as error:
             broken += 1
             first = first or f"entry {number}: {one_line(error)[:200]}"
     if broken:
         problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were left out")
     return entries
-
-
-def _of_literal(row: dict[str, Any], group_ids: dict[str, int]) -> dict[str, Any]:
-    """A row of the literal form in torch's own; its numbers may still be text.
-
-    `group_ids`: the `pg_id` that each group is given, below those that the recorder gives (-1 is that of none).
-    """
-    group_id = group_ids.setdefault(str(row.get("process_group")), -2 - len(group_ids))
-    found = {"pg_id": group_id} | row
-    for side in ("input", "output"):
-        sizes, dtypes = row.get(f"{side}_sizes"), row.get(f"{side}_dtypes")
-        if isinstance(dtypes, str):
-            found[f"{side}_dtypes"] = [dtypes] * len(sizes) if dtypes and isinstance(sizes, list | tuple) else []
-        if isinstance(sizes, list | tuple) and not any(sizes):
-            found[f"{side}_sizes"] = found[f"{side}_dtypes"] = []
-    return found
 
 
 def _decode(path: str, data: bytes, budget: Budget) -> Any:

@@ -38,18 +38,6 @@ _NEXT_ROW = re.compile(r"\}\s*,\s*\{")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document(Generic[Content]):
-    """What could be read of one file."""
-
-    content: Content
-    sha256: str
-    """Of the uncompressed content."""
-    budget: Budget
-    """What reading it has used, for what its content asks for."""
-    damage: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Shape(Generic[Content]):
     """How a kind of file is laid out."""
 
@@ -61,6 +49,8 @@ class Shape(Generic[Content]):
     row: type[Any]
     bare_list: bool = False
     """Whether the list alone, without the object around it, is accepted."""
+    hashed: bool = True
+    """Whether anyone asks for the SHA-256."""
 
 
 def parse(text: Any, content: type[Content]) -> Content | None:
@@ -71,34 +61,18 @@ def parse(text: Any, content: type[Content]) -> Content | None:
         return None
 
 
-def read_document(
-    path: str, shape: Shape[Content], take: Callable[[list[Any]], object] | None = None
-) -> Document[Content]:
-    """Read a plain, gzip or zstd file at a path or an fsspec URL.
+class Document(Generic[Content]):
+    """What can be read of one file, plain, gzip or zstd, at a path or an fsspec URL.
 
-    `take` gets the rows in their order, some at a time, and the list in `content` is then empty; without it the list
-    holds them. Raw fields of a row are views of the text around it, which stays in memory with them.
+    `take` gets the rows in their order, some at a time; the list in `content` is empty. Raw fields of a row are views
+    of the text around it, which stays in memory with them.
     Raises `CrossrankError` where nothing of the file can be used.
     """
-    rows: list[Any] = []
-    reader = _Reader(path, shape, take or rows.extend)
-    content = reader.read()
-    setattr(content, shape.rows, rows)
-    return Document(
-        content=content,
-        sha256=reader.digest.hexdigest(),
-        budget=reader.issues.budget,
-        damage=tuple(reader.issues.problems),
-    )
-
-
-class _Reader(Generic[Content]):
-    """Reads one file. Rows that were handed on are no longer in `_rest`."""
 
     def __init__(self, path: str, shape: Shape[Content], take: Callable[[list[Any]], object]) -> None:
         self.path = path
         self.issues = ReadIssues(path)
-        self.digest = hashlib.sha256()
+        self._digest = hashlib.sha256()
         self._shape = shape
         self._hand_on = take
         self._count = 0
@@ -112,8 +86,25 @@ class _Reader(Generic[Content]):
         """Between two rows."""
         self._streams = True
         """Whether the end of a row is found without decoding."""
+        self.content = self._read()
+        setattr(self.content, shape.rows, [])
 
-    def read(self) -> Content:
+    @property
+    def sha256(self) -> str:
+        """Of the uncompressed content, where the shape is hashed."""
+        return self._digest.hexdigest()
+
+    @property
+    def budget(self) -> Budget:
+        """What reading has used, for what the content asks for."""
+        return self.issues.budget
+
+    @property
+    def damage(self) -> list[str]:
+        """What could not be read."""
+        return self.issues.problems
+
+    def _read(self) -> Content:
         try:
             self._stream()
         except OSError as error:
@@ -145,7 +136,8 @@ class _Reader(Generic[Content]):
                     f"{self.path}: holds more than {size / 1e9:.1f} GB of JSON, too much for this machine's "
                     f"{memory / 1e9:.0f} GB of memory; record a shorter window, or use a larger machine"
                 )
-            self.digest.update(chunk)
+            if self._shape.hashed:
+                self._digest.update(chunk)
             self.issues.budget.spend(OBJECTS, chunk.count(b"{"))
             searched = max(0, len(self._rest) - 100)
             self._rest += chunk

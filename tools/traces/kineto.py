@@ -1,7 +1,8 @@
 """Kineto traces (the JSON that `torch.profiler` exports), of 2023 to now, for CUDA and for ROCm.
 
 Times in the file are microseconds with up to three decimals, since 1970 or, where `baseTimeNanoseconds` stands in
-the file, since that. Here all times are whole nanoseconds on the file's own clock.
+the file, since that. Here all times are whole nanoseconds on the file's own clock. Of a time since 1970 with decimals
+a double holds a quarter of a microsecond.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from decimal import Decimal
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -20,7 +20,7 @@ from crossrank.comm import Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.privacy import Privacy
 from crossrank.tools.traces.group_config import read_groups
-from crossrank.tools.traces.json_document import Shape, read_document
+from crossrank.tools.traces.json_document import Document, Shape
 
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
 ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
@@ -64,7 +64,6 @@ class RuntimeCall(msgspec.Struct, gc=False):
     start: int
     end: int
     correlation: int | None
-    external_id: int | None
 
 
 class DeviceEvent(msgspec.Struct, gc=False):
@@ -73,7 +72,6 @@ class DeviceEvent(msgspec.Struct, gc=False):
     name: str
     category: str
     device: Id
-    context: int | None
     stream: Id
     start: int
     end: int
@@ -97,32 +95,84 @@ class SyncEvent(msgspec.Struct, gc=False):
     """Of the call that recorded the event which is waited for."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class KinetoTrace:
-    """The profiler's side of one rank."""
+    """The profiler's side of one rank; events in the order of the file."""
 
     path: str
-    sha256: str
-    base_ns: int
+    sha256: str = ""
+    base_ns: int = 0
     """Nanoseconds since 1970 at time 0 of the trace."""
-    host: list[HostEvent]
-    calls: list[RuntimeCall]
-    device: list[DeviceEvent]
-    syncs: list[SyncEvent]
-    groups: tuple[Group, ...]
+    host: list[HostEvent] = field(default_factory=list)
+    calls: list[RuntimeCall] = field(default_factory=list)
+    device: list[DeviceEvent] = field(default_factory=list)
+    syncs: list[SyncEvent] = field(default_factory=list)
+    groups: tuple[Group, ...] = ()
     """What `distributedInfo` says."""
-    rank: int | None
-    world_size: int | None
-    unread: dict[str, int]
+    rank: int | None = None
+    world_size: int | None = None
+    unread: Counter[str] = field(default_factory=Counter)
     """Number of events of each category that is not read."""
-    warnings: tuple[str, ...]
-    damage: tuple[str, ...]
+    warnings: list[str] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
     """What of the file could not be read."""
+    _untimed: list[str] = field(default_factory=list)
+    _bad_durations: list[str] = field(default_factory=list)
+    _bad_args: list[str] = field(default_factory=list)
 
     @property
     def iterations(self) -> list[tuple[int, int]]:
         """See `profiler_iterations`; times are on the clock of the trace."""
         return profiler_iterations((event.name, event.start, event.end) for event in self.host)
+
+    def take(self, rows: list[Event]) -> None:
+        """Put every event where it belongs."""
+        for event in rows:
+            if event.ph == "X":
+                self._take(event)
+            # Metadata and arrows say nothing that correlation ids and sequence numbers do not.
+            elif event.ph not in ("M", "s", "t", "f"):
+                self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
+
+    def _take(self, event: Event) -> None:
+        if event.ts is None or not -_MOST_US <= event.ts < _MOST_US:
+            self._untimed.append(event.name)
+            return
+        start = _nanoseconds(event.ts)
+        duration = event.dur
+        if duration is None or not 0 <= duration < _MOST_US:
+            self._bad_durations.append(event.name)
+            duration = 0
+        try:
+            self._sort(event, start, start + _nanoseconds(duration))
+        except BROKEN:
+            self._bad_args.append(event.name)
+
+    def _sort(self, event: Event, start: int, end: int) -> None:
+        category, name = event.cat, sys.intern(event.name)
+        if category in HOST_CATEGORIES:
+            host = _host_args(event.args)
+            args = _NO_ARGS if host.collective is UNSET else event.args.copy()
+            numbers = host.rf_id, host.external_id, host.seq_id
+            self.host.append(HostEvent(name, event.pid, event.tid, start, end, *numbers, args))
+        elif category.endswith(_CALL_SUFFIXES):
+            of = _device_args(event.args)
+            self.calls.append(RuntimeCall(name, event.pid, event.tid, start, end, of.correlation))
+        elif category == SYNC_CATEGORY:
+            of = _device_args(event.args)
+            device = event.pid if of.device is None else of.device
+            waits_for = of.correlation, of.wait_on_stream, of.record_correlation
+            self.syncs.append(SyncEvent(of.kind or name, device, of.stream, start, end, *waits_for))
+        elif _ran_on_device(event):
+            of = _device_args(event.args)
+            category = category if category in ACTIVITY_CATEGORIES else "kernel"
+            device = event.pid if of.device is None else of.device
+            stream = event.tid if of.stream is None else of.stream
+            ids = of.correlation, of.external_id
+            args = event.args.copy()
+            self.device.append(DeviceEvent(name, category, device, stream, start, end, *ids, args))
+        else:
+            self.unread[category or "(none)"] += 1
 
 
 def profiler_iterations(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[int, int]]:
@@ -159,19 +209,10 @@ class Event(msgspec.Struct, gc=False):
     args: Annotated[msgspec.Raw, Privacy.MIXED] = _NO_ARGS
 
 
-class _ExactEvent(Event, gc=False):
-    ts: Decimal | None = None  # type: ignore[assignment]
-    dur: Decimal | None = None  # type: ignore[assignment]
-
-
 class KinetoFile(msgspec.Struct):
     traceEvents: list[Event]
     baseTimeNanoseconds: Annotated[Int, Privacy.WALL] = 0
     distributedInfo: DistributedInfo = DistributedInfo()
-
-
-class _ExactFile(KinetoFile):
-    traceEvents: list[_ExactEvent]  # type: ignore[assignment]
 
 
 class HostArgs(msgspec.Struct, gc=False):
@@ -183,7 +224,6 @@ class HostArgs(msgspec.Struct, gc=False):
 
 class DeviceArgs(msgspec.Struct, gc=False):
     device: Annotated[Id, Privacy.NUMBER] = None
-    context: Number | None = None
     stream: Annotated[Id, Privacy.NUMBER] = None
     correlation: Number | None = None
     external_id: Number | None = msgspec.field(name="External id", default=None)
@@ -195,8 +235,6 @@ class DeviceArgs(msgspec.Struct, gc=False):
 _SHAPE = Shape(what="a Kineto trace", content=KinetoFile, rows="traceEvents", row=Event, bare_list=True)
 _MOST_US = float(1 << 53)
 """285 years."""
-# Above this many microseconds a double no longer holds three decimals.
-_EXACT_FROM = float(1 << 43)
 
 _host_args = msgspec.json.Decoder(HostArgs, strict=False).decode
 _device_args = msgspec.json.Decoder(DeviceArgs, strict=False).decode
@@ -204,33 +242,19 @@ _device_args = msgspec.json.Decoder(DeviceArgs, strict=False).decode
 
 def read_kineto(path: str) -> KinetoTrace:
     """Read one rank's Kineto trace. Raises `CrossrankError` where nothing of it can be used."""
-    events = _Events()
-    document = read_document(path, _SHAPE, events.take)
-    if events.loses_decimals:
-        events = _Events()
-        document = read_document(path, replace(_SHAPE, content=_ExactFile, row=_ExactEvent), events.take)
-    if not (events.host or events.calls or events.device or events.unread):
+    trace = KinetoTrace(path=path)
+    document = Document(path, _SHAPE, trace.take)
+    if not (trace.host or trace.calls or trace.device or trace.unread):
         raise CrossrankError(f"{path}: holds no events at all; record a window in which the job takes a step")
-    file = document.content
-    return KinetoTrace(
-        path=path,
-        sha256=document.sha256,
-        base_ns=file.baseTimeNanoseconds,
-        host=events.host,
-        calls=events.calls,
-        device=events.device,
-        syncs=events.syncs,
-        groups=tuple(read_groups(file.distributedInfo.pg_config, document.budget)),
-        rank=file.distributedInfo.rank,
-        world_size=file.distributedInfo.world_size,
-        unread=dict(sorted(events.unread.items())),
-        warnings=tuple(_counted(events.bad_durations, "have no valid duration; taken as 0")),
-        damage=(
-            *document.damage,
-            *_counted(events.untimed, "have no valid time and were left out"),
-            *_counted(events.bad_args, "have arguments that cannot be read and were left out"),
-        ),
-    )
+    trace.sha256, file = document.sha256, document.content
+    trace.base_ns, info = file.baseTimeNanoseconds, file.distributedInfo
+    trace.groups = tuple(read_groups(info.pg_config, document.budget))
+    trace.rank, trace.world_size = info.rank, info.world_size
+    trace.warnings += _counted(trace._bad_durations, "have no valid duration; taken as 0")
+    trace.damage += document.damage
+    trace.damage += _counted(trace._untimed, "have no valid time and were left out")
+    trace.damage += _counted(trace._bad_args, "have arguments that cannot be read and were left out")
+    return trace
 
 
 def _nanoseconds(us: float) -> int:
@@ -239,78 +263,6 @@ def _nanoseconds(us: float) -> int:
     # The product of the whole number would be rounded once more.
     whole = int(us)
     return whole * 1000 + round((us - whole) * 1000)
-
-
-def _is_within(us: float, least: float) -> bool:
-    try:
-        return least <= us < _MOST_US
-    except ArithmeticError:  # a decimal that is no number
-        return False
-
-
-@dataclass
-class _Events:
-    """Puts every event where it belongs, in the order of the file."""
-
-    host: list[HostEvent] = field(default_factory=list)
-    calls: list[RuntimeCall] = field(default_factory=list)
-    device: list[DeviceEvent] = field(default_factory=list)
-    syncs: list[SyncEvent] = field(default_factory=list)
-    unread: Counter[str] = field(default_factory=Counter)
-    untimed: list[str] = field(default_factory=list)
-    bad_durations: list[str] = field(default_factory=list)
-    bad_args: list[str] = field(default_factory=list)
-    loses_decimals: bool = False
-    """Whether some time, read as a double, is not what the file says."""
-
-    def take(self, rows: list[Event]) -> None:
-        for event in rows:
-            if event.ph == "X":
-                self._take(event)
-            # Metadata and arrows say nothing that correlation ids and sequence numbers do not.
-            elif event.ph not in ("M", "s", "t", "f"):
-                self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
-
-    def _take(self, event: Event) -> None:
-        if event.ts is None or not _is_within(event.ts, -_MOST_US):
-            self.untimed.append(event.name)
-            return
-        self.loses_decimals |= type(event.ts) is float and event.ts > _EXACT_FROM
-        start = _nanoseconds(event.ts)
-        duration = event.dur
-        if duration is None or not _is_within(duration, 0):
-            self.bad_durations.append(event.name)
-            duration = 0
-        try:
-            self._sort(event, start, start + _nanoseconds(duration))
-        except BROKEN:
-            self.bad_args.append(event.name)
-
-    def _sort(self, event: Event, start: int, end: int) -> None:
-        category, name = event.cat, sys.intern(event.name)
-        if category in HOST_CATEGORIES:
-            host = _host_args(event.args)
-            args = _NO_ARGS if host.collective is UNSET else event.args.copy()
-            numbers = host.rf_id, host.external_id, host.seq_id
-            self.host.append(HostEvent(name, event.pid, event.tid, start, end, *numbers, args))
-        elif category.endswith(_CALL_SUFFIXES):
-            of = _device_args(event.args)
-            self.calls.append(RuntimeCall(name, event.pid, event.tid, start, end, of.correlation, of.external_id))
-        elif category == SYNC_CATEGORY:
-            of = _device_args(event.args)
-            device = event.pid if of.device is None else of.device
-            waits_for = of.correlation, of.wait_on_stream, of.record_correlation
-            self.syncs.append(SyncEvent(of.kind or name, device, of.stream, start, end, *waits_for))
-        elif _ran_on_device(event):
-            of = _device_args(event.args)
-            category = category if category in ACTIVITY_CATEGORIES else "kernel"
-            device = event.pid if of.device is None else of.device
-            stream = event.tid if of.stream is None else of.stream
-            ids = of.correlation, of.external_id
-            args = event.args.copy()
-            self.device.append(DeviceEvent(name, category, device, of.context, stream, start, end, *ids, args))
-        else:
-            self.unread[category or "(none)"] += 1
 
 
 def _ran_on_device(event: Event) -> bool:

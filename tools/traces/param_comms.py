@@ -19,7 +19,7 @@ import msgspec
 from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Int, Number, operation_of, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.privacy import Privacy
-from crossrank.tools.traces.execution_trace import HostNode, attributes, io
+from crossrank.tools.traces.execution_trace import HostOp, attributes, io
 from crossrank.tools.traces.json_document import parse
 
 
@@ -76,7 +76,7 @@ _SCHEMA = re.compile(r"\((.*)\) ->", re.DOTALL)
 _ARGUMENT = re.compile(r"[\w\])?!] (\w+)(?:=[^,]*)?$")
 
 
-def from_node(node: HostNode) -> ParamComms | None:
+def from_node(node: HostOp) -> ParamComms | None:
     """What a `record_param_comms` node says; None where its arguments have no layout that is known."""
     given, result = io(node.inputs), io(node.outputs)
     values = given.values
@@ -130,7 +130,7 @@ def from_kineto(args: msgspec.Raw) -> ParamComms | None:
     )
 
 
-def from_op(node: HostNode) -> ParamComms | None:
+def from_op(node: HostOp) -> ParamComms | None:
     """What a `c10d::` or functional op says by the arguments of its schema; None without a schema."""
     given, result = io(node.inputs), io(node.outputs)
     schema = _SCHEMA.search(str(attributes(node).get("op_schema") or ""))

@@ -18,6 +18,8 @@ from crossrank.tools.traces.replayed import ComputeCoverage, LeftOutOperations
 
 _MOST_STREAMS = 1024
 _MOST_ROWS = 1 << 46
+INDICES = ("uniform", "zipf")
+"""How indices into a table may be spread over its rows."""
 NO_SCHEMA = "no operation of torch: a kernel of its own, launched without one"
 
 
@@ -173,37 +175,26 @@ def flat_results(results: list[Any]) -> list[int]:
     return flat
 
 
-def coverage_of(computes: Iterable[ComputePlan], failed: Iterable[tuple[str, str, int, int]] = ()) -> ComputeCoverage:
+def coverage_of(computes: Iterable[ComputePlan], failed: Iterable[tuple[str, str, int]] = ()) -> ComputeCoverage:
     """How much of the computation of recorded ranks runs again; `failed` are operations that a replay found to fail:
-    (name, reason, how many, recorded ns)."""
-    operations = recorded = ns = recorded_ns = 0
+    (name, reason, recorded ns)."""
+    recorded = [one for compute in computes for one in compute.operations if one.node and one.call < 0]
+    left_out = [(one.name, one.reason, one.took_ns) for one in recorded if not one.runs]
+    left_out += failed
     count: Counter[tuple[str, str]] = Counter()
     lost_ns: Counter[tuple[str, str]] = Counter()
-    for compute in computes:
-        for one in compute.operations:
-            if one.call >= 0 or not one.node:
-                continue
-            recorded += 1
-            recorded_ns += one.took_ns
-            if one.runs:
-                operations += 1
-                ns += one.took_ns
-            else:
-                count[one.name, one.reason] += 1
-                lost_ns[one.name, one.reason] += one.took_ns
-    for name, reason, how_many, took_ns in failed:
-        operations -= how_many
-        ns -= took_ns
-        count[name, reason] += how_many
+    for name, reason, took_ns in left_out:
+        count[name, reason] += 1
         lost_ns[name, reason] += took_ns
+    recorded_ns = sum(one.took_ns for one in recorded)
     rows = [
         LeftOutOperations(name=name, reason=reason, operations=count[name, reason], ns=took_ns)
         for (name, reason), took_ns in lost_ns.most_common()
     ]
     return ComputeCoverage(
-        operations=operations,
-        recorded_operations=recorded,
-        ns=ns,
+        operations=len(recorded) - len(left_out),
+        recorded_operations=len(recorded),
+        ns=recorded_ns - lost_ns.total(),
         recorded_ns=recorded_ns,
         left_out=rows,
     )

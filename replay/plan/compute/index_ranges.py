@@ -16,9 +16,6 @@ from crossrank.replay.plan.compute.compute_plan import slots_in
 from crossrank.replay.plan.compute.tensors import BoundTensors, Storage, Tensors
 from crossrank.tools.traces.json_document import parse
 
-INDICES = ("uniform", "zipf")
-"""How indices into a table may be spread over its rows."""
-
 
 class _Reads(NamedTuple):
     """An operation that reads integers as indices."""
@@ -31,27 +28,17 @@ class _Reads(NamedTuple):
     """The dimension of the table; None: the argument after the table says it."""
 
 
-_READS: dict[str, _Reads] = {
-    "aten::embedding": _Reads(1, 0),
-    "aten::embedding_bag": _Reads(1, 0),
-    "aten::_embedding_bag": _Reads(1, 0),
-    "aten::_embedding_bag_forward_only": _Reads(1, 0),
-    "aten::embedding_backward": _Reads(1, 2),
-    "aten::embedding_dense_backward": _Reads(1, 2),
-    "aten::index_select": _Reads(2, 0, None),
-    "aten::gather": _Reads(2, 0, None),
-    "aten::scatter": _Reads(2, 0, None),
-    "aten::scatter_": _Reads(2, 0, None),
-    "aten::scatter_add_": _Reads(2, 0, None),
-    "aten::index_add_": _Reads(2, 0, None),
-    "aten::index": _Reads(1, 0),
-    "aten::index_put_": _Reads(1, 0),
-    "aten::nll_loss": _Reads(1, 0, 1),
-    "aten::nll_loss_forward": _Reads(1, 0, 1),
-    "aten::nll_loss_nd": _Reads(1, 0, 1),
-    "aten::nll_loss_backward": _Reads(2, 1, 1),
-    "aten::cross_entropy_loss": _Reads(1, 0, 1),
-    "aten::one_hot": _Reads(0, 1),
+_READS = {
+    f"aten::{name}": reads
+    for reads, names in (
+        (_Reads(1, 0), "embedding embedding_bag _embedding_bag _embedding_bag_forward_only index index_put_"),
+        (_Reads(1, 2), "embedding_backward embedding_dense_backward"),
+        (_Reads(2, 0, None), "index_select gather scatter scatter_ scatter_add_ index_add_"),
+        (_Reads(1, 0, 1), "nll_loss nll_loss_forward nll_loss_nd cross_entropy_loss"),
+        (_Reads(2, 1, 1), "nll_loss_backward"),
+        (_Reads(0, 1), "one_hot"),
+    )
+    for name in names.split()
 }
 _COPIES = frozenset(
     f"aten::{name}" for name in ("to", "_to_copy", "clone", "contiguous", "reshape", "copy_", "flatten")

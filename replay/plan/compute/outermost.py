@@ -2,8 +2,8 @@
 
 An operation runs all below it, so what it calls is left to it. Those inside run instead where communication or the
 dispatch of a tensor subclass (DTensor) lies below, for the call has a place of its own, and a subclass has no tensor
-of its own that could be made again; where what one of them gave is used later (`inner_results`); and where an
-operation would choose others without gradients. What a backend's own threads run (gloo splits tensors there) belongs to
+of its own that could be made again; where what one of them gave is used later; and where an operation would choose
+others without gradients. What a backend's own threads run (gloo splits tensors there) belongs to
 the call, which does it again.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
-from crossrank.replay.plan.compute.inner_results import used_from_inside
 from crossrank.tools.graph.linking.communications import C10D
 from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp
 from crossrank.tools.traces.execution_trace import IO, attributes, is_group_node, is_thread_root
@@ -70,9 +70,9 @@ def outermost(
     """The nodes that run again, in the order in which they began, over all threads. `sides` gives what a node takes
     and gives."""
     by_id = {op.id: op for op in host}
-    order = sorted((op for op in host if op.node.rf_id and not op.is_work), key=lambda op: op.node.rf_id)
+    order = sorted((op for op in host if op.rf_id and not op.is_work), key=lambda op: op.rf_id)
     backend = _backend_threads(host)
-    order = [op for op in order if op.node.tid not in backend]
+    order = [op for op in order if op.tid not in backend]
     schemas = {op.id: _attributes(op) for op in order}
 
     def above(op: HostOp) -> Iterable[HostOp]:
@@ -85,7 +85,7 @@ def outermost(
     is_split: set[int] = set()
     """Operations of which those inside run, because of what is below them."""
     for op in order:
-        if op.node.name == SUBCLASS:
+        if op.name == SUBCLASS:
             is_split.update(one.id for one in above(op))
     call_at: dict[int, int] = {}
     for one in communications:
@@ -94,7 +94,7 @@ def outermost(
             continue
         chain = [host_op, *above(host_op)]
         # The op at the dispatcher has the tensors; what is above it (a functional op) has more to do than to call.
-        at = next((number for number, each in enumerate(chain) if each.node.name.startswith(C10D)), 0)
+        at = next((number for number, each in enumerate(chain) if each.name.startswith(C10D)), 0)
         call_at[chain[at].id] = one.record.id
         is_split.update(each.id for each in chain[at + 1 :])
     device_ns: Counter[int] = Counter()
@@ -113,7 +113,7 @@ def outermost(
             window.positions[op.id] = window.positions[around.op.id]
             around.device_ns += device_ns[op.id]
             continue
-        if op.node.name.startswith(_STEP):
+        if op.name.startswith(_STEP):
             window.steps.append(len(window.found))
         schema, integers = schemas[op.id]
         call = call_at.get(op.id, -1)
@@ -151,24 +151,92 @@ def _backend_threads(host: Sequence[HostOp]) -> set[int]:
     outside: set[int] = set()
     timed: set[int] = set()
     for op in host:
-        if op.is_work or op.start_ns is None or not op.node.rf_id:
+        if op.is_work or op.start_ns is None or not op.rf_id:
             continue
-        timed.add(op.node.tid)
+        timed.add(op.tid)
         before = bisect_right(starts, op.start_ns) - 1
         if before < 0 or latest[before] < op.end_ns:
-            outside.add(op.node.tid)
+            outside.add(op.tid)
     return timed - outside
 
 
 def _attributes(op: HostOp) -> tuple[str, str]:
-    given = attributes(op.node)
+    given = attributes(op)
     schema, ranges = given.get("op_schema"), given.get("tensor_range")
     return schema if isinstance(schema, str) else "", ranges if isinstance(ranges, str) else ""
 
 
 def _chooses(op: HostOp | None) -> bool:
-    return op is not None and op.node.name in _LOOKS_AT_GRADIENTS
+    return op is not None and op.name in _LOOKS_AT_GRADIENTS
 
 
 def _is_marker(op: HostOp) -> bool:
-    return is_thread_root(op.node) or is_group_node(op.node.name)
+    return is_thread_root(op) or is_group_node(op.name)
+
+
+Tensor = tuple[int, int]
+"""Id of a tensor and number of its storage."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A node on the stack of its thread."""
+
+    op: HostOp
+    takes: frozenset[int]
+    """Ids of the tensors that it takes."""
+    gives: tuple[Tensor, ...]
+
+
+def used_from_inside(order: Sequence[HostOp], sides: Callable[[HostOp], tuple[IO, IO]]) -> set[int]:
+    """Ids of the operations of which somebody later uses what only an operation inside them gave.
+
+    `aten::layer_norm` returns one tensor, and its backward takes the mean that `aten::native_layer_norm` inside it gave
+    too. Such an operation does not run as a whole, or what it keeps for later would be lost. `order` are nodes as they
+    began, `sides` gives what one takes and gives.
+    """
+    split: set[int] = set()
+    stacks: dict[int, list[_Running]] = {}
+    given_by: dict[Tensor, list[_Running]] = {}
+    """Tensor -> who gave it last, the outermost that returned it, and those around that one."""
+    for op in order:
+        stack = stacks.setdefault(op.tid, [])
+        while stack and stack[-1].op.id != op.caller:
+            _end(stack, given_by)
+        inputs, outputs = sides(op)
+        takes = list(_tensors(inputs))
+        around = {one.op.id for one in stack}
+        for tensor in takes:
+            for giver in given_by.get(tensor, ()):
+                if giver.op.id in around or tensor[0] in giver.takes:
+                    break
+                split.add(giver.op.id)
+        stack.append(_Running(op, frozenset(identity for identity, _ in takes), tuple(_tensors(outputs))))
+    return split
+
+
+def _end(stack: list[_Running], given_by: dict[Tensor, list[_Running]]) -> None:
+    ended = stack.pop()
+    for tensor in ended.gives:
+        given_by[tensor] = stack[::-1]
+
+
+def _tensors(io: IO) -> Iterator[Tensor]:
+    for value, kind in zip(io.values, io.types, strict=False):
+        if kind.startswith("Tensor("):
+            yield from _tensor(value)
+        elif "Tensor(" in kind:
+            yield from _inside(value)
+
+
+def _inside(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, list) and value and not isinstance(value[0], list):
+        yield from _tensor(value)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _inside(one)
+
+
+def _tensor(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, list) and len(value) >= 6 and isinstance(value[0], int) and isinstance(value[1], int):
+        yield value[0], value[1]

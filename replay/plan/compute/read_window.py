@@ -70,7 +70,7 @@ def read_window(given: RankInput) -> RankWindow:
 
     def sides(op: HostOp) -> tuple[IO, IO]:
         if op.id not in decoded:
-            decoded[op.id] = io(op.node.inputs), io(op.node.outputs)
+            decoded[op.id] = io(op.inputs), io(op.outputs)
         return decoded[op.id]
 
     found = outermost(window.host, communications, window.activities, sides)
@@ -178,7 +178,7 @@ class _Building:
         return due
 
     def _add(self, one: Outermost, due: Iterable[int]) -> None:
-        node, position = one.op.node, len(self.operations)
+        node, position = one.op, len(self.operations)
         operation = ComputeOperation(node=node.id, name=node.name)
         inputs, outputs = self.sides(one.op)
         try:
@@ -275,9 +275,9 @@ class _Building:
     def _set_streams(self) -> None:
         calls = {number for number, one in enumerate(self.found) if one.call >= 0}
         placed = place_on_streams(self.window.activities, self.window.edges, self.ops.positions, calls)
-        for number, one in placed.items():
+        for number, (stream, after) in placed.items():
             operation = self.operations[self.place[number]]
-            operation.stream, operation.after = one.stream, [self.place[at] for at in one.after]
+            operation.stream, operation.after = stream, [self.place[at] for at in after]
         # Waits that are not recorded: what makes a tensor comes before what takes it.
         stream, streams = 0, []
         for position, operation in enumerate(self.operations if placed else ()):
@@ -361,7 +361,7 @@ def _without(results: list[object], slot: int) -> list[object]:
 
 def _is_view(one: Outermost, used: Sequence[int], made: Sequence[int], storage_of: Sequence[Storage]) -> bool:
     """Whether an operation looks at no element: it gives nothing but views of what it takes."""
-    if one.call >= 0 or not made or "!" in one.schema or one.op.node.name.endswith("wait_tensor"):
+    if one.call >= 0 or not made or "!" in one.schema or one.op.name.endswith("wait_tensor"):
         return False
     taken = {id(storage_of[slot]) for slot in used}
     return all(id(storage_of[slot]) in taken for slot in made)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 from crossrank.tools.graph.linking.linked_trace import Activity, Edge
 
 
-@dataclass(frozen=True)
-class OnDevice:
-    """Where one operation ran."""
-
-    stream: int
-    """0 = the stream that most operations ran on."""
-    after: tuple[int, ...] = ()
-    """Positions of the operations of other streams that its stream waited for: the last of each stream."""
-
-
 def place_on_streams(
     activities: Iterable[Activity], edges: Iterable[Edge], positions: Mapping[int, int], calls: Collection[int]
-) -> dict[int, OnDevice]:
-    """By position, for all that ran on a device; nothing where all ran on one stream.
+) -> dict[int, tuple[int, list[int]]]:
+    """For all that ran on a device: position -> (number of its stream, positions of the operations of other streams for
+    which that stream waited, the last of each). Stream 0 is the one that most ran on. Nothing where all ran on one.
 
     `positions` has the operation that each host node belongs to, by the node's id; `calls` those of them that
     communicate. A call runs on a stream of its communicator: it was launched on the one that this stream waits for.
@@ -47,9 +37,7 @@ def place_on_streams(
     if len(numbers) < 2:
         return {}
     placed = {
-        at: OnDevice(
-            numbers[stream], tuple(sorted(source for other, source in waits.get(at, {}).items() if other != stream))
-        )
+        at: (numbers[stream], sorted(source for other, source in waits.get(at, {}).items() if other != stream))
         for at, stream in stream_of.items()
     }
-    return placed | {at: OnDevice(numbers[stream_of[max(waits[at].values())]]) for at in calls if waits.get(at)}
+    return placed | {at: (numbers[stream_of[max(waits[at].values())]], []) for at in calls if waits.get(at)}

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.replay.plan.compute.compute_plan import Block, Slot
 from crossrank.tools.traces.execution_trace import IO
@@ -156,9 +158,8 @@ class Tensors:
             raise StandInError("a tensor has no storage of its own: it is sparse, or of a subclass")
         end = named.bytes + named.slot.offset * DTYPES[named.slot.dtype].size
         if storage is not None and storage.block < 0:
-            fits = storage.dtype == named.slot.dtype and end <= storage.bytes
-            if fits:
-                slot = self._new(named, storage, block=-1)
+            if storage.dtype == named.slot.dtype and end <= storage.bytes:
+                slot = self._new(named, storage)
                 bound.views.append((slot, storage.holder))
                 return slot
             storage = None  # other memory at the same place
@@ -172,7 +173,7 @@ class Tensors:
                 self._storages[named.storage] = storage
         storage.bytes = max(storage.bytes, end)
         storage.is_number &= not named.slot.shape
-        slot = self._new(named, storage, block=storage.block)
+        slot = self._new(named, storage, storage.block)
         storage.holder = slot
         return slot
 
@@ -190,37 +191,24 @@ class Tensors:
             storage = Storage(value.slot.dtype, value.slot.device, bytes=end, first=position)
             if value.storage:
                 self._storages[value.storage] = storage
-        made = self._new(value, storage, block=-1)
+        made = self._new(value, storage)
         if storage.holder < 0:
             storage.holder = made
         storage.last = position
         bound.made.append(made)
         return made
 
-    def _new(self, named: Named, storage: Storage, *, block: int) -> int:
+    def _new(self, named: Named, storage: Storage, block: int = -1) -> int:
         slot = len(self.slots)
-        self.slots.append(
-            Slot(
-                shape=named.slot.shape,
-                strides=named.slot.strides,
-                dtype=named.slot.dtype,
-                device=named.slot.device,
-                block=block,
-                offset=named.slot.offset,
-            )
-        )
+        self.slots.append(msgspec.structs.replace(named.slot, block=block))
         self.storage_of.append(storage)
         self._slot_of[named.id] = slot
         return slot
 
 
 def _same(slot: Slot, other: Slot) -> bool:
-    return (slot.shape, slot.strides, slot.dtype, slot.offset) == (
-        other.shape,
-        other.strides,
-        other.dtype,
-        other.offset,
-    )
+    """Whether a tensor is that of a slot, wherever it lies."""
+    return slot == msgspec.structs.replace(other, block=slot.block, device=slot.device)
 
 
 def _each(io: IO) -> Iterable[tuple[Any, Any, Any, str]]:

@@ -6,16 +6,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, EXECUTION_TRACE, LINKED, is_folder
+from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, LINKED, is_folder
 from crossrank.replay.plan.build_plan import build
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.compute.read_window import RankWindow, read_window
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan
 from crossrank.text import rank_ranges
-from crossrank.tools.graph.linking.window_files import RankInput, pairs_of
+from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import WHAT, FoundFile, discover
+from crossrank.tools.traces.discover import WHAT, FoundFile, discover, files_by_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +39,15 @@ def find_windows(path: str, number: int | None = None, *, one_trace: bool = Fals
     chosen = numbers[0] if number is None else number
     if chosen not in numbers:
         raise CrossrankError(f"{path}: has no window {chosen}; it has {', '.join(map(str, numbers))}")
-    paired = {pair.rank: pair for pair in pairs_of(files).pairs if pair.window == chosen}
     inputs, half = [], []
-    for rank in sorted({file.rank for file in usable}, key=lambda one: -1 if one is None else one):
-        of_rank = {file.kind: file.path for file in usable if file.rank == rank and file.window == chosen}
-        comms = next((file.path for file in usable if file.rank == rank and file.kind == COMMS), None)
-        if rank in paired:
-            inputs.append(paired[rank])
-        elif LINKED in of_rank:
-            linked = of_rank[LINKED]
-            inputs.append(RankInput(rank=rank, window=chosen, et="", kineto="", comms=comms, linked=linked))
-        elif rank is not None and (of_rank or comms):
+    for rank, kinds in files_by_rank(files, (COMMS, LINKED, EXECUTION_TRACE, KINETO)).items():
+        own = {kind: file.path for kind, found in kinds.items() for file in found if file.window == chosen}
+        comms = kinds[COMMS][0].path if COMMS in kinds else None
+        et, kineto = own.get(EXECUTION_TRACE, ""), own.get(KINETO, "")
+        linked = None if et and kineto else own.get(LINKED)
+        if linked or (et and kineto):
+            inputs.append(RankInput(rank=rank, window=chosen, et=et, kineto=kineto, comms=comms, linked=linked))
+        elif rank is not None and (own or comms):
             half.append(rank)
     if not inputs or (half and not one_trace):
         who = f"rank {rank_ranges(half)}" if half else path

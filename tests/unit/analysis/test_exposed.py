@@ -6,7 +6,7 @@ from array import array
 
 from crossrank.comm import CommRecord, Group
 from crossrank.recording import STOOD
-from crossrank.tools.analysis.exposed import Exposed, ExposedLine, ExposedRank, exposed_of
+from crossrank.tools.analysis.exposed import Exposed, exposed_of
 from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.rank_trace import HostWaits, RankTrace, TraceBuilder
 
@@ -48,15 +48,15 @@ def test_time_is_summed_by_the_line_of_the_call_and_by_what_the_host_stood_in() 
         rank(1, (0, 0, 0.25, "wait"), (-1, 7, 8, "wait_tensor")),
     )
     assert found.lines == [
-        ExposedLine(source="a.py:1", op="all_reduce", stood="wait", waits=3, exposed_ms=2.75, longest_ms=2.0),
-        ExposedLine(source="(C++)", op="all_reduce", stood="launch", waits=1, exposed_ms=1.0, longest_ms=1.0),
-        ExposedLine(source="(not known)", op="", stood="wait_tensor", waits=1, exposed_ms=1.0, longest_ms=1.0),
+        {"source": "a.py:1", "op": "all_reduce", "stood": "wait", "waits": 3, "exposed_ms": 2.75, "longest_ms": 2.0},
+        {"source": "(C++)", "op": "all_reduce", "stood": "launch", "waits": 1, "exposed_ms": 1.0, "longest_ms": 1.0},
+        {"source": "(not known)", "op": "", "stood": "wait_tensor", "waits": 1, "exposed_ms": 1.0, "longest_ms": 1.0},
     ]
     assert (found.waits, found.of_no_call, found.calls_without) == (5, 1, 1)
     assert (found.per_step_ms, found.share, found.steps) == (None, None, None)
     assert found.ranks == [
-        ExposedRank(rank=0, exposed_ms=3.5, share=None),
-        ExposedRank(rank=1, exposed_ms=1.25, share=None),
+        {"rank": 0, "exposed_ms": 3.5, "share": None},
+        {"rank": 1, "exposed_ms": 1.25, "share": None},
     ]
 
 
@@ -90,7 +90,7 @@ def test_an_iteration_counts_waits_of_several_threads_at_a_time_once() -> None:
     assert found.steps.p50_ms == [2.5, 0.5]
     assert found.per_step_ms == 1.0
     assert found.share == 0.15
-    assert [(one.rank, one.exposed_ms, one.share) for one in found.ranks] == [(0, 5.0, 0.25), (1, 1.0, 0.05)]
+    assert [(one["rank"], one["exposed_ms"], one["share"]) for one in found.ranks] == [(0, 5.0, 0.25), (1, 1.0, 0.05)]
 
 
 def test_a_wait_counts_for_the_iteration_in_which_it_begins_and_no_longer_than_that_lasts() -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.figures import Figures, figures
-from crossrank.tools.analysis.waiting import Last, Waiter, arrivals
+from crossrank.tools.analysis.waiting import arrivals
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
@@ -20,7 +20,7 @@ def figures_of(*ranks: Rank) -> Figures:
 
 
 def figures_of_times(times: list[RankTrace]) -> Figures:
-    return figures(times, match_collectives(Job.match(times)), inputs=["run"], diagnosis_problem="none here")
+    return figures(match_collectives(Job.match(times)), inputs=["run"], diagnosis_problem="none here")
 
 
 def late_job() -> list[Rank]:
@@ -69,8 +69,8 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert (waiting.axis, waiting.bins) == ("iteration", [1.0, 2.0])
     assert (waiting.p50_us, waiting.max_us) == ([150.0, 150.0], [300.0, 300.0])
     assert (waiting.rows, waiting.mean_us) == (["rank 0", "rank 1"], [[300.0, 300.0], [0.0, 0.0]])
-    assert waiting.last == [Last(rank=1, last=4, of=4, cost_ms=1.2)]
-    assert waiting.waiters == [Waiter(rank=0, waiting_ms=1.2, first=4, of=4)]
+    assert waiting.last == [{"rank": 1, "last": 4, "of": 4, "cost_ms": 1.2}]
+    assert waiting.waiters == [{"rank": 0, "waiting_ms": 1.2, "first": 4, "of": 4}]
     assert msgspec.to_builtins(found.steps) == {
         "step": [1, 2],
         "p50_ms": [2.0, 3.5],
@@ -87,9 +87,9 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
         found = figures_of(*ranks)
         assert found.waiting is not None
         assert found.waiting.measured == "the moments at which the hosts made their calls"
-        assert found.waiting.last == [Last(rank=late, last=1, of=1, cost_ms=0.07)]
+        assert found.waiting.last == [{"rank": late, "last": 1, "of": 1, "cost_ms": 0.07}]
         assert (found.waiting.bins, found.waiting.p50_us, found.waiting.max_us) == ([0.0], [35.0], [70.0])
-        assert (found.bandwidth.rows, found.sources[0].time_ms) == ([], None)
+        assert (found.bandwidth.rows, found.sources[0]["time_ms"]) == ([], None)
         table = arrivals(match_collectives(Job.match([one.times for one in ranks])))
         expected = {late: (late, 1, 0, 1, 0, 70_040), 1 - late: (1 - late, 1, 1, 0, 70_040, 0)}
         assert table.rows() == [expected[0], expected[1]]
@@ -136,7 +136,7 @@ def test_groups_made_alike_are_one_class() -> None:
     found = figures_of_times(groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
     assert found.matrix.groups == ["tp: 2 of 2 ranks", "dp: 2 of 2 ranks", "group 0: 4 ranks"]
     assert found.matrix.calls == [[4, 4, 4]]
-    assert [(row.pg, row.collectives) for row in found.bandwidth.rows] == [
+    assert [(row["pg"], row["collectives"]) for row in found.bandwidth.rows] == [
         ("dp: 2 of 2 ranks", 2),
         ("tp: 2 of 2 ranks", 2),
         ("group 0: 4 ranks", 1),
@@ -160,7 +160,7 @@ def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:
     assert (found.ranks, found.missing_ranks, found.waiting) == (1, "", None)
     assert found.matrix.time_ms == [[0.1]]
     (row,) = found.bandwidth.rows
-    assert (row.busbw_gb_per_s, row.upper_bounds) == (None, 0)
+    assert (row["busbw_gb_per_s"], row["upper_bounds"]) == (None, 0)
 
 
 def test_calls_that_wait_at_the_same_time_count_once() -> None:
@@ -173,8 +173,8 @@ def test_calls_that_wait_at_the_same_time_count_once() -> None:
     found = figures_of(first, second)
     assert found.waiting is not None
     assert len(found.waiting.bins) == 120
-    assert found.waiting.waiters == [Waiter(rank=0, waiting_ms=50.0, first=2, of=2)]
-    assert found.waiting.last == [Last(rank=1, last=2, of=2, cost_ms=50.0)]
+    assert found.waiting.waiters == [{"rank": 0, "waiting_ms": 50.0, "first": 2, "of": 2}]
+    assert found.waiting.last == [{"rank": 1, "last": 2, "of": 2, "cost_ms": 50.0}]
     table = arrivals(match_collectives(Job.match([first.times, second.times])))
     assert table.rows() == [(0, 2, 2, 0, 50_000_000, 0), (1, 2, 0, 2, 0, 50_000_000)]
     assert found.matrix.waiting_ms == [[98.0]]

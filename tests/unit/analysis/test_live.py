@@ -42,13 +42,14 @@ def growth(*lines: dict[str, Any], recent: tuple[dict[str, Any], ...] = ()) -> G
 
 
 def rank(number: int, *lines: dict[str, Any], node: str = "n") -> LiveFile:
-    file = LiveFile(number, 2)
+    file = LiveFile(2)
     file.take(growth(header(number, node), GROUP, *lines))
     return file
 
 
 def look(*files: LiveFile, at_ms: float, hang: str = "") -> Snapshot:
-    return snapshot("run", {file.rank: file for file in files}, WALL / 1e9 + at_ms / 1e3, hang)
+    contents = {one.header.rank: one for one in (file.content for file in files) if one.header is not None}
+    return snapshot("run", contents, WALL / 1e9 + at_ms / 1e3, hang)
 
 
 def test_groups_have_totals_rates_and_who_comes_last() -> None:
@@ -106,16 +107,16 @@ def test_what_may_still_change_counts_once() -> None:
     file = rank(0)
     for _ in range(3):
         file.take(growth(recent=(call(1, 0), call(2, 10), clock(20))))
-        assert file.totals == {"0": (2, 2_000_000)}
+        assert (file.content.count["0"], file.content.bytes["0"]) == (2, 2_000_000)
     file.take(growth(call(1, 0), recent=(call(2, 10), call(3, 15), clock(20))))
-    assert file.totals == {"0": (3, 3_000_000)}
-    assert [one.seq for one in file.calls] == [1, 2, 3]
+    assert (file.content.count["0"], file.content.bytes["0"]) == (3, 3_000_000)
+    assert [one.seq for one in file.content.calls] == [1, 2, 3]
 
 
 def test_calls_of_long_ago_count_and_are_not_recent() -> None:
     file = rank(0, call(1, 0), call(2, 5_000), call(3, 14_000), clock(14_500))
-    assert [one.seq for one in file.calls] == [2, 3]
-    assert file.totals == {"0": (3, 3_000_000)}
+    assert [one.seq for one in file.content.calls] == [2, 3]
+    assert (file.content.count["0"], file.content.bytes["0"]) == (3, 3_000_000)
 
 
 def test_a_file_that_begins_anew_forgets_the_old_one() -> None:
@@ -123,14 +124,14 @@ def test_a_file_that_begins_anew_forgets_the_old_one() -> None:
     again = growth(header(0), GROUP, call(1, 50))
     again.begins_anew = True
     file.take(again)
-    assert file.totals == {"0": (1, 1_000_000)}
+    assert (file.content.count["0"], file.content.bytes["0"]) == (1, 1_000_000)
 
 
 def test_broken_lines_are_counted_and_the_others_read() -> None:
-    file = LiveFile(0, 2)
+    file = LiveFile(2)
     good = growth(header(0), GROUP, call(1, 0)).settled
     file.take(Growth(settled=good + b'{"id":"x"}\n{"id":2,\n' + growth(call(3, 1)).settled))
-    assert file.totals == {"0": (2, 2_000_000)}
+    assert (file.content.count["0"], file.content.bytes["0"]) == (2, 2_000_000)
     assert look(file, at_ms=0).notes == ["2 lines of the files could not be read"]
 
 

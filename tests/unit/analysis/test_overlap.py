@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.tools.analysis.overlap import RankTime, overlap_frame, overlap_of
+from crossrank.tools.analysis.overlap import overlap_frame, overlap_of
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.kineto_calls import read_kineto_trace
@@ -24,7 +24,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def frame(*traces: RankTrace) -> pl.DataFrame:
-    return overlap_frame(traces, match_collectives(Job.match(traces)))
+    return overlap_frame(match_collectives(Job.match(traces)))
 
 
 def rows(found: pl.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
@@ -121,26 +121,27 @@ def test_shares_are_of_all_ranks_and_a_rank_has_its_means() -> None:
         calls = [(begin * us, end * us) for begin, end in ((200, 400), (500, 700))]
         one.busy = busy("device", spans, calls, base=EPOCH, steps=[(3, 0), (4, 400 * us), (5, 700 * us)])
         one.busy.iterations = [(3, EPOCH, EPOCH + 400 * us), (4, EPOCH + 400 * us, EPOCH + 800 * us)]
-    found = overlap_of(ranks, match_collectives(Job.match(ranks)))
+    found = overlap_of(match_collectives(Job.match(ranks)))
     assert found is not None
     assert (found.computation, found.communication, found.exposed, found.idle) == (0.375, 0.5, 0.5, 0.125)
     assert (found.measured_on, found.windows, found.of_ranks) == (["device"], 4, 2)
-    assert found.ranks[1] == RankTime(
-        rank=1,
-        iterations=2,
-        duration_ms=0.4,
-        computation_ms=0.15,
-        communication_ms=0.2,
-        exposed_ms=0.2,
-        memory_ms=0.0,
-        idle_ms=0.05,
-        waiting_ms=0.05,
-        waits_for=0,
-    )
-    assert [(one.step, one.computation_ms, one.idle_ms) for one in found.steps] == [(3, 0.2, 0.0), (4, 0.1, 0.1)]
+    assert found.ranks[1] == {
+        "rank": 1,
+        "iterations": 2,
+        "duration_ms": 0.4,
+        "computation_ms": 0.15,
+        "communication_ms": 0.2,
+        "exposed_ms": 0.2,
+        "memory_ms": 0.0,
+        "idle_ms": 0.05,
+        "waiting_ms": 0.05,
+        "waits_for": 0,
+    }
+    steps = [(one["step"], one["computation_ms"], one["idle_ms"]) for one in found.steps]
+    assert steps == [(3, 0.2, 0.0), (4, 0.1, 0.1)]
     for one in ranks:
         one.busy = Busy()
-    assert overlap_of(ranks, match_collectives(Job.match(ranks))) is None
+    assert overlap_of(match_collectives(Job.match(ranks))) is None
 
 
 def test_a_rank_without_others_has_no_waiting() -> None:

@@ -19,7 +19,7 @@ SIZE = 1_000_000
 
 def map_of(*ranks: Rank) -> Traffic:
     times = [rank.times for rank in ranks]
-    return traffic(match_collectives(Job.match(times)), times)
+    return traffic(match_collectives(Job.match(times)))
 
 
 def job(op: str, size: int = 4, **said: Any) -> Traffic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,28 +13,31 @@ from hypothesis import strategies as st
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.bandwidth import bandwidth, line_rates
-from crossrank.tools.job.collectives import MOVED, Collectives, match_collectives
+from crossrank.tools.job.collectives import MOVED, JobTables, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.matching import DISAGREE, SHIFTED, TWICE, UNLIKE_COUNTS
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, RankGroup, RankTrace, TraceBuilder
 from tests.unit.job.ranks import Rank
 
 
-def together(*ranks: Rank) -> Collectives:
+def together(*ranks: Rank) -> JobTables:
     return match_collectives(Job.match([rank.times for rank in ranks]))
 
 
-def waits_us(found: Collectives) -> dict[int, float]:
-    return {int(rank): float(wait) / 1000 for rank, wait in zip(found.rank, found.waiting, strict=True)}
+def waits_us(found: JobTables) -> dict[int, float]:
+    return {
+        int(rank): float(wait) / 1000
+        for rank, wait in found.calls.select("rank", pl.col("waiting_ns").fill_null(-1000)).iter_rows()
+    }
 
 
 def test_the_time_of_a_collective_is_from_the_last_arrival_and_the_rest_is_waiting() -> None:
     found = together(Rank(0).call(100, 500), Rank(1).call(400, 500))
-    assert found.time.tolist() == [100_000]
+    assert found.collectives["time_ns"].to_list() == [100_000]
     assert waits_us(found) == {0: 300, 1: 0}
-    assert found.last_rank.tolist() == [1]
-    assert found.algbw().tolist() == [10.0]  # 1 MB in 100 us
-    assert found.busbw().tolist() == [10.0]  # 2 (n - 1) / n = 1 for two ranks
+    assert found.collectives["last_rank"].to_list() == [1]
+    assert found.collectives["algbw_gb_per_s"].to_list() == [10.0]  # 1 MB in 100 us
+    assert found.collectives["busbw_gb_per_s"].to_list() == [10.0]  # 2 (n - 1) / n = 1 for two ranks
 
 
 @pytest.mark.parametrize(
@@ -52,16 +55,16 @@ def test_the_time_of_a_collective_is_from_the_last_arrival_and_the_rest_is_waiti
 )
 def test_bus_bandwidth_has_the_factors_of_nccl_tests(op: str, factor: float) -> None:
     found = together(*(Rank(rank, 4).call(100, 200, op) for rank in range(4)))
-    assert found.algbw().tolist() == [10.0]
-    assert found.busbw().tolist() == [pytest.approx(10.0 * factor)]
+    assert found.collectives["algbw_gb_per_s"].to_list() == [10.0]
+    assert found.collectives["busbw_gb_per_s"].to_list() == [pytest.approx(10.0 * factor)]
 
 
 def test_a_barrier_and_a_group_of_one_have_a_time_and_no_bandwidth() -> None:
     barrier = together(*(Rank(rank).call(100, 200, "barrier", bytes=0) for rank in range(2)))
     alone = together(Rank(0, 1).call(100, 200))
     for found in (barrier, alone):
-        assert found.time.tolist() == [100_000]
-        assert np.isnan(found.busbw()).all()
+        assert found.collectives["time_ns"].to_list() == [100_000]
+        assert found.collectives["busbw_gb_per_s"].is_null().all()
 
 
 def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> None:
@@ -74,41 +77,44 @@ def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> No
         )
         ranks.append(one)
     found = together(*ranks)
-    assert found.bytes.tolist() == [200_000]  # rank 1 receives 50 rows
-    assert found.exchanged.tolist() == [120_000]  # 30 rows cross
-    assert found.busbw().tolist() == [1.2]
+    assert found.collectives["bytes"].to_list() == [200_000]  # rank 1 receives 50 rows
+    assert found.collectives["exchanged"].to_list() == [120_000]  # 30 rows cross
+    assert found.collectives["busbw_gb_per_s"].to_list() == [1.2]
     kept = [
         Rank(rank).call(100, 200, "all_to_all", dtype="int8", in_split=split, inputs=[[8]], bytes=8)
         for rank, split in enumerate(([8, 0], [0, 8]))
     ]
-    assert (together(*kept).algbw().tolist(), np.isnan(together(*kept).busbw()).tolist()) == ([8e-5], [True])
+    assert (
+        together(*kept).collectives["algbw_gb_per_s"].to_list(),
+        together(*kept).collectives["busbw_gb_per_s"].is_null().to_list(),
+    ) == ([8e-5], [True])
 
 
 def test_a_broadcast_ends_when_the_last_rank_has_it_and_needs_clocks() -> None:
     # The root leaves early, which says nothing about how long it took.
     found = together(Rank(0).call(100, 150, "broadcast", root=0), Rank(1).call(400, 500, "broadcast", root=0))
-    assert found.time.tolist() == [100_000]
+    assert found.collectives["time_ns"].to_list() == [100_000]
     assert waits_us(found) == {0: 50, 1: 0}
     only_durations = together(
         Rank(0, placed=False).call(1, 51, "broadcast"), Rank(1, placed=False).call(1, 101, "broadcast")
     )
-    assert only_durations.time.tolist() == [100_000]
-    assert only_durations.bound.tolist() == [True]
+    assert only_durations.collectives["time_ns"].to_list() == [100_000]
+    assert only_durations.collectives["is_upper_bound"].to_list() == [True]
 
 
 def test_durations_alone_give_the_time_of_what_releases_all_ranks() -> None:
     found = together(Rank(0, placed=False).call(900, 1300), Rank(1, placed=False).call(7, 107))
-    assert found.time.tolist() == [100_000]
+    assert found.collectives["time_ns"].to_list() == [100_000]
     assert waits_us(found) == {0: 300, 1: 0}
-    assert found.last_rank.tolist() == [1]
-    assert found.bound.tolist() == [False]
+    assert found.collectives["last_rank"].to_list() == [1]
+    assert found.collectives["is_upper_bound"].to_list() == [False]
 
 
 def test_a_send_is_matched_with_its_receive() -> None:
     sender = Rank(0).call(100, 500, "send", peer=1, bytes=400_000)
     found = together(sender, Rank(1).call(300, 500, "recv", peer=0, bytes=400_000))
-    assert found.time.tolist() == [200_000]
-    assert found.algbw().tolist() == [2.0]
+    assert found.collectives["time_ns"].to_list() == [200_000]
+    assert found.collectives["algbw_gb_per_s"].to_list() == [2.0]
     assert waits_us(found) == {0: 200, 1: 0}
 
 
@@ -122,9 +128,13 @@ def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
         builder.add(record, called=500, began=1000, ended=101_000)
     found = match_collectives(Job.match([times]))
     assert found.kinds[0].label == "send/recv, batched"
-    assert found.time.tolist() == [100_000]
-    assert found.busbw().tolist() == [3.0]
-    assert (found.bound.tolist(), found.seen.tolist(), found.expected.tolist()) == ([True], [1], [1])
+    assert found.collectives["time_ns"].to_list() == [100_000]
+    assert found.collectives["busbw_gb_per_s"].to_list() == [3.0]
+    assert (
+        found.collectives["is_upper_bound"].to_list(),
+        found.collectives["ranks"].to_list(),
+        found.collectives["expected"].to_list(),
+    ) == ([True], [1], [1])
 
 
 @pytest.mark.parametrize(("shares", "time_ns"), [(True, 60_000), (False, 20_000)])
@@ -142,11 +152,15 @@ def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bou
     job = Job.match(traces)
     assert [one.label for one in match_collectives(job).kinds] == ["send/recv, batched"]
     found = match_collectives(job, batches_apart=True)
-    assert [found.kinds[kind].ends for kind in found.of_kind] == [(0, 1), (1, 0)]
-    assert (found.seen.tolist(), found.expected.tolist(), found.time.tolist()) == ([2, 2], [2, 2], [time_ns] * 2)
-    assert found.bound.tolist() == [shares] * 2
-    assert found.together.tolist() == [2 if shares else 1] * 4
-    assert (found.waiting >= 0).tolist() == [not shares] * 4
+    assert [found.kinds[kind].ends for kind in found.collectives["kind"]] == [(0, 1), (1, 0)]
+    assert (
+        found.collectives["ranks"].to_list(),
+        found.collectives["expected"].to_list(),
+        found.collectives["time_ns"].to_list(),
+    ) == ([2, 2], [2, 2], [time_ns] * 2)
+    assert found.collectives["is_upper_bound"].to_list() == [shares] * 2
+    assert found.about(found.calls, "together")["together"].to_list() == [2 if shares else 1] * 4
+    assert found.calls["waiting_ns"].is_not_null().to_list() == [not shares] * 4
     for one in traces:
         one.numbered_pairs = False  # numbers that were counted may be shifted, and nothing of a batch would tell
     found = match_collectives(Job.match(traces), batches_apart=True)
@@ -155,24 +169,27 @@ def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bou
 
 def test_what_not_all_members_show_is_a_bound() -> None:
     found = together(Rank(0, 3).call(100, 500), Rank(2, 3).call(300, 500))
-    assert found.time.tolist() == [200_000]
-    assert found.bound.tolist() == [True]
-    assert (found.seen.tolist(), found.expected.tolist()) == ([2], [3])
+    assert found.collectives["time_ns"].to_list() == [200_000]
+    assert found.collectives["is_upper_bound"].to_list() == [True]
+    assert (found.collectives["ranks"].to_list(), found.collectives["expected"].to_list()) == ([2], [3])
 
 
 def test_ranks_that_call_different_operations_are_not_compared() -> None:
     found = together(Rank(0).call(100, 500).call(600, 700), Rank(1).call(400, 500, "broadcast").call(650, 700))
     assert found.unmatched == {DISAGREE: 2}
-    assert sorted(found.time.tolist()) == [50_000, 100_000, 400_000]
+    assert sorted(found.collectives["time_ns"].to_list()) == [50_000, 100_000, 400_000]
 
 
 def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> None:
     same = together(Rank(0, numbered=False).call(100, 500), Rank(1, numbered=False).call(400, 500))
-    assert same.time.tolist() == [100_000]
+    assert same.collectives["time_ns"].to_list() == [100_000]
     ranks = [Rank(rank, numbered=False).call(0.5, 0.9, pg="like") for rank in range(2)]
     late = together(ranks[0].call(1, 9).call(100, 500), ranks[1].call(400, 500))
     assert late.unmatched == {UNLIKE_COUNTS: 3}
-    assert (late.seen.tolist(), late.bound.tolist()) == ([1, 1, 1, 2], [True] * 4)
+    assert (late.collectives["ranks"].to_list(), late.collectives["is_upper_bound"].to_list()) == (
+        [1, 1, 1, 2],
+        [True] * 4,
+    )
 
 
 def test_an_all_to_all_in_which_ranks_exchange_nothing_releases_them_apart() -> None:
@@ -190,8 +207,8 @@ def test_an_all_to_all_in_which_ranks_exchange_nothing_releases_them_apart() -> 
             )
         )
     found = together(*ranks)
-    assert found.time.tolist() == [20_000_000]
-    assert found.busbw().tolist() == [50.0]
+    assert found.collectives["time_ns"].to_list() == [20_000_000]
+    assert found.collectives["busbw_gb_per_s"].to_list() == [50.0]
     assert waits_us(found) == {0: 0, 1: 0, 2: 0, 3: 0}
     assert found.clocks.residual_us is None
 
@@ -204,14 +221,14 @@ def test_counted_numbers_that_contradict_each_other_are_not_compared() -> None:
             one.call(1000 * number + 100, 1000 * number + 200, bytes=sizes[(number + rank) % 2])
     found = together(*alternating)
     assert found.unmatched == {SHIFTED: 12}
-    assert found.bound.all()
+    assert found.collectives["is_upper_bound"].all()
     shifted = [Rank(0, numbered=False), Rank(1, numbered=False)]
     for number in range(6):
         shifted[0].call(10_000 * number + 100, 10_000 * number + 200)
         shifted[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
     found = together(*shifted)
     assert found.unmatched == {SHIFTED: 12}
-    assert (found.waiting == -1).all()
+    assert found.calls["waiting_ns"].is_null().all()
 
 
 @pytest.mark.parametrize(("later", "unmatched"), [(10_000, {MOVED: 6}), (4_900, {}), (-5_100, {MOVED: 6})])
@@ -234,21 +251,20 @@ def test_a_group_that_was_made_anew_under_its_old_name_is_reported() -> None:
     ranks = [Rank(rank).call(100, 200).call(9000, 9100, number=1) for rank in range(2)]
     found = together(*ranks)
     assert found.unmatched == {TWICE: 4}
-    assert (found.seen == 1).all()
+    assert (found.collectives["ranks"] == 1).all()
 
 
 def test_ends_that_do_not_come_after_begins_are_no_times() -> None:
     found = together(Rank(0).call(500, 400), Rank(1).call(300, 400))
-    assert found.seen.tolist() == [1]
+    assert found.collectives["ranks"].to_list() == [1]
     assert list(found.unmatched.values()) == [1]
-    assert found.bound.tolist() == [True]
+    assert found.collectives["is_upper_bound"].to_list() == [True]
 
 
 def test_a_collective_without_times_has_no_time_and_nobody_came_last() -> None:
     found = together(*(Rank(rank).call(0, 0) for rank in range(2)))
-    assert (found.time.tolist(), found.last_rank.tolist(), found.waiting.tolist()) == ([-1], [-1], [-1, -1])
-    assert found.bound.tolist() == [False]
-    assert ((found.waiting < 0).sum(), found.collectives_frame()["time"].null_count()) == (2, 1)
+    assert found.collectives.select("time_ns", "last_rank", "is_upper_bound").row(0) == (None, None, False)
+    assert found.calls["waiting_ns"].to_list() == [None, None]
 
 
 def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
@@ -257,12 +273,16 @@ def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
         rank.call(100, 200, pg="7")
     found = together(*ranks)
     assert [group.guessed for group in found.groups if group.name == "7"] == [True]
-    assert found.bound.tolist() == [True]
+    assert found.collectives["is_upper_bound"].to_list() == [True]
     world = [Rank(rank, 8).call(100, 200) for rank in range(2)]
     for rank in world:
         rank.times.groups[0] = RankGroup(Group(pg="0", size=0))
     found = together(*world)
-    assert (found.groups[0].size, found.expected.tolist(), found.bound.tolist()) == (8, [8], [True])
+    assert (
+        found.groups[0].size,
+        found.collectives["expected"].to_list(),
+        found.collectives["is_upper_bound"].to_list(),
+    ) == (8, [8], [True])
 
 
 def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
@@ -273,8 +293,8 @@ def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
     for record in records:
         builder.add(record, called=500, began=1000, ended=2000)
     found = match_collectives(Job.match([times]))
-    assert found.time.tolist() == [1000]
-    assert np.isnan(found.algbw()).all()
+    assert found.collectives["time_ns"].to_list() == [1000]
+    assert found.collectives["algbw_gb_per_s"].is_null().all()
 
 
 @pytest.mark.parametrize(
@@ -289,7 +309,7 @@ def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
 )
 def test_impossible_sizes_are_counted_as_often_as_they_occur_and_not_used(facts: dict[str, Any]) -> None:
     found = together(Rank(0, 1).call(100, 200, **facts).call(300, 400, **facts))
-    assert (found.unattributed, found.bytes.tolist()) == ({IMPOSSIBLE: 2}, [0, 0])
+    assert (found.unattributed, found.collectives["bytes"].to_list()) == ({IMPOSSIBLE: 2}, [None, None])
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------
@@ -308,15 +328,15 @@ def test_clocks_are_brought_together_by_the_ends_of_collectives() -> None:
     assert together(Rank(0, host="a").call(1, 2), Rank(1, host="b").call(1, 2)).clocks.weak == {"b": 1}
     assert found.clocks.residual_us == {"p50": 0.0, "p95": 0.0, "max": 0.0}
     # The last of a broadcast's begins is rank 1's at 9010, and the last end its own.
-    assert found.time.tolist() == [102_000] * 5 + [90_000]
-    assert set(found.last_rank.tolist()) == {1}
+    assert found.collectives["time_ns"].to_list() == [102_000] * 5 + [90_000]
+    assert set(found.collectives["last_rank"].to_list()) == {1}
 
 
 def test_clocks_without_a_common_collective_are_reported_and_not_compared() -> None:
     found = together(Rank(0, host="a").call(100, 200, "broadcast"), Rank(1, host="b").call(150, 290, "broadcast"))
     assert found.clocks.unaligned == ["b"]
-    assert found.time.tolist() == [140_000]
-    assert found.bound.tolist() == [True]
+    assert found.collectives["time_ns"].to_list() == [140_000]
+    assert found.collectives["is_upper_bound"].to_list() == [True]
 
 
 def test_a_clock_that_shares_few_collectives_does_not_pull_the_others() -> None:
@@ -346,12 +366,12 @@ def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(too
     for rank in ranks:
         rank.call(10**6, 10**6 + took, "broadcast")
     found = together(*ranks)
-    assert set(found.last_rank[:40].tolist()) == {0}
+    assert set(found.collectives["last_rank"][:40]) == {0}
     assert found.clocks.residual_us is not None
     assert found.clocks.residual_us["max"] == 195.0
     assert found.unmatched == {}  # within what the clocks agree to, an end before a begin is none
     # What takes less than the clocks agree is a bound.
-    assert found.bound.tolist() == [False] * 40 + [bound]
+    assert found.collectives["is_upper_bound"].to_list() == [False] * 40 + [bound]
 
 
 @settings(deadline=None)
@@ -365,7 +385,7 @@ def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(too
 def test_any_shift_of_clocks_gives_the_same_times_and_waits(
     shifts: list[int], calls: list[tuple[int, list[int]]], random: random.Random
 ) -> None:
-    def job(shifted: bool) -> Collectives:
+    def job(shifted: bool) -> JobTables:
         ranks = [
             Rank(rank, len(shifts), clock=shift if shifted else 0, host=f"host-{rank}")
             for rank, shift in enumerate(shifts)
@@ -379,8 +399,12 @@ def test_any_shift_of_clocks_gives_the_same_times_and_waits(
         return together(*ranks)
 
     plain, moved = job(False), job(True)
-    assert plain.time.tolist() == moved.time.tolist() == [1000 * took for took, _ in calls]
-    assert plain.waiting.tolist() == moved.waiting.tolist()
+    assert (
+        plain.collectives["time_ns"].to_list()
+        == moved.collectives["time_ns"].to_list()
+        == [1000 * took for took, _ in calls]
+    )
+    assert plain.calls["waiting_ns"].to_list() == moved.calls["waiting_ns"].to_list()
     assert moved.clocks.residual_us == {"p50": 0.0, "p95": 0.0, "max": 0.0}
 
 
@@ -394,21 +418,25 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
             rank.call(1000, 1000 + took, source="train.py:7", locality="cross_node")
     ranks[0].call(5000, 5900, bytes=100).call(6000, 6400, bytes=5000)
     ranks[1].call(5800, 5900, bytes=100).call(0, 0, bytes=5000)
-    result = bandwidth(
-        [one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=0.16Tbps", "20000kB/s"])
-    )
+    result = bandwidth(together(*ranks), rates=line_rates(["cross_node=0.16Tbps", "20000kB/s"]))
     assert (result.calls, result.timed_calls, result.collectives, result.total_ms) == (10, 9, 5, 1.2)
     big, half, small = result.rows
-    assert (half.collectives, half.calls, half.upper_bounds, half.kernel_us["p50"]) == (1, 1, 1, 400.0)
-    assert (big.op, big.pg, big.ranks, big.size_from, big.size_to) == ("all_reduce", "0", 2, 262145, 1048576)
-    assert (big.collectives, big.calls, big.bytes) == (3, 6, 3_000_000)
-    assert big.time_us == {"p50": 200.0, "p95": 380.0, "max": 400.0, "total": 700.0}
-    assert big.busbw_gb_per_s == {"p5": 2.75, "p50": 5.0, "p95": 9.5, "max": 10.0}
-    assert big.line_rate_gb_per_s == 20.0
-    assert big.line_rate_share == {"p5": 0.1375, "p50": 0.25, "p95": 0.475, "max": 0.5}
-    assert small.waiting_us == {"p50": 400.0, "p95": 760.0, "max": 800.0, "total": 800.0}
-    assert small.line_rate_share == {"p5": 0.05, "p50": 0.05, "p95": 0.05, "max": 0.05}
-    assert [row.source for row in bandwidth([], together(*ranks), by=["source"]).rows] == ["train.py:7", None]
+    assert (half["collectives"], half["calls"], half["upper_bounds"], half["kernel_us"]["p50"]) == (1, 1, 1, 400.0)
+    assert (big["op"], big["pg"], big["ranks"], big["size_from"], big["size_to"]) == (
+        "all_reduce",
+        "0",
+        2,
+        262145,
+        1048576,
+    )
+    assert (big["collectives"], big["calls"], big["bytes"]) == (3, 6, 3_000_000)
+    assert big["time_us"] == {"p50": 200.0, "p95": 380.0, "max": 400.0, "total": 700.0}
+    assert big["busbw_gb_per_s"] == {"p5": 2.75, "p50": 5.0, "p95": 9.5, "max": 10.0}
+    assert big["line_rate_gb_per_s"] == 20.0
+    assert big["line_rate_share"] == {"p5": 0.1375, "p50": 0.25, "p95": 0.475, "max": 0.5}
+    assert small["waiting_us"] == {"p50": 400.0, "p95": 760.0, "max": 800.0, "total": 800.0}
+    assert small["line_rate_share"] == {"p5": 0.05, "p50": 0.05, "p95": 0.05, "max": 0.05}
+    assert [row["source"] for row in bandwidth(together(*ranks), by=["source"]).rows] == ["train.py:7", None]
 
 
 @pytest.mark.parametrize("text", ["400", "fast", "-3Gbps", "moon=3Gbps", "0Gbps"])

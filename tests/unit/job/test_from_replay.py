@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import polars as pl
 import pytest
 
 from crossrank.errors import CrossrankError
@@ -11,7 +12,7 @@ from crossrank.replay.results.replay_report import make_report, write_report
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.traces.replayed import CSV, JSON, Settings
 from tests.unit.replay.plans import isend, plan_of, record, recv
-from tests.unit.replay.test_measure import result
+from tests.unit.replay.ranks import result
 
 
 @pytest.fixture
@@ -33,9 +34,13 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder: Path) -> None:
     assert is_replay(str(folder))
-    traces, found = read_replay(str(folder))
-    assert [(one.rank, one.source, one.placed) for one in traces] == [(0, "replay", False), (1, "replay", False)]
-    rows = zip(found.rank, found.id, found.collective, found.ended - found.began, found.waiting, strict=True)
+    found = read_replay(str(folder))
+    assert [(one.rank, one.source, one.placed) for one in found.job.ranks.values()] == [
+        (0, "replay", False),
+        (1, "replay", False),
+    ]
+    took = pl.col("ended_ns") - pl.col("began_ns")
+    rows = found.calls.select("rank", "id", "collective", took, "waiting_ns").iter_rows()
     assert sorted(tuple(map(int, row)) for row in rows) == [
         (0, 0, 0, 1300, 300),
         (0, 1, 2, 200, 0),
@@ -44,9 +49,12 @@ def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder:
         (1, 1, 2, 200, 0),
         (1, 2, 1, 1000, 0),
     ]
-    assert [found.kinds[kind].label for kind in found.of_kind] == ["all_reduce", "all_reduce", "send/recv"]
-    assert (found.time.tolist(), found.bound.tolist()) == ([1000, 1000, 200], [False, True, False])
-    assert (found.seen.tolist(), found.expected.tolist()) == ([2, 2, 2], [2, 2, 2])
+    assert [found.kinds[kind].label for kind in found.collectives["kind"]] == ["all_reduce", "all_reduce", "send/recv"]
+    assert (found.collectives["time_ns"].to_list(), found.collectives["is_upper_bound"].to_list()) == (
+        [1000, 1000, 200],
+        [False, True, False],
+    )
+    assert (found.collectives["ranks"].to_list(), found.collectives["expected"].to_list()) == ([2, 2, 2], [2, 2, 2])
     assert (found.clocks.count, found.clocks.note) == (1, "one clock, measured by the replay to 1.5 us")
     assert found.world_size == 2
 

@@ -107,7 +107,11 @@ def test_without_kernels_the_records_of_the_host_are_calls_without_times(
     assert (found.rank, found.span, found.attributed, found.unattributed) == (5, span, {}, {})
     assert [record.op for record in found.records()] == ["broadcast", "all_reduce"]
     assert [one - base for one in found.calls.called] == [30_000, 50_000]
-    assert (found.calls.id.tolist(), *map(list, (found.calls.began, found.calls.ended))) == ([0, 1], [0, 0], [0, 0])
+    assert (found.calls.id.tolist(), *map(list, (found.calls.began, found.calls.ended))) == (
+        [0, 1],
+        [0, 0],
+        [0, 0],
+    )
 
 
 def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import polars as pl
 import pytest
 
 from crossrank.comm import CommRecord, Group
@@ -34,8 +35,8 @@ def made(trace: RankTrace) -> Launches:
 
 
 def times_us(found: Launches) -> list[tuple[float, float, float]]:
-    columns = (column.tolist() for column in (found.called, found.began, found.ended))
-    return [(called / US, began / US, ended / US) for called, began, ended in zip(*columns, strict=True)]
+    times = found.calls.select(pl.col("called_ns", "began_ns", "ended_ns").fill_null(0) / US)
+    return times.rows()
 
 
 def test_sends_and_receives_of_one_launch_are_one_row_with_the_larger_direction() -> None:
@@ -61,18 +62,18 @@ def test_sends_and_receives_of_one_launch_are_one_row_with_the_larger_direction(
         (2, "a.py:1", "unknown"),
         (None, None, "cross_node"),
     ]
-    assert found.kind.tolist() == [0, 3, 1, 2]
-    assert found.id.tolist() == [0, 1, 5, 6]
-    assert found.step.tolist() == [3, 0, 0, 0]
-    assert found.number.tolist() == [5, 1, 1, 1]  # torch counts sends and receives by group
-    assert found.counted.tolist() == [False, True, True, True]
+    assert found.calls["kind"].to_list() == [0, 3, 1, 2]
+    assert found.calls["id"].to_list() == [0, 1, 5, 6]
+    assert found.calls["step"].to_list() == [3, 0, 0, 0]
+    assert found.calls["number"].to_list() == [5, 1, 1, 1]  # torch counts sends and receives by group
+    assert found.calls["counted"].to_list() == [False, True, True, True]
     assert times_us(found) == [(10, 12, 16), (20, 22, 47), (60, 0, 0), (70, 0, 0)]
     assert (found.sent, found.not_placed) == ({1: {0: 100}}, 7)
     assert (found.attributed, found.unattributed) == ({TIMED_BY["kineto"]: 5}, {UNTIMED: 2})
     two = made(traced(batch | {"peer": 0, "bytes": 9}, batch | {"op": "recv", "peer": 0, "bytes": 4}))
     assert (two.sent, two.kinds[0].bytes, two.kinds[0].whole) == ({1: {0: 9}}, 9, False)
     pairs = made(traced(*({"op": "send", "peer": 0, "p2p_seq": number} for number in (4, 6)), numbered_pairs=True))
-    assert (pairs.number.tolist(), pairs.counted.tolist()) == ([4, 6], [False, False])
+    assert (pairs.calls["number"].to_list(), pairs.calls["counted"].to_list()) == ([4, 6], [False, False])
 
 
 def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
@@ -92,7 +93,9 @@ def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
             uneven | {"bytes": 40},
         )
     )
-    assert [(one.bytes, one.recorded, one.exchanged, one.calls) for one in (found.kinds[at] for at in found.kind)] == [
+    assert [
+        (one.bytes, one.recorded, one.exchanged, one.calls) for one in (found.kinds[at] for at in found.calls["kind"])
+    ] == [
         (160, 96, 128, 1),
         (160, 96, 128, 1),
         (96, 96, 64, 1),
@@ -102,7 +105,7 @@ def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
         (0, 0, 0, 1),
         (40, 40, -1, 1),
     ]
-    assert [found.kinds[at].releases_all for at in found.kind[-3:]] == [True, False, True]
+    assert [found.kinds[at].releases_all for at in found.calls["kind"][-3:]] == [True, False, True]
     assert found.sent == {1: {2: 4 * 16, 0: 4 * 48}}
     assert found.not_placed == 2 * 96
     last = made(traced(full | {"in_split": [1, 5]}, rank=0))
@@ -123,7 +126,9 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
             gathered | {"id": 11, "batch": 9, "bytes": 0},
         )
     )
-    assert [(one.label, one.bytes, one.whole, one.sized) for one in (found.kinds[at] for at in found.kind)] == [
+    assert [
+        (one.label, one.bytes, one.whole, one.sized) for one in (found.kinds[at] for at in found.calls["kind"])
+    ] == [
         ("all_gather, coalesced", 20, True, True),
         ("all_gather, coalesced", 20, False, True),
         ("all_gather, coalesced", 10, False, False),
@@ -139,21 +144,21 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
     [
         ([{"op": "all_reduce"}, {"op": "all_reduce", "seq": 9}], {}, [1, 9], False),
         ([{"op": "all_reduce", "seq": 8}, {"op": "all_reduce", "seq": 9}], {"numbered": False}, [1, 2], True),
-        ([{"op": "kernel", "seq": 8}, {"op": "kernel"}], {"numbered": False}, [0, 0], True),
+        ([{"op": "kernel", "seq": 8}, {"op": "kernel"}], {"numbered": False}, [None, None], True),
         ([{"op": "kernel", "seq": 8}, {"op": "kernel"}], {}, [8, 2], False),
     ],
 )
 def test_what_has_no_number_is_counted(
-    records: list[dict[str, Any]], facts: dict[str, Any], number: list[int], counted: bool
+    records: list[dict[str, Any]], facts: dict[str, Any], number: list[int | None], counted: bool
 ) -> None:
     found = made(traced(*records, **facts))
-    assert (found.number.tolist(), found.counted.tolist()) == (number, [counted, counted])
+    assert (found.calls["number"].to_list(), found.calls["counted"].to_list()) == (number, [counted, counted])
 
 
 def test_a_number_below_0_is_of_a_call_that_is_not_compared() -> None:
     trace = traced({"op": "all_reduce"}, {"op": "all_reduce"}, numbered=False)
     trace.calls.number[1] = -1
-    assert made(trace).number.tolist() == [1, 0]
+    assert made(trace).calls["number"].to_list() == [1, None]
 
 
 def test_times_are_counted_by_what_measured_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from crossrank.tools.job.collectives import match_collectives
@@ -46,12 +47,10 @@ def test_launches_at_the_edge_of_a_capture_do_not_cost_the_group(
     tmp_path: Path, first: range, second: range, joined: int, at_edge: int
 ) -> None:
     found = match_collectives(Job.match([rank_times(tmp_path, 0, first), rank_times(tmp_path, 1, second)]))
-    assert int((np.bincount(found.collective) == 2).sum()) == joined
     assert found.unmatched == ({AT_EDGE: at_edge} if at_edge else {})
-    together = np.isin(found.collective, np.flatnonzero(np.bincount(found.collective) == 2))
-    assert found.number[together].tolist() == [*range(1, joined + 1)] * 2
-    for collective in np.flatnonzero(np.bincount(found.collective) == 2):
-        assert len(set(found.called[found.collective == collective].tolist())) == 1
+    together = found.calls.filter(pl.len().over("collective") == 2)
+    assert together["number"].to_list() == [*range(1, joined + 1)] * 2
+    assert together.group_by("collective").agg(pl.n_unique("called_ns"))["called_ns"].to_list() == [1] * joined
 
 
 def test_clocks_that_do_not_agree_are_bridged_by_uneven_times(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_clocks_that_do_not_agree_are_bridged_by_uneven_times(tmp_path: Path) ->
         rank_times(tmp_path, 1, range(2, 24), clock=700 * MS, jitter=3000),
     ]
     found = match_collectives(Job.match(ranks))
-    assert int((np.bincount(found.collective) == 2).sum()) == 18
+    assert len(found.calls.filter(pl.len().over("collective") == 2)) == 2 * 18
     assert UNLIKE_COUNTS not in found.unmatched
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from crossrank.comm import MOST_RANKS
@@ -74,8 +75,8 @@ def comms(folder: Path, rank: int, records: list[dict[str, Any]]) -> None:
 
 def took_ms(times: RankTrace) -> list[tuple[str, float]]:
     made = launches(Job.match([times]))
-    ends = zip(made.kind.tolist(), made.began.tolist(), made.ended.tolist(), strict=True)
-    return [(made.kinds[kind].op, round((ended - began) / MS, 3)) for kind, began, ended in ends]
+    took = (pl.col("ended_ns") - pl.col("began_ns")).fill_null(0) / MS
+    return [(made.kinds[kind].op, ms) for kind, ms in made.calls.select("kind", took.round(3)).iter_rows()]
 
 
 def test_a_batch_has_one_entry_and_does_not_eat_those_of_later_calls(tmp_path: Path) -> None:
@@ -107,8 +108,8 @@ def test_members_of_a_coalesced_launch_share_its_time(tmp_path: Path) -> None:
     (times,) = read(find([str(tmp_path)]), Fleet())
     assert took_ms(times) == [("all_gather", 1.0), ("all_gather", 5.0), ("all_gather", 0.0)]
     made = launches(Job.match([times]))
-    assert [made.kinds[kind].calls for kind in made.kind.tolist()] == [1, 2, 1]
-    assert made.number.tolist() == [1, 2, 3]
+    assert [made.kinds[kind].calls for kind in made.calls["kind"].to_list()] == [1, 2, 1]
+    assert made.calls["number"].to_list() == [1, 2, 3]
 
 
 def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) -> None:
@@ -124,9 +125,9 @@ def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) ->
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pg_config": config}))
     found = match_collectives(Job.match(read(find([str(tmp_path)]), Fleet())))
     pairs = {}
-    for collective in range(len(found.of_kind)):
-        rows = found.collective == collective
-        pairs[collective] = sorted(((found.ended - found.began)[rows] / MS).tolist())
+    for collective in range(len(found.collectives)):
+        rows = found.calls.filter(collective=collective)
+        pairs[collective] = sorted(((rows["ended_ns"] - rows["began_ns"]) / MS).to_list())
     assert sorted(pairs.values()) == [[1.0], [2.0, 2.0], [3.0, 3.0]]
 
 

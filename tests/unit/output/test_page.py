@@ -91,9 +91,9 @@ def hostile_pages() -> dict[str, str]:
     figures = figures_of(*late_job())
     figures.diagnosis, figures.replay = diagnosis, report
     figures.notes, figures.about, figures.inputs = [EVIL], {EVIL: EVIL}, [EVIL]
-    figures.matrix.groups, figures.traffic.labels, figures.sources[0].source = [EVIL], [EVIL, "b"], EVIL
+    figures.matrix.groups, figures.traffic.labels, figures.sources[0]["source"] = [EVIL], [EVIL, "b"], EVIL
     for row in figures.bandwidth.rows:
-        row.pg = row.op = EVIL
+        row["pg"] = row["op"] = EVIL
     return {
         "diagnosis": diagnosis_page(diagnosis),
         "replay": replay_page(report),

@@ -75,7 +75,7 @@ class Decoded:
 def timeline(*ranks: Rank, flows: Flows = "first-last") -> Decoded:
     times = [rank.times for rank in ranks]
     file = BytesIO()
-    write_timeline(times, match_collectives(Job.match(times)), file, flows=flows)
+    write_timeline(match_collectives(Job.match(times)), file, flows=flows)
     return Decoded(file.getvalue())
 
 

@@ -25,6 +25,7 @@ _A, _B = (record("all_reduce", pg=pg, is_async=False) for pg in "ab")
 _UNEVEN, _EVEN = (
     record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=split, out_split=split) for split in ([2, 4], [3, 3])
 )
+_IDLE = record("all_to_all", inputs=[[0]], outputs=[[6]], in_split=[0, 0], out_split=[6, 0])
 _LISTS = [
     record("all_to_all", c10d="alltoall_", inputs=inputs, outputs=outputs)
     for inputs, outputs in (([[1], [2]], [[1], [2]]), ([[2], [1]], [[9], [1]]))
@@ -313,8 +314,9 @@ def test_an_invalid_number_of_ranks_is_refused(given: int | None, message: str) 
         ([[_A, _B], [_B, _A]], "opposite_order"),
         ([[send(1), BARRIER], [BARRIER]], "p2p_unmatched: send"),
         ([[send(1)], [recv(0, outputs=[[5]])]], "p2p_size_mismatch"),
-        ([[_LISTS[0]], [_LISTS[1]]], r"rank 0 sends 2 elements to rank 1 \(call 0 of rank-0\), which expects 9"),
-        ([[_UNEVEN], [_EVEN]], r"rank 0 sends 4 elements to rank 1 \(call 0 of rank-0\), which expects 3"),
+        ([[_LISTS[0]], [_LISTS[1]]], "all_to_all #1 on 0: rank 0 sends 2 elements to rank 1, which expects 9; "),
+        ([[_IDLE], [_EVEN]], r"rank 0 \(rank-0\): rank 0 sends 0 elements to rank 0, which expects 6; "),
+        ([[_UNEVEN], [_EVEN]], "rank 0 sends 4 elements to rank 1, which expects 3; rank 1 sends 3 elements to rank 0"),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused(ranks: list[list[CommRecord]], message: str) -> None:

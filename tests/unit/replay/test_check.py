@@ -17,8 +17,8 @@ from crossrank.replay.plan.dtype_fallback import substitute
 from crossrank.replay.plan.plan import PlannedCall
 from crossrank.replay.plan.shapes import complete
 from crossrank.replay.results.expected_values import Checker
-from crossrank.replay.run.program import Bound, Program
 from tests.unit.replay.plans import record
+from tests.unit.replay.ranks import bound, program
 
 Tensors = list[list[torch.Tensor]]
 """By member."""
@@ -34,30 +34,14 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
         sides = [[torch.zeros(shape, dtype=dtype) for shape in shapes] for shapes in (mine.inputs, mine.outputs)]
         if call.op in ("all_reduce", "reduce", "broadcast"):
             sides[1] = sides[0]
-        program = Program(
+        made_twice = program(
+            *map(bound, (0, 1)),
             calls=[PlannedCall(record=mine, wait_before=at + 1, blocking=True) for at in (0, 1)],
-            bound=[
-                Bound(
-                    first=at,
-                    count=1,
-                    launch=_nothing,
-                    waits=(),
-                    blocking=True,
-                    has_future=False,
-                    holds_host=False,
-                    lane="0",
-                )
-                for at in (0, 1)
-            ],
             tensors=[(sides[0], sides[1])] * 2,
             substitutes=[substitute(mine, "gloo")] * 2,
-            device=torch.device("cpu"),
             groups={"0": group},
-            last_waits=(),
-            block=torch.zeros(1),
-            width=1,
         )
-        checker = Checker(program, rank)
+        checker = Checker(made_twice, rank)
         checker.fill(1)
         made.append(checker)
         inputs.append(sides[0])
@@ -65,15 +49,11 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
     return made, inputs, outputs
 
 
-def _nothing() -> None:
-    return None
-
-
 def failures(made: list[Checker]) -> list[int]:
     """Ranks that find a wrong result."""
     for checker in made:
-        checker.verify(1)
-    return [checker.rank for checker in made if checker.failures]
+        checker.take(1)
+    return [checker.rank for checker in made if checker.result.failures]
 
 
 _REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -207,7 +187,8 @@ def test_the_second_call_of_an_operation_is_right_and_with_another_last_element_
     wrong = spoilt[-1].item()
     spoilt[-1] = not wrong if spoilt.dtype == torch.bool else wrong + 1
     assert failures(made) == holders[-1:]
-    (found,) = made[holders[-1]].failures
+    (found,) = made[holders[-1]].result.failures
+    assert (found.rank, found.call, found.op) == (holders[-1], 0, op)
     assert (found.tensor, found.element, found.elements) == (len(outputs[holders[-1]]) - 1, len(spoilt) - 1, 1)
     assert (found.expected, found.got) == (wrong, spoilt[-1].item())
 
@@ -254,24 +235,9 @@ def test_parts_of_an_exchange_come_from_the_right_sender_and_place() -> None:
     for receiver, (_, received) in enumerate(tensors):
         received[0].copy_(torch.cat([pieces[sender][receiver] for sender in range(3)]))
     assert failures(made) == []
-    assert [checker.checked for checker in made] == [3, 2, 3]  # an empty part is none
+    assert [checker.result.tensors for checker in made] == [3, 2, 3]  # an empty part is none
     tensors[2][1][0].copy_(tensors[2][1][0].flip(0))
     assert failures(made) == [2]
-
-
-@pytest.mark.parametrize("shapes", [([[6]], [[2]]), ([[2]] * 3, [[2]])])
-def test_each_member_gets_its_own_stretch_of_what_is_reduced(shapes: tuple[list[list[int]], list[list[int]]]) -> None:
-    call = record("reduce_scatter", inputs=shapes[0], outputs=shapes[1])
-    made, inputs, outputs = checkers(call, 3)
-    whole = torch.stack([torch.cat([tensor.view(-1) for tensor in mine]) for mine in inputs]).sum(0)
-    for member, tensors in enumerate(outputs):
-        tensors[0].copy_(whole[2 * member : 2 * member + 2])
-    assert failures(made) == []
-    outputs[1][0].add_(1)
-    assert failures(made) == [1]
-    (failure,) = made[1].failures
-    assert (failure.call, failure.op, failure.element, failure.elements) == (0, "reduce_scatter", 0, 2)
-    assert failure.got == failure.expected + 1
 
 
 def test_a_broadcast_from_another_root_and_one_that_did_not_happen_are_wrong() -> None:

@@ -9,20 +9,20 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from crossrank.replay.run import clock_offsets
+from crossrank.replay.run import rendezvous
 from crossrank.replay.run.rendezvous import Rendezvous
 
 
 @pytest.mark.parametrize("machines", [["a"], ["a", "a", "a"], ["a", "b"], ["a", "b", "b", "c", "a", "b"], ["", "", ""]])
 def test_every_rank_gets_the_offset_of_its_machine(machines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     here = threading.local()
-    monkeypatch.setattr(clock_offsets, "boot_id", lambda: here.machine)
+    monkeypatch.setattr(rendezvous, "boot_id", lambda: here.machine)
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
 
-    def measure(rank: int) -> clock_offsets.Offset:
+    def measure(rank: int) -> rendezvous.Offset:
         here.machine = machines[rank]
-        return clock_offsets.measure_offset(Rendezvous(store, len(machines)), rank, "start")
+        return rendezvous.measure_offset(Rendezvous(store, len(machines)), rank, "start")
 
     with ThreadPoolExecutor(len(machines)) as pool:
         found = list(pool.map(measure, range(len(machines))))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.run.executor import CudaExecutor
-from crossrank.replay.run.graph_executor import GraphExecutor
+from crossrank.replay.run.executor import CudaExecutor, GraphExecutor
 from crossrank.replay.run.program import Bound, Program, late_ends
+from tests.unit.replay import ranks
 
 LOG: list[str] = []
 
@@ -96,30 +96,12 @@ def launch(name: str) -> Any:
 
 
 def bound(first: int, name: str, *, blocking: bool = False, waits: tuple[int, ...] = ()) -> Bound:
-    return Bound(
-        first=first,
-        count=1,
-        launch=launch(name),
-        waits=waits,
-        blocking=blocking,
-        has_future=True,
-        holds_host=name == "barrier",
-        lane="0",
-    )
+    is_barrier = name == "barrier"
+    return ranks.bound(first, launch=launch(name), waits=waits, blocking=blocking, holds_host=is_barrier)
 
 
 def program(*launches: Bound, last_waits: tuple[int, ...] = ()) -> Program:
-    return Program(
-        calls=[],
-        bound=list(launches),
-        tensors=[],
-        substitutes=[],
-        device=torch.device("cuda", 0),
-        groups={},
-        last_waits=(last_waits,),
-        block=torch.empty(0),
-        width=1,
-    )
+    return ranks.program(*launches, last_waits=(last_waits,), device=torch.device("cuda", 0))
 
 
 def made(program: Program) -> list[str]:

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
-
 import pytest
 
 from crossrank.replay.plan.plan import NOT_IN_STEPS, LeftOut, Plan
-from crossrank.replay.results.measure import Pass, RankResult, compare, end_to_end_ns, measure, table
-from crossrank.replay.results.replay_report import make_report, to_csv
-from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings
+from crossrank.replay.results.measure import compare, end_to_end_ns, measure, table
+from crossrank.replay.results.replay_report import make_report, to_csv, write_report
+from crossrank.replay.run.messages import RankResult
+from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings, read_report
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv
-
-
-def column(calls: list[tuple[int, int, int]], place: int) -> bytes:
-    return array("q", [call[place] for call in calls]).tobytes()
-
-
-def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> RankResult:
-    """What a rank hands in: (launched, issued, completed) of every call of every pass, in ns."""
-    columns = [
-        Pass(
-            launched=column(calls, 0),
-            issued=column(calls, 1),
-            began=column(calls, 0),
-            completed=column(calls, 2),
-            start=calls[0][0],
-            end=calls[-1][2],
-        )
-        for calls in passes
-    ]
-    return RankResult(
-        rank=rank,
-        host="host",
-        device="cpu",
-        offset_ns=offset,
-        offset_error_ns=0,
-        passes=columns,
-        cpu_s=0.0,
-        late_ends=[],
-        substitutes={},
-        check_failures=None,
-        checked=0,
-        versions={"torch": "2.13.0"},
-    )
+from tests.unit.replay.ranks import result
 
 
 def job() -> tuple[Plan, list[RankResult]]:
@@ -71,7 +38,7 @@ def test_times_are_put_on_one_clock_and_distinguished() -> None:
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     plan, results = job()
-    (row,) = table(measure(plan, results), plan)
+    (row,) = table(measure(plan, results))
     assert row.algbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)
     assert row.busbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)  # 2 (n - 1) / n = 1 for two ranks
     assert (row.calls, row.bytes, row.size_from, row.size_to) == (1, 4000, 1025, 4096)
@@ -81,18 +48,18 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 def test_a_send_and_its_receive_are_one_row() -> None:
     plan = plan_of([isend(1)], [recv(0)])
     measured = measure(plan, [result(0, [(0, 10, 100)]), result(1, [(20, 30, 140)])])
-    rows = table(measured, plan)
+    rows = table(measured)
     assert [(row.op, row.calls, row.bytes, row.time_us.p50) for row in rows] == [("send/recv", 1, 16, 0.12)]
     assert rows[0].algbw_gb_per_s == Percentiles(p50=16 / 120, p95=16 / 120, p99=16 / 120)
     plan = plan_of(*[[isend(1 - rank, batch=0), irecv(1 - rank, batch=0)] for rank in (0, 1)])
-    (row,) = table(measure(plan, [result(rank, [(0, 10, 100)] * 2) for rank in (0, 1)]), plan)
+    (row,) = table(measure(plan, [result(rank, [(0, 10, 100)] * 2) for rank in (0, 1)]))
     assert (row.op, row.calls, row.bytes, row.algbw_gb_per_s) == ("send/recv, batched", 2, 32, None)
 
 
 def test_a_barrier_has_no_bandwidth() -> None:
     plan = plan_of([record("barrier")], [record("barrier")])
     measured = measure(plan, [result(0, [(0, 1, 9)]), result(1, [(0, 1, 9)])])
-    (row,) = table(measured, plan)
+    (row,) = table(measured)
     assert row.algbw_gb_per_s is row.busbw_gb_per_s is None
 
 
@@ -142,7 +109,7 @@ def test_the_recording_took_from_the_first_call_to_the_last_end_where_all_of_it_
 
 def test_the_table_of_calls_has_one_line_per_call_and_rank() -> None:
     plan, results = job()
-    results[0].cpu_s, results[1].check_failures, results[1].checked = 6e-6, [], 3
+    results[0].cpu_s, results[1].check = 6e-6, CheckResult(tensors=3, failures=[])
     settings = Settings(backend="gloo", device="cpu", repeats=2)
     report, measured = make_report(plan, settings, results, what_if={}, variables={})
     assert (report.comparison, report.check) == (None, CheckResult(tensors=3, failures=[]))
@@ -153,3 +120,11 @@ def test_the_table_of_calls_has_one_line_per_call_and_rank() -> None:
         "0,0,all_reduce,0,1,,4000,float32,,0.1,1.15,1.285,0.15,1.0,1,,",
         "1,0,all_reduce,0,1,,4000,float32,,0.05,0.95,0.995,0.0,1.0,1,,",
     ]
+
+
+def test_results_are_written_at_a_url_as_well() -> None:
+    plan, results = job()
+    report, measured = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
+    paths = write_report("memory://replayed", report, plan, measured)
+    assert paths == [f"memory://replayed/replay.{kind}" for kind in ("json", "csv", "html")]
+    assert read_report("memory://replayed").rows == report.rows

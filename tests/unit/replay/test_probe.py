@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from itertools import combinations
 
@@ -14,9 +13,9 @@ from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import settle
 from crossrank.replay.plan.probe import PROBES, Machine, Probe, ProbeGroup, all_pairs, make_probe, sizes_of
-from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.results.probe_report import ProbeReport, judge
 from tests.unit.replay.plans import built, record
+from tests.unit.replay.ranks import result
 
 
 def job(ranks: int, *sizes: int) -> list[list[CommRecord]]:
@@ -87,32 +86,12 @@ def judged(
     """What is found where a group takes 100 us, and longer where `slow` has some of its ranks."""
     results = []
     for rank in range(probe.plan.world_size):
-        launched = [1_000_000 * index for index in range(len(probe.plan.ranks[rank].calls))]
-        completed = list(launched)
+        calls = [(1_000_000 * index,) * 3 for index in range(len(probe.plan.ranks[rank].calls))]
         for group in probe.groups:
             if rank in group.members:
-                index = group.indices[group.members.index(rank)]
                 factor = max((by for ranks, by in slow.items() if ranks <= set(group.members)), default=1.0)
-                launched[index] = 0
-                completed[index] = round(100_000 * factor)
-        begins, ends = (array("q", times).tobytes() for times in (launched, completed))
-        one = Pass(launched=begins, issued=begins, began=begins, completed=ends, start=0, end=1)
-        results.append(
-            RankResult(
-                rank=rank,
-                host=machines[rank].host,
-                device="cpu",
-                offset_ns=0,
-                offset_error_ns=0,
-                passes=[one] * 3,
-                cpu_s=0.0,
-                late_ends=[],
-                substitutes={},
-                check_failures=None,
-                checked=0,
-                versions={},
-            )
-        )
+                calls[group.indices[group.members.index(rank)]] = (0, 0, round(100_000 * factor))
+        results.append(result(rank, *[calls] * 3, host=machines[rank].host))
     return judge(probe, results, machines, "gloo", tolerance)
 
 
@@ -123,8 +102,8 @@ def judged(
 def test_slow_ranks_are_named_and_those_beside_them_are_not(kind: str, ranks: int, slow: set[int]) -> None:
     probe, machines = probe_of(kind, ranks, per_host=256)
     report = judged(probe, machines, {frozenset([rank]): 2.0 for rank in slow})
-    assert {one.rank for one in report.slow_ranks} == slow
-    assert [one.score for one in report.slow_ranks] == [2.0] * len(slow)
+    assert {one["rank"] for one in report.slow_ranks} == slow
+    assert [one["score"] for one in report.slow_ranks] == [2.0] * len(slow)
     assert (report.links, report.not_judged) == ([], [])
     assert judged(probe, machines, {frozenset([rank]): 2.0 for rank in slow}, tolerance=2.5).slow_ranks == []
 
@@ -134,7 +113,7 @@ def test_a_slow_link_blames_neither_of_its_ranks(kind: str) -> None:
     probe, machines = probe_of(kind, 16, per_host=16)
     report = judged(probe, machines, {frozenset([4, 5]): 3.0})
     assert report.slow_ranks == []
-    assert [(one.ranks, one.ratio, one.ranks_are_well) for one in report.links] == [([4, 5], 3.0, True)]
+    assert [(one["ranks"], one["ratio"], one["ranks_are_well"]) for one in report.links] == [([4, 5], 3.0, True)]
 
 
 def across(machines: list[Machine], factor: float, *hosts: str, rank: int | None = None) -> dict[frozenset[int], float]:
@@ -151,21 +130,21 @@ def test_pairs_across_hosts_are_compared_with_each_other_alone() -> None:
     probe, machines = probe_of("pairs", 16)
     report = judged(probe, machines, across(machines, 5.0, "host00"))
     assert (report.slow_ranks, report.links) == ([], [])
-    assert [one.score for one in report.ranks] == [1.0] * 16
+    assert [one["score"] for one in report.ranks] == [1.0] * 16
 
 
 @pytest.mark.parametrize("ranks", [16, 24])
 def test_a_rank_that_is_slow_across_hosts_alone_is_named(ranks: int) -> None:
     probe, machines = probe_of("pairs", ranks)
     report = judged(probe, machines, across(machines, 4.0, rank=3))
-    assert [(one.rank, one.score, one.across_hosts) for one in report.slow_ranks] == [(3, 4.0, True)]
+    assert [(one["rank"], one["score"], one["across_hosts"]) for one in report.slow_ranks] == [(3, 4.0, True)]
     assert report.links == []
 
 
 def test_a_host_with_a_slow_network_card_is_named() -> None:
     probe, machines = probe_of("pairs", 32)
     report = judged(probe, machines, across(machines, 3.0, "host01"))
-    assert sorted(one.rank for one in report.slow_ranks) == list(range(8, 16))
+    assert sorted(one["rank"] for one in report.slow_ranks) == list(range(8, 16))
     assert report.links == []
 
 
@@ -174,7 +153,7 @@ def test_in_a_ring_of_hosts_a_slow_edge_is_the_link_or_one_of_its_ranks() -> Non
     report = judged(probe, machines, {frozenset([15]): 3.0})
     # Within its host rank 15 has one neighbour, across hosts another: one group of each kind does not judge it.
     assert report.slow_ranks == []
-    assert [(one.ranks, one.ranks_are_well) for one in report.links] == [([14, 15], False), ([15, 16], False)]
+    assert [(one["ranks"], one["ranks_are_well"]) for one in report.links] == [([14, 15], False), ([15, 16], False)]
     assert report.not_judged == sorted(rank for rank in range(64) if rank % 8 in (0, 7))
 
 

@@ -189,6 +189,9 @@ def test_recorded_in_a_sweep_leaves_a_what_if_out_and_is_the_pace_of_that_name()
     changed = with_values(given, {"drop": "recorded", "scale-bytes": "recorded", "pace": "recorded"})
     assert (changed.drop, changed.scale_bytes, changed.pace) == (None, 1.0, "recorded")
     assert with_values(given, {"overlap": "none"}).overlap == "none"
+    for name, choices in (("overlap", "recorded, none"), ("indices", "uniform, zipf")):
+        with pytest.raises(CrossrankError, match=f"^--{name} 'some' is not one of {choices}$"):
+            with_values(given, {name: "some"})
 
 
 def test_sweeps_make_all_combinations() -> None:

@@ -117,6 +117,7 @@ def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, An
         ("send", {"peer": 1, "tag": -1}, "its tag -1 is not from 0 to 2147483647"),
         ("send", {"peer": 1, "tag": 1 << 31}, "its tag 2147483648 is not from 0 to 2147483647"),
         ("all_gather", {"c10d": _LIST, "outputs": [[4]] * 3}, "it has 3 tensors for 4 ranks"),
+        ("all_gather", {"inputs": [[3]], "outputs": [[4]] * 4}, "3 elements of its own are not the 4 of each rank"),
         ("all_gather", {"c10d": _LISTS, "outputs": [[1]] * 7}, "1 tensors of each of 4 ranks are gathered into 7"),
         ("all_gather", {"inputs": [[1], [2]], "outputs": [[4]]}, "it has 2 and 1 tensors on its sides, for 4 ranks"),
         ("gather", {"outputs": [[4]] * 3, "root": 0}, "its root holds 3 tensors for 4 ranks"),

@@ -10,7 +10,8 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.build_plan import build
 from crossrank.replay.run.executor import event_times
-from crossrank.replay.run.failure_report import Failed, State
+from crossrank.replay.run.failure_report import Failed
+from crossrank.replay.run.messages import State
 from crossrank.replay.run.rendezvous import Rendezvous
 from crossrank.replay.run.worker import bound_device, check_backend, claim_gpu
 from crossrank.tools.traces.rank_trace import RankGroup

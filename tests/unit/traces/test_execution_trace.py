@@ -58,7 +58,7 @@ def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
     )
     for trace in (flat, nested):
         node = trace.nodes[1]
-        numbers = (node.id, node.parent, node.rf_id, node.tid, node.seq_id, node.scope, node.fw_tid)
+        numbers = (node.id, node.caller, node.rf_id, node.tid, node.seq_id, node.scope, node.fw_tid)
         assert numbers == (7, 1, 3, 2, 9, 1, 1)
         assert io(node.inputs).values == [tensor]
         assert io(node.inputs).shapes == [[2, 3]]
@@ -66,7 +66,7 @@ def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
         assert attributes(node)["op_schema"] == 'mm(Tensor "x")'
         assert attributes(node)["rf_id"] == 3
         assert (trace.pid, trace.start_ts, trace.finish_ts, trace.warnings) == (5, 1, 2, ())
-        assert trace.nodes[0].parent == 0  # the root is its own parent in the file
+        assert trace.nodes[0].caller == 0  # the root is its own parent in the file
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_known_schemas_are_read_without_a_word(tmp_path: Path, schema: str) -> N
 
 def test_an_unknown_schema_is_tried_with_a_warning(tmp_path: Path) -> None:
     trace = read(tmp_path, [nested_node(1, "a", 0), nested_node(2, "b", 0) | {"ctrl_deps": None}], "1.4.0-chakra.2")
-    assert [node.parent for node in trace.nodes] == [0, 0]
+    assert [node.caller for node in trace.nodes] == [0, 0]
     assert trace.warnings == (
         "schema '1.4.0-chakra.2' is not known, read as '1.1.1-chakra.0.0.4'; check what it links",
     )
@@ -86,7 +86,7 @@ def test_an_unknown_schema_is_tried_with_a_warning(tmp_path: Path) -> None:
 
 def test_a_parent_may_come_later_and_have_the_larger_id(tmp_path: Path) -> None:
     trace = read(tmp_path, [nested_node(5, "inner", 9, 2), nested_node(9, "outer", 0, 1)])
-    assert [(node.id, node.parent) for node in trace.nodes] == [(5, 9), (9, 0)]
+    assert [(node.id, node.caller) for node in trace.nodes] == [(5, 9), (9, 0)]
     assert trace.warnings == ()
 
 
@@ -94,7 +94,7 @@ def test_duplicate_ids_are_renumbered_and_named(tmp_path: Path) -> None:
     trace = read(
         tmp_path, [nested_node(4, "a", 0), nested_node(4, "b", 0), nested_node(6, "c", 4), nested_node(4, "d", 0)]
     )
-    assert [(node.id, node.name, node.parent) for node in trace.nodes] == [
+    assert [(node.id, node.name, node.caller) for node in trace.nodes] == [
         (4, "a", 0),
         (6, "c", 4),
         (7, "b", 0),
@@ -109,7 +109,7 @@ def test_a_parent_that_is_not_there_is_replaced_by_the_thread(tmp_path: Path) ->
     root = nested_node(2, "[pytorch|profiler|execution_trace|thread]", 0, tid=1)
     process = nested_node(3, "[pytorch|profiler|execution_trace|process]", 0, tid=4)
     trace = read(tmp_path, [root, process, nested_node(5, "a", 77, 1), nested_node(6, "b", 78, 2, tid=4)])
-    assert [(node.id, node.parent) for node in trace.nodes] == [(2, 0), (3, 0), (5, 2), (6, 0)]
+    assert [(node.id, node.caller) for node in trace.nodes] == [(2, 0), (3, 0), (5, 2), (6, 0)]
     assert "2 node(s) name a parent that is not in the file (first: node 5;" in trace.warnings[0]
 
 
@@ -118,14 +118,14 @@ def test_a_cycle_of_parents_is_cut(tmp_path: Path) -> None:
         tmp_path,
         [nested_node(1, "a", 2, 1), nested_node(2, "b", 3, 2), nested_node(3, "c", 1, 3), nested_node(4, "d", 3, 4)],
     )
-    assert [(node.id, node.parent) for node in trace.nodes] == [(1, 2), (2, 3), (3, 0), (4, 3)]
+    assert [(node.id, node.caller) for node in trace.nodes] == [(1, 2), (2, 3), (3, 0), (4, 3)]
     assert trace.warnings == ("1 chain(s) of parents run in a cycle (first: at node 3); cut there",)
 
 
 def test_a_chain_of_a_hundred_thousand_parents_is_no_problem(tmp_path: Path) -> None:
     count = 100_000
     trace = read(tmp_path, [nested_node(i, "a", i + 1 if i < count else 0, count - i + 1) for i in range(1, count + 1)])
-    assert trace.nodes[0].parent == 2
+    assert trace.nodes[0].caller == 2
     assert trace.warnings == ()
 
 
@@ -185,7 +185,7 @@ def test_the_nodes_that_are_wanted_lie_under_their_nearest_caller_that_is(tmp_pa
     nodes = [nested_node(id, name, parent, id, inputs=given) for id, (name, parent) in parents.items()]
     read(tmp_path, nodes)
     trace = read_execution_trace(str(tmp_path / "et.json"), lambda name: name == "a")
-    assert [(node.id, node.parent) for node in trace.nodes] == [(1, 0), (2, 0), (5, 2), (8, 0), (9, 2), (10, 0)]
+    assert [(node.id, node.caller) for node in trace.nodes] == [(1, 0), (2, 0), (5, 2), (8, 0), (9, 2), (10, 0)]
     assert all(node.rf_id == node.id for node in trace.nodes)
     assert io_texts(trace.nodes[0].inputs) == ("[1]", "[[]]", '["Int"]')
     assert io_texts(trace.nodes[0].outputs) == io_texts(msgspec.Raw(b"[]")) == ("[]", "[]", "[]")

@@ -19,7 +19,7 @@ from crossrank.budget import ROWS as ROWS_READ
 from crossrank.errors import CrossrankError
 from crossrank.recording import read_chunks
 from crossrank.tools.traces import json_document
-from crossrank.tools.traces.json_document import Shape, read_document
+from crossrank.tools.traces.json_document import Document, Shape
 
 
 class Row(msgspec.Struct):
@@ -40,8 +40,9 @@ WHOLE = json.dumps({"version": "1", "rows": ROWS, "other": {"x": [1]}}).encode()
 
 def read(path: Path, content: bytes) -> tuple[list[int], str, tuple[str, ...]]:
     path.write_bytes(content)
-    document = read_document(str(path), SHAPE)
-    return [row.a for row in document.content.rows], document.content.version, document.damage
+    rows: list[Row] = []
+    document = Document(str(path), SHAPE, rows.extend)
+    return [row.a for row in rows], document.content.version, tuple(document.damage)
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
@@ -72,7 +73,7 @@ def test_rows_are_handed_on_as_they_come(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(json_document, "read_chunks", partial(read_chunks, size=150))
     (tmp_path / "f").write_bytes(WHOLE)
     batches: list[list[Row]] = []
-    document = read_document(str(tmp_path / "f"), SHAPE, batches.append)
+    document = Document(str(tmp_path / "f"), SHAPE, batches.append)
     assert [row.a for batch in batches for row in batch] == list(range(20))
     assert len(batches) > 5
     assert (document.content.rows, document.sha256) == ([], hashlib.sha256(WHOLE).hexdigest())
@@ -154,7 +155,7 @@ def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, content: by
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CrossrankError, match=r"gone\.json: cannot be opened"):
-        read_document(str(tmp_path / "gone.json"), SHAPE)
+        Document(str(tmp_path / "gone.json"), SHAPE, list)
 
 
 def test_a_file_too_large_for_the_machine_is_refused_before_it_fills_the_memory(

@@ -52,9 +52,9 @@ def test_ranks_are_the_places_in_the_communicator_that_holds_all() -> None:
 def test_collectives_are_matched_and_as_fast_as_the_plug_in_says() -> None:
     found = traces(LOGS)
     together = match_collectives(Job.match(found))
-    rows = bandwidth(found, together, inputs=["logs"], by=["op", "group"], rates={}, skipped=[]).rows
-    busbw = {row.op: row.busbw_gb_per_s["p50"] for row in rows if row.busbw_gb_per_s is not None}
-    assert [row.collectives for row in rows] == [3] * 7
+    rows = bandwidth(together, inputs=["logs"], by=["op", "group"]).rows
+    busbw = {row["op"]: row["busbw_gb_per_s"]["p50"] for row in rows if row["busbw_gb_per_s"] is not None}
+    assert [row["collectives"] for row in rows] == [3] * 7
     own: dict[str, list[float]] = {}
     for path in LOGS.iterdir():
         for line in lines(path):

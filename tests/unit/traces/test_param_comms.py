@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group
-from crossrank.tools.traces.execution_trace import HostNode
+from crossrank.tools.traces.execution_trace import HostOp
 from crossrank.tools.traces.param_comms import (
     ParamComms,
     from_kineto,
@@ -34,14 +34,14 @@ def node(
     name: str = "record_param_comms",
     outputs: Any = None,
     **attributes: Any,
-) -> HostNode:
+) -> HostOp:
     def raw(value: Any) -> msgspec.Raw:
         return msgspec.Raw(json.dumps(value).encode())
 
-    return HostNode(
+    return HostOp(
         id=1,
         name=name,
-        parent=0,
+        caller=0,
         rf_id=1,
         tid=1,
         inputs=raw({"values": values, "shapes": shapes, "types": types}),

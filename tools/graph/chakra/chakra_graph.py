@@ -10,7 +10,7 @@ import msgspec
 from crossrank.comm import CommRecord
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import EdgeKind
-from crossrank.tools.traces.execution_trace import HostNode
+from crossrank.tools.traces.execution_trace import HostOp
 
 RunsOn = tuple[str, object]
 """What runs one thing after the other: ("thread", tid) or ("stream", (device, stream)); a communication that runs
@@ -57,7 +57,7 @@ class ChakraNode(msgspec.Struct, gc=False):
     """Of what its operation takes and gives; 0 = not known."""
     flop: int | None = None
     """Floating-point operations; None = not known."""
-    op: HostNode | None = None
+    op: HostOp | None = None
     """The host operation whose inputs and outputs are written with it."""
     is_pause: bool = False
     """Stands for what a thread did before a node that no node has: a computation on the host named `PAUSE`."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from crossrank.atomic_file import join
 from crossrank.comm import is_p2p
 from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Options
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, number_groups
-from crossrank.tools.graph.chakra.grow import JobGrowth
+from crossrank.tools.graph.chakra.grow import CopiesOf
 from crossrank.tools.graph.chakra.host_time import USER_SCOPE, cut_waits, wait_for_threads, with_pauses
 from crossrank.tools.graph.chakra.lower import lower
 from crossrank.tools.graph.chakra.order import in_order, is_in_order
@@ -25,7 +21,7 @@ from crossrank.tools.graph.chakra.steps import (
     draw_dependencies,
     reduce_dependencies,
 )
-from crossrank.tools.graph.chakra.write import RankCopy, write_chakra, write_copies
+from crossrank.tools.graph.chakra.write import write_chakra, write_copies
 from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.paused_gc import paused_gc
 
@@ -64,21 +60,6 @@ class Converted:
     """For the simulation, where it is asked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopiesOf:
-    """The ranks of a larger job, or a smaller one, that do what one recorded rank does."""
-
-    growth: JobGrowth
-    folder: str | None
-    """None: nothing is written."""
-    name: Callable[[int], str]
-    """Rank -> the name of its file."""
-    late_ns: int = 0
-    """How long after the first rank the recorded one began."""
-    dedupe: bool = False
-    """Write files that are equal once, under several names."""
-
-
 _DEFAULT = Options()
 
 
@@ -100,7 +81,7 @@ def convert(
     warnings: list[str] = []
     several = convert_communications(trace, nodes, groups, warnings)
     draw_dependencies(trace, nodes, several)
-    wait_for_threads(nodes, {op.id for op in trace.host if op.node.scope == USER_SCOPE})
+    wait_for_threads(nodes, {op.id for op in trace.host if op.scope == USER_SCOPE})
     # Cycles are broken before edges are left out: one that goes may be all that implied another.
     ordered, dropped = in_order(nodes, strict=options.strict)
     if options.nodes == "gpu":
@@ -116,29 +97,27 @@ def convert(
     cut_waits(ordered)
     if options.pauses:
         ordered = with_pauses(ordered)
-    result.communications = [comm for _, comm in in_group_order(ordered)]
+    communicates = [node for node in ordered if node.comm is not None]
+    result.communications = [comm for _, comm in in_group_order(communicates)]
     for comm in result.communications:
         if not is_p2p(comm.record):
             # Members of an uneven all_to_all put in different amounts.
             size = "" if comm.record.op == "all_to_all" else f" of {comm.record.bytes} B"
             result.collectives.setdefault(comm.group.number, []).append(comm.record.op + size)
-    source = trace.rank or 0
-    recorded = [node.comm for node in ordered if node.comm is not None]
-    first = source
+    recorded = [node.comm for node in communicates if node.comm is not None]
+    first = trace.rank or 0
     if copies is not None:
-        first = copies.growth.copies[source][0]
-        for node in ordered:
-            if node.comm is not None:
-                node.comm = copies.growth.comm(node.comm, first)
+        first = copies.growth.copies[first][0]
+        for node, comm in zip(communicates, recorded, strict=True):
+            node.comm = copies.growth.comm(comm, first)
     if keep_graph:
         result.graph = rank_graph(ordered, first, result.begin_ns, result.length_ns)
-    communicates = [node for node in ordered if node.comm is not None]
     if options.lower:
         result.lowered = lower(ordered, first, roofline=options.roofline, messages=options.messages)
     if copies is not None and copies.folder is not None:
         # Lowering has made computations of some.
         kept = [(comm, node.comm) for comm, node in zip(recorded, communicates, strict=True) if node.comm is not None]
-        result.groups, result.size = _write_copies(trace, ordered, kept, result.groups, options, copies)
+        result.groups, result.size = write_copies(trace, ordered, kept, result.groups, copies, copies.folder, options)
     elif copies is None and path is not None:
         result.size = write_chakra(trace, ordered, result.groups, path, options)
     on_gpu = [node for node in ordered if node.comm is None and node.runs_on[0] == "stream"]
@@ -147,40 +126,6 @@ def convert(
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
     return result
-
-
-def _write_copies(
-    trace: LinkedTrace,
-    ordered: Sequence[ChakraNode],
-    comms: Sequence[tuple[Comm, Comm]],
-    groups: Sequence[NumberedGroup],
-    options: Options,
-    copies: CopiesOf,
-) -> tuple[list[NumberedGroup], int]:
-    """Write `ordered` for every rank that does the same. `comms` are its communications, as recorded and as they are
-    on the first of them. Returns the groups of all these ranks, and how many bytes were written."""
-    growth, source, folder = copies.growth, trace.rank or 0, copies.folder or ""
-    all_groups: dict[str, NumberedGroup] = {}
-
-    def made() -> Iterator[RankCopy]:
-        for rank in growth.copies[source]:
-            own = [growth.group(group, rank) for group in groups]
-            all_groups.update((group.number, group) for group in own)
-            calls = [
-                msgspec.structs.replace(growth.comm(recorded, rank), runs_as=first.runs_as) for recorded, first in comms
-            ]
-            yield RankCopy(rank=rank, path=join(folder, copies.name(rank)), groups=own, comms=calls)
-
-    size = write_copies(
-        trace,
-        ordered,
-        made(),
-        options,
-        world_size=growth.written.size,
-        late_ns=copies.late_ns,
-        dedupe=copies.dedupe,
-    )
-    return list(all_groups.values()), size
 
 
 def _kind(node: ChakraNode) -> str:

@@ -17,16 +17,15 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name, is_url
 from crossrank.text import rank_ranges
 from crossrank.tools.graph.chakra.chakra_graph import Comm, Options
-from crossrank.tools.graph.chakra.convert import Converted, CopiesOf, convert
+from crossrank.tools.graph.chakra.convert import Converted, convert
 from crossrank.tools.graph.chakra.group_numbers import merge
-from crossrank.tools.graph.chakra.grow import JobGrowth, plan_growth, used_groups
+from crossrank.tools.graph.chakra.grow import CopiesOf, JobGrowth, plan_growth, used_groups
 from crossrank.tools.graph.chakra.mesh import find_mesh
 from crossrank.tools.graph.chakra.simulate import offsets
-from crossrank.tools.graph.chakra.write import delay_start
+from crossrank.tools.graph.chakra.write import chakra_name, delay_start
 from crossrank.tools.graph.linking import link
 from crossrank.tools.graph.linking.linked_file import read_linked, write_linked
-from crossrank.tools.graph.linking.window_files import RankInput
-from crossrank.tools.graph.rank_output import RankOutput, writing
+from crossrank.tools.graph.linking.window_files import RankInput, RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 
 GROUPS = "comm_groups.json"
@@ -45,13 +44,19 @@ class ConvertedRank(RankOutput):
     activity_rate: float = 0.0
 
 
-def chakra_name(rank: int, window: int) -> str:
-    """Name of a rank's file; ASTRA-sim appends `.RANK.et` to a prefix that the user gives.
+@dataclass(kw_only=True)
+class Grown:
+    """A recorded job that is written for another number of ranks."""
 
-    >>> chakra_name(3, 1), chakra_name(3, 2)
-    ('chakra.3.et', 'chakra-w2.3.et')
-    """
-    return f"chakra.{rank}.et" if window == 1 else f"chakra-w{window}.{rank}.et"
+    growth: JobGrowth
+    recorded: list[ConvertedRank]
+    """What its own ranks are, in the order of the inputs."""
+
+    def __str__(self) -> str:
+        recorded, written = self.growth.recorded, self.growth.written
+        had, has = (mesh.dimensions[self.growth.place] for mesh in (recorded, written))
+        change = f"{had.name} from {had.size:,} to {has.size:,}"
+        return f"{recorded.size} ranks ({recorded}) as {written.size} ({written}): {change}"
 
 
 def convert_ranks(
@@ -62,13 +67,26 @@ def convert_ranks(
     *,
     keep_linked: bool = False,
     keep_graph: bool = False,
-    copies: Mapping[tuple[int | None, int], CopiesOf] | None = None,
+    grown: Grown | None = None,
+    dedupe: bool = False,
 ) -> list[ConvertedRank]:
-    """Convert every rank into `folder`, or into nothing; one that fails has its error in its result, and the others are
-    converted all the same. With `copies`, by rank and window, write those of each in its place.
+    """Convert every rank into `folder`, with the file of groups, or into nothing; one that fails has its error in its
+    result, and the others are converted all the same. With `grown` write the ranks of that job in the place of those
+    whose work they do.
 
     What the other ranks put into a collective shows when all are converted. Where it is not the same, lowered files are
     written anew, with messages that say how much goes from each to each."""
+    given = list(inputs)
+    copies: dict[tuple[int | None, int], CopiesOf] = {}
+    if grown is not None:
+        growth = grown.growth
+        kept = [(pair, one) for pair, one in zip(given, grown.recorded, strict=True) if one.rank in growth.copies]
+        given = [replace(pair, rank=one.rank) for pair, one in kept]
+        late, _ = late_starts([one for _, one in kept])
+        copies = {
+            key: CopiesOf(growth=growth, folder=folder, window=key[1], late_ns=late_ns, dedupe=dedupe)
+            for key, late_ns in late.items()
+        }
 
     def made(options: Options, keep_linked: bool) -> list[ConvertedRank]:
         return map_ranks(
@@ -78,7 +96,7 @@ def convert_ranks(
                 options=options,
                 keep_linked=keep_linked,
                 keep_graph=keep_graph,
-                copies=copies or {},
+                copies=copies,
             ),
             given,
             fleet,
@@ -86,10 +104,14 @@ def convert_ranks(
             what="reading" if folder is None else "converting",
         )
 
-    given = list(inputs)
     results = made(options, keep_linked)
     if options.lower and folder is not None and not copies and _puts_in_different_amounts(results):
         results = made(replace(options, messages=True), False)
+    good = [result for result in results if result.error is None]
+    if folder is not None and good:
+        _write_groups(good, folder)
+        if grown is None:
+            _delay_starts(good)
     return results
 
 
@@ -161,31 +183,12 @@ def grow_ranks(recorded: Sequence[ConvertedRank], dims: Mapping[str, int] | None
     return plan_growth(find_mesh(world, used, dims), used, ranks, name)
 
 
-def copies_of(
-    recorded: Sequence[ConvertedRank], growth: JobGrowth, folder: str | None, *, dedupe: bool = False
-) -> dict[tuple[int | None, int], CopiesOf]:
-    """What is written in the place of each recorded rank and window; ranks that the written job lacks are left out."""
-    found: dict[tuple[int | None, int], CopiesOf] = {}
-    kept = [one for one in recorded if one.rank in growth.copies]
-    late, _ = late_starts(kept)
-    for one in kept:
-        found[one.rank, one.window] = CopiesOf(
-            growth=growth,
-            folder=folder,
-            name=partial(chakra_name, window=one.window),
-            late_ns=late[one.rank, one.window],
-            dedupe=dedupe,
-        )
-    return found
-
-
-def write_groups(results: Sequence[ConvertedRank], folder: str) -> str:
+def _write_groups(results: Sequence[ConvertedRank], folder: str) -> None:
     """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
     groups = merge(result.converted.groups for result in results)
     path = join(folder, GROUPS)
     with writing(path), whole_file(path) as temporary:
         temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
-    return path
 
 
 def late_starts(results: Sequence[ConvertedRank]) -> tuple[dict[tuple[int | None, int], int], list[int]]:
@@ -208,15 +211,13 @@ def older_files(folder: str, ranks: int) -> int:
     return sum(int(match[1]) >= ranks for match in found)
 
 
-def delay_starts(results: Sequence[ConvertedRank]) -> list[int]:
-    """Let every rank begin when it began by its clock. Returns the windows whose ranks all begin together, because
-    their clocks are further apart than the window is long."""
-    late, apart = late_starts(results)
+def _delay_starts(results: Sequence[ConvertedRank]) -> None:
+    """Let every rank begin when it began by its clock."""
+    late, _ = late_starts(results)
     for result in results:
         if result.output is not None:
             with writing(result.output):
                 delay_start(result.output, late[result.rank, result.window])
-    return apart
 
 
 def disagreements(results: Sequence[ConvertedRank]) -> list[str]:

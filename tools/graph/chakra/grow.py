@@ -187,6 +187,20 @@ class JobGrowth:
         return self.written.rank(tuple(moved))
 
 
+@dataclass(frozen=True, kw_only=True)
+class CopiesOf:
+    """The ranks of a larger job, or a smaller one, that do what one recorded rank does."""
+
+    growth: JobGrowth
+    folder: str | None
+    """None: nothing is written."""
+    window: int
+    late_ns: int
+    """How long after the first rank the recorded one began."""
+    dedupe: bool
+    """Write files that are equal once, under several names."""
+
+
 def _resplit(splits: list[int] | None, size: int) -> list[int] | None:
     """Rows for each member of a group of another size, as many in all, in the same proportions.
 

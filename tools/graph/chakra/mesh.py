@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -212,25 +212,23 @@ def _named(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
         because = because or "neither the descriptions of its groups nor what is called on them say it"
         if not any(place in over for over in used):
             because = "nothing communicates along it"
-        found.append(Dimension(name=name or one.name, size=one.size, because=because))
+        found.append(replace(one, name=name or one.name, because=because))
     # What no group has for itself, but groups of all ranks stretch over, is where all do the same: data parallelism.
     if not any(one.kind == "dp" for one in found):
         for place, one in enumerate(found):
             if one.name.startswith("dim") and place not in own and any(place in over for over in used):
                 because = "no group has it for itself, and the job communicates over more"
-                found[place] = Dimension(name="dp", size=one.size, because=because)
+                found[place] = replace(one, name="dp", because=because)
     names = [one.name for one in found]
     if len(names) != len(set(names)):
         found = [
-            Dimension(name=f"{one.name}{place}", size=one.size, because=one.because)
-            if names.count(one.name) > 1
-            else one
+            replace(one, name=f"{one.name}{place}") if names.count(one.name) > 1 else one
             for place, one in enumerate(found)
         ]
     # Where there is no dp besides, its one part is all of it.
     parts = [one for one in found if one.kind == "dp"]
     if len(parts) == 1:
-        found = [Dimension(name="dp", size=one.size, because=one.because) if one in parts else one for one in found]
+        found = [replace(one, name="dp") if one in parts else one for one in found]
     return Mesh(tuple(found))
 
 

@@ -111,14 +111,14 @@ def counts_by_activity(trace: LinkedTrace) -> dict[int, int]:
     kernels: dict[int, list[Any]] = defaultdict(list)
     for activity in trace.activities:
         at, seen = ops.get(activity.host or 0), set[int]()
-        while at is not None and at.node.name not in COUNTS and at.id not in seen:
+        while at is not None and at.name not in COUNTS and at.id not in seen:
             seen.add(at.id)
             at = ops.get(at.caller)
-        if at is not None and at.node.name in COUNTS and activity.category == "kernel":
+        if at is not None and at.name in COUNTS and activity.category == "kernel":
             kernels[at.id].append(activity)
     counts: dict[int, int] = {}
     for host, launched in kernels.items():
-        node = ops[host].node
+        node = ops[host]
         found = count_of(node.name, io(node.inputs), io(node.outputs))
         if found is not None:
             counts[max(launched, key=lambda one: one.duration_ns).id] = found

@@ -49,7 +49,7 @@ Cost = Callable[[Transfer], float | None]
 
 
 class RankNode(msgspec.Struct, gc=False):
-    """A node as the simulation takes it."""
+    """A node as the simulation takes it, and, after `transfer`, what the last one made of it."""
 
     name: str
     runs_on: str
@@ -57,11 +57,24 @@ class RankNode(msgspec.Struct, gc=False):
     start_ns: int
     """As measured, since the first start of the rank."""
     duration_ns: int
+    """As measured."""
     sources: list[int]
     """Positions of the nodes that it waits for."""
     join: JoinKey | None
     transfer: Transfer | None = None
     """None for what is no communication."""
+    spent_ns: int = 0
+    """How long the simulation lets it run, before members of a communication are joined."""
+    by_cost: bool = False
+    """`spent_ns` was not measured."""
+    ready: int = 0
+    waits: int = 0
+    """For how many nodes it still waits."""
+    begin: int = -1
+    end: int = 0
+    dependents: list[RankNode] | None = None
+    because: RankNode | None = None
+    """The node whose end let it begin."""
 
 
 class RankGraph(msgspec.Struct, gc=False, kw_only=True):
@@ -178,23 +191,6 @@ def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
     return late, True
 
 
-class _Run(msgspec.Struct, eq=False):
-    """A node while it is played."""
-
-    node: RankNode
-    duration: int
-    by_cost: bool
-    """Not measured."""
-    ready: int
-    waits: int
-    """For how many nodes it still waits."""
-    begin: int = -1
-    end: int = 0
-    dependents: list[_Run] = []
-    because: _Run | None = None
-    """The node whose end let it begin."""
-
-
 @paused_gc()
 def simulate(graphs: Sequence[RankGraph], cost: Cost | None = None, compute: float = 1.0) -> Simulation:
     """Play all ranks together."""
@@ -210,8 +206,9 @@ def simulate(graphs: Sequence[RankGraph], cost: Cost | None = None, compute: flo
             measured_ops[node.transfer.op] += 1
         return round(node.duration_ns * compute) if node.category == scaled else node.duration_ns, False
 
-    by_rank = {graph.rank: _runs(graph, offset, duration) for graph, offset in zip(graphs, late, strict=True)}
-    runs = [run for of_rank in by_rank.values() for run in of_rank]
+    for graph, offset in zip(graphs, late, strict=True):
+        _prepare(graph, offset, duration)
+    runs = [run for graph in graphs for run in graph.nodes]
     joined = _play(runs)
     # Of those that end last together, the last.
     last = max(reversed(runs), key=lambda run: run.end, default=None)
@@ -224,50 +221,52 @@ def simulate(graphs: Sequence[RankGraph], cost: Cost | None = None, compute: flo
         alone=joined.count(1),
         measured_ops=dict(measured_ops.most_common()),
     )
-    for rank, of_rank in by_rank.items():
-        for run in of_rank:
-            runs_on = (rank, run.node.runs_on)
-            spent = 0 if run.node.category == PAUSE else run.end - run.begin
+    for graph in graphs:
+        for run in graph.nodes:
+            runs_on = (graph.rank, run.runs_on)
+            spent = 0 if run.category == PAUSE else run.end - run.begin
             result.busy_ns[runs_on] = result.busy_ns.get(runs_on, 0) + spent
-        result.waiting_ns[rank] = sum(run.begin - run.ready for run in of_rank if run.node.join)
-        result.runs_ns[rank] = [(run.begin, run.end - run.begin) for run in of_rank]
+        result.waiting_ns[graph.rank] = sum(run.begin - run.ready for run in graph.nodes if run.join)
+        result.runs_ns[graph.rank] = [(run.begin, run.end - run.begin) for run in graph.nodes]
     return result
 
 
-def _runs(graph: RankGraph, offset: int, duration: Callable[[RankNode], tuple[int, bool]]) -> list[_Run]:
-    runs: list[_Run] = []
+def _prepare(graph: RankGraph, offset: int, duration: Callable[[RankNode], tuple[int, bool]]) -> None:
+    """Let every node of a rank wait for its sources, and for `offset` ns."""
+    dependents: list[list[RankNode]] = []
     for node in graph.nodes:
         sources = set(node.sources)
-        run = _Run(node, *duration(node), offset, len(sources))
+        node.spent_ns, node.by_cost = duration(node)
+        node.ready, node.begin, node.because, node.waits = offset, -1, None, len(sources)
+        dependents.append([])
+        node.dependents = dependents[-1]
         for source in sources:
-            runs[source].dependents.append(run)
-        runs.append(run)
-    return runs
+            dependents[source].append(node)
 
 
-def _play(runs: Sequence[_Run]) -> list[int]:
+def _play(runs: Sequence[RankNode]) -> list[int]:
     """Let all begin and end. Returns of how many members each communication was played."""
-    members: dict[JoinKey, list[_Run]] = {}
+    members: dict[JoinKey, list[RankNode]] = {}
     arrived: Counter[JoinKey] = Counter()
-    queue: deque[_Run] = deque()
+    queue: deque[RankNode] = deque()
     joined: list[int] = []
     for run in runs:
-        if run.node.join is not None:
-            members.setdefault(run.node.join, []).append(run)
+        if run.join is not None:
+            members.setdefault(run.join, []).append(run)
 
-    def begin(together: Sequence[_Run]) -> None:
+    def begin(together: Sequence[RankNode]) -> None:
         last = max(together, key=lambda run: run.ready)
         # Measured times of all but the last to arrive contain waiting for it. Else the busiest member says how long.
         of_members = max if together[0].by_cost else min
-        duration = of_members(run.duration for run in together)
+        duration = of_members(run.spent_ns for run in together)
         for run in together:
             run.begin, run.end = last.ready, last.ready + duration
             if run is not last:
                 run.because = last
         queue.extend(together)
 
-    def is_ready(run: _Run) -> None:
-        key = run.node.join
+    def is_ready(run: RankNode) -> None:
+        key = run.join
         if key is None:
             begin([run])
             return
@@ -289,7 +288,7 @@ def _play(runs: Sequence[_Run]) -> list[int]:
             # Members that never come: the ranks disagree, or the trace of one is cut. The others go on without.
             join(next(iter(arrived)))
         ended = queue.popleft()
-        for run in ended.dependents:
+        for run in ended.dependents or ():
             if ended.end >= run.ready:
                 run.ready, run.because = ended.end, ended
             run.waits -= 1
@@ -298,14 +297,14 @@ def _play(runs: Sequence[_Run]) -> list[int]:
     return joined
 
 
-def _critical_path(at: _Run | None) -> dict[str, int]:
+def _critical_path(at: RankNode | None) -> dict[str, int]:
     """The chain that ends with `at`, by what its time was spent on."""
     spent: Counter[str] = Counter()
     while at is not None:
         before = at.because
         # A member of a collective that waited for another one: the path goes through that one, at the same time.
-        if before is None or at.node.join is None or before.begin != at.begin:
-            spent[at.node.category] += at.end - at.begin
+        if before is None or at.join is None or before.begin != at.begin:
+            spent[at.category] += at.end - at.begin
             if before is None and at.ready:
                 spent[LATE] += at.ready
         at = before

@@ -13,7 +13,7 @@ trace is kept, unless those orders imply it, and what ran through the host where
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, product
 
 import msgspec
@@ -34,23 +34,23 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     nodes: dict[int, ChakraNode] = {}
     begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
     last_start: dict[int, int] = {}
-    sides = {op.id: (op.node.inputs, op.node.outputs) for op in trace.host}
+    sides = {op.id: (op.inputs, op.outputs) for op in trace.host}
     counts = counts_by_activity(trace)
     for op in in_program_order(trace.host):
-        if is_group_node(op.node.name):
+        if is_group_node(op.name):
             continue  # the groups stand in a metadata node
         # An operation without a time began after the one before it.
-        start = op.start_ns if op.start_ns is not None else last_start.get(op.node.tid, begin)
-        last_start[op.node.tid] = start
+        start = op.start_ns if op.start_ns is not None else last_start.get(op.tid, begin)
+        last_start[op.tid] = start
         nodes[op.id] = ChakraNode(
             id=op.id,
-            name=op.node.name,
-            runs_on=("thread", op.node.tid),
+            name=op.name,
+            runs_on=("thread", op.tid),
             start_ns=start,
             duration_ns=max(0, op.exclusive_ns - op.blocked_ns),
             is_cpu=True,
-            rf_id=op.node.rf_id,
-            op=op.node,
+            rf_id=op.rf_id,
+            op=op,
         )
     for activity in trace.activities:
         nodes[activity.id] = ChakraNode(
@@ -140,7 +140,7 @@ def _without_kernel(
         dependencies=[],
     )
     if op is not None:
-        node.name, node.rf_id, node.duration_ns = op.node.name, op.node.rf_id, op.duration_ns
+        node.name, node.rf_id, node.duration_ns = op.name, op.rf_id, op.duration_ns
         node.start_ns = op.start_ns if op.start_ns is not None else start
     elif call is not None:
         node.dependencies.append(Dependency(call.id, "launch"))
@@ -178,13 +178,15 @@ def draw_dependencies(
     ended.
     """
     for edge in trace.edges:
-        ends = several.get(edge.source, (edge.source,)), several.get(edge.target, (edge.target,))
-        for source_id, target_id in product(*ends):
+        ends: Iterable[tuple[int, int]] = ((edge.source, edge.target),)
+        if edge.source in several or edge.target in several:
+            ends = product(several.get(edge.source, (edge.source,)), several.get(edge.target, (edge.target,)))
+        for source_id, target_id in ends:
             source, target = nodes.get(source_id), nodes.get(target_id)
             if source is None or target is None or source is target:
                 continue
-            overlap = source.start_ns + source.duration_ns > target.start_ns
-            if edge.kind != "group_order" or not overlap:
+            # Communications of a group that ran at the same time do not wait for each other.
+            if edge.kind != "group_order" or source.start_ns + source.duration_ns <= target.start_ns:
                 # Whoever makes the call launches what runs outside its thread.
                 kind: EdgeKind = "launch" if edge.kind == "caller" and not target.is_cpu else edge.kind
                 target.dependencies.append(Dependency(source_id, kind, edge.inferred))

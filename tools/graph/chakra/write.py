@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -24,14 +24,14 @@ import fsspec
 import msgspec
 
 import crossrank
-from crossrank.atomic_file import whole_file
+from crossrank.atomic_file import join, whole_file
 from crossrank.comm import OPERATIONS, CommRecord, is_p2p
 from crossrank.errors import CrossrankError, one_line
-from crossrank.recording import is_url
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.chakra_graph import LATE, ChakraNode, Comm, Options, RunsOn
 from crossrank.tools.graph.chakra.framing import KINDS, read_trace, write_message
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
+from crossrank.tools.graph.chakra.grow import CopiesOf
 from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.traces.execution_trace import io_texts
 from crossrank.tools.varint import varint
@@ -48,6 +48,15 @@ _BATCH = 4096
 _KIND_OF_TYPE = {bool: "bool_val", int: "int64_val", str: "string_val", list: "int64_list"}
 _IN_CTRL_DEPS = {"all": ("caller",), "data": ("caller", "program_order")}
 """Mode -> the dependencies that stand in `ctrl_deps`."""
+
+
+def chakra_name(rank: int, window: int) -> str:
+    """Name of a rank's file; ASTRA-sim appends `.RANK.et` to a prefix that the user gives.
+
+    >>> chakra_name(3, 1), chakra_name(3, 2)
+    ('chakra.3.et', 'chakra-w2.3.et')
+    """
+    return f"chakra.{rank}.et" if window == 1 else f"chakra-w{window}.{rank}.et"
 
 
 def comm_size(record: CommRecord, group_size: int) -> int:
@@ -79,27 +88,18 @@ def write_chakra(
         return file.tell()
 
 
-class RankCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that does what a recorded one does, in groups of its own."""
-
-    rank: int
-    path: str
-    groups: Sequence[NumberedGroup]
-    comms: Sequence[Comm]
-    """Its communications, in the order of the recorded rank's."""
-
-
 def write_copies(
     trace: LinkedTrace,
     nodes: Sequence[ChakraNode],
-    copies: Iterable[RankCopy],
+    comms: Sequence[tuple[Comm, Comm]],
+    groups: Sequence[NumberedGroup],
+    copies: CopiesOf,
+    folder: str,
     options: Options,
-    *,
-    world_size: int,
-    late_ns: int,
-    dedupe: bool,
-) -> int:
-    """Write `nodes` once for each of the ranks that do what the rank of `trace` does. Returns the number of bytes.
+) -> tuple[list[NumberedGroup], int]:
+    """Write `nodes` into `folder` once for each of the ranks that do what the rank of `trace` does. `comms` are their
+    communications, as recorded and as they are on the first of these ranks. Returns the groups of all these ranks, and
+    how many bytes were written.
 
     With `dedupe` files that are equal are one file with several names (hard links), and none of them says its rank.
     """
@@ -112,17 +112,25 @@ def write_copies(
             parts += [bytes(between), head, tail]
             between.clear()
     parts.append(bytes(between))
+    growth, dedupe = copies.growth, copies.dedupe
+    all_groups: dict[str, NumberedGroup] = {}
     written: dict[bytes, str] = {}
     size = 0
-    for copy in copies:
-        messages = [_comm_part(comm, None if dedupe and not is_p2p(comm.record) else copy.rank) for comm in copy.comms]
-        content = hashlib.sha256(b"\0".join((_numbers_of(copy.groups), *messages))).digest() if dedupe else b""
+    for rank in growth.copies[trace.rank or 0]:
+        path = join(folder, chakra_name(rank, copies.window))
+        own = {group.number: group for group in (growth.group(group, rank) for group in groups)}
+        all_groups |= own
+        calls = [msgspec.structs.replace(growth.comm(call, rank), runs_as=first.runs_as) for call, first in comms]
+        messages = [_comm_part(call, None if dedupe and not is_p2p(call.record) else rank) for call in calls]
+        content = hashlib.sha256(b"\0".join((",".join(own).encode(), *messages))).digest() if dedupe else b""
         if content in written:
-            _link(written[content], copy.path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            os.link(written[content], path)
             continue
-        with whole_file(copy.path) as temporary, temporary.open("wb") as file:
-            write_message(file, _metadata(trace, copy.groups, None if dedupe else copy.rank, world_size))
-            for message in _first_nodes(nodes, copy.groups, options, late_ns):
+        with whole_file(path) as temporary, temporary.open("wb") as file:
+            write_message(file, _metadata(trace, list(own.values()), None if dedupe else rank, growth.written.size))
+            for message in _first_nodes(nodes, list(own.values()), options, copies.late_ns):
                 write_message(file, message)
             for place, message in enumerate(messages):
                 before, head, tail = parts[3 * place : 3 * place + 3]
@@ -131,23 +139,8 @@ def write_copies(
             file.write(parts[-1])
             size += file.tell()
         if dedupe:
-            written[content] = copy.path
-    return size
-
-
-def _link(existing: str, path: str) -> None:
-    """Give a file another name."""
-    if is_url(path):
-        raise CrossrankError(
-            f"{path}: --dedupe makes hard links, which are of local files; name a local folder with -o"
-        )
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    os.link(existing, path)
-
-
-def _numbers_of(groups: Sequence[NumberedGroup]) -> bytes:
-    return b",".join(group.number.encode() for group in groups)
+            written[content] = path
+    return list(all_groups.values()), size
 
 
 def _first_nodes(
@@ -259,7 +252,7 @@ class _Template:
         self.message = pb.Node()
         names = ("start_ns", "duration_ns", "rf_id") if has_rf_id else ("start_ns", "duration_ns")
         self.numbers = [self.message.attr.add(name=name) for name in names]
-        self.io = (self.message.inputs, self.message.outputs) if has_io else ()
+        self.inputs, self.outputs = self.message.inputs, self.message.outputs
         self.ctrl_deps, self.data_deps = self.message.ctrl_deps, self.message.data_deps
 
 
@@ -267,11 +260,12 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
     """One node as a message, without what it communicates. `start` is what a node without dependencies waits for."""
     ctrl_deps: list[int] = []
     data_deps = [] if node.dependencies else start
+    in_ctrl_deps = _IN_CTRL_DEPS[mode]
     for dependency in node.dependencies:
-        deps = ctrl_deps if dependency.kind in _IN_CTRL_DEPS[mode] else data_deps
+        deps = ctrl_deps if dependency.kind in in_ctrl_deps else data_deps
         if dependency.source not in deps:
             deps.append(dependency.source)
-    message, comm = template.message, node.comm
+    message, comm, op = template.message, node.comm, node.op
     message.id = node.id
     message.name = node.name
     message.type = pb.COMP_NODE if comm is None else P2P_TYPES.get(comm.record.op, pb.COMM_COLL_NODE)
@@ -279,9 +273,10 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
     template.data_deps[:] = data_deps
     message.start_time_micros = max(0, trace.base_ns + node.start_ns) // 1000
     message.duration_micros = (node.duration_ns + 500) // 1000
-    if node.op is not None:
-        for given, text in zip(template.io, (node.op.inputs, node.op.outputs), strict=True):
-            given.values, given.shapes, given.types = io_texts(text)
+    if op is not None:
+        given, made = template.inputs, template.outputs
+        given.values, given.shapes, given.types = io_texts(op.inputs)
+        made.values, made.shapes, made.types = io_texts(op.outputs)
     for attribute, value in zip(template.numbers, (node.start_ns, node.duration_ns, node.rf_id), strict=False):
         attribute.int64_val = value
     return message.SerializeToString()

@@ -9,14 +9,13 @@ with its operation, takes its place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crossrank.tools.graph.linking.event_matching import HostMatch, nearest_nodes
 from crossrank.tools.graph.linking.linked_trace import Activity
 from crossrank.tools.graph.linking.nesting import Nesting
 from crossrank.tools.traces.execution_trace import ExecutionTrace
-from crossrank.tools.traces.kineto import DeviceEvent, Id, KinetoTrace
+from crossrank.tools.traces.kineto import KinetoTrace
 
 BY_CORRELATION = "correlation id"
 BY_EXTERNAL_ID = "external id"
@@ -62,16 +61,17 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
     if doubled:
         launches.warnings.append(
             f"{len(doubled)} correlation id(s) belong to several calls (first: {min(doubled)}); "
-            "the call was chosen by external id, process and time"
+            "the last one of this process before the activity was taken"
         )
-    preferred = _preferred_processes(kineto, calls, processes) if doubled else {}
     first_id = et.nodes[-1].id + 1
     for position in sorted(range(len(kineto.device)), key=lambda position: kineto.device[position].start):
         activity = kineto.device[position]
-        candidates = calls.get(activity.correlation, [])
-        index = candidates[0] if candidates else -1
+        candidates = calls.get(activity.correlation, [-1])
+        index = candidates[0]
         if len(candidates) > 1:
-            index = _pick(kineto, activity, candidates, preferred.get((activity.device, activity.context), processes))
+            launching = [kineto.calls[one] for one in candidates]
+            ranked = [(call.pid in processes, call.start <= activity.start, call.start) for call in launching]
+            index = candidates[ranked.index(max(ranked))]
         event = nesting.around_call[index] if index >= 0 else -1
         method = BY_CORRELATION
         if event < 0 and activity.external_id != activity.correlation:
@@ -117,29 +117,3 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
             )
         )
     return launches
-
-
-def _preferred_processes(
-    kineto: KinetoTrace, calls: Mapping[int | None, Sequence[int]], ours: set[Id]
-) -> dict[tuple[Id, int | None], set[Id]]:
-    """The processes that launch into a context which is another process's, by the activities that leave no choice."""
-    users: dict[tuple[Id, int | None], set[Id]] = defaultdict(set)
-    for activity in kineto.device:
-        candidates = calls.get(activity.correlation, ())
-        if len(candidates) == 1:
-            users[activity.device, activity.context].add(kineto.calls[candidates[0]].pid)
-    if all(pids.isdisjoint(ours) for pids in users.values()):
-        return {}
-    return {context: pids for context, pids in users.items() if pids.isdisjoint(ours)}
-
-
-def _pick(kineto: KinetoTrace, activity: DeviceEvent, candidates: Sequence[int], prefer: set[Id]) -> int:
-    """The launch call of an activity among the calls with its correlation id.
-
-    Processes number their calls alike, so a trace of several holds an id more than once. Then the external id
-    decides, then whose context the activity runs in, then that a call is ours, then that it is the last before it.
-    """
-    calls = kineto.calls
-    candidates = [index for index in candidates if calls[index].start <= activity.start] or candidates
-    candidates = [i for i in candidates if calls[i].external_id == activity.external_id] or candidates
-    return max(candidates, key=lambda index: (calls[index].pid in prefer, calls[index].start, -index))

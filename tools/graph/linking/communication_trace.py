@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from crossrank.budget import Budget
 from crossrank.comm import Group
 from crossrank.tools.graph.linking.communications import COMMUNICATING, find_communications
-from crossrank.tools.graph.linking.linked_trace import Communication, HostOp
+from crossrank.tools.graph.linking.linked_trace import Communication
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import is_group_node, read_execution_trace
 from crossrank.tools.traces.param_comms import ParamComms
@@ -35,12 +35,14 @@ class CommunicationTrace:
 def read_communication_trace(path: str, world_size: int | None = None) -> CommunicationTrace:
     """The communication of one rank. Raises `CrossrankError` where nothing of the file can be used."""
     trace = read_execution_trace(path, _is_kept)
-    host = [HostOp(node, node.parent, is_work=is_work(node.name)) for node in trace.nodes]
+    host = trace.nodes
+    for op in host:
+        op.is_work = is_work(op.name)
     groups = {group.pg: group for group in trace.groups}
     found = find_communications(host, (), groups, world_size=world_size, budget=Budget.of(path))
-    order = {op.id: op.node.rf_id for op in host}
+    order = {op.id: op.rf_id for op in host}
     begun = sorted(order[c.host] for c in found.communications if c.host is not None)
-    waits = [(bisect_left(begun, host[position].node.rf_id), comms) for position, comms in found.waits.items()]
+    waits = [(bisect_left(begun, host[position].rf_id), comms) for position, comms in found.waits.items()]
     return CommunicationTrace(
         communications=found.communications,
         waits=sorted(waits, key=lambda wait: wait[0]),

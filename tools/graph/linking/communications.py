@@ -23,8 +23,8 @@ import msgspec
 from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
-from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp, by_begin
-from crossrank.tools.traces.execution_trace import HostNode, io
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication, by_begin
+from crossrank.tools.traces.execution_trace import HostOp, io
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, named_by_address, to_record
@@ -63,24 +63,6 @@ _WORK_FOLLOWS = 16
 """Fewer RecordFunctions than this begin between a call and its Work."""
 
 
-@dataclass(kw_only=True)
-class Communications:
-    """What a rank communicated."""
-
-    communications: list[Communication] = field(default_factory=list)
-    """In the order in which they began."""
-    groups: dict[str, Group]
-    at: dict[int, Communication] = field(default_factory=dict)
-    """By the position of their host node."""
-    waits: dict[int, ParamComms] = field(default_factory=dict)
-    """Positions of the nodes that wait for a communication, with what they say of it."""
-    unknown: list[str] = field(default_factory=list)
-    """Names of communications that are no operation of the table, one entry each."""
-    kernels_alone: int = 0
-    """Communication kernels without a call around them, each a communication of its own."""
-    warnings: list[str] = field(default_factory=list)
-
-
 def find_communications(
     host: Sequence[HostOp],
     activities: Iterable[Activity],
@@ -97,18 +79,18 @@ def find_communications(
     Kineto arguments of a host node by its position; `budget` is that of the execution trace. Sets `HostOp.caller` of
     ranges of a Work.
     """
-    found = _Finder(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
-    communicating = [position for position, op in enumerate(host) if op.node.name.startswith(COMMUNICATING)]
+    found = Communications(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
+    communicating = [position for position, op in enumerate(host) if op.name.startswith(COMMUNICATING)]
     ranges, params, c10d, functional = (
-        [position for position in communicating if host[position].node.name.startswith(prefix)]
+        [position for position in communicating if host[position].name.startswith(prefix)]
         for prefix in (RANGE, "record_param_comms", C10D, FUNCTIONAL)
     )
     for position in ranges:
         found.take_range(position)
-    found.cover_ops_around(sorted((*ranges, *c10d, *functional), key=lambda at: host[at].node.rf_id))
+    found.cover_ops_around(sorted((*ranges, *c10d, *functional), key=lambda at: host[at].rf_id))
     found.take(params, "record_param_comms", from_node)
-    found.take([p for p in c10d if operation_of(host[p].node.name)], "c10d op", from_op)
-    found.take([p for p in functional if operation_of(host[p].node.name)], "functional op", from_op)
+    found.take([p for p in c10d if operation_of(host[p].name)], "c10d op", from_op)
+    found.take([p for p in functional if operation_of(host[p].name)], "functional op", from_op)
     found.find_works()
     found.name_pointers(world_size)
     for activity in activities:
@@ -118,16 +100,28 @@ def find_communications(
 
 
 @dataclass(kw_only=True)
-class _Finder(Communications):
-    """Adds communications, step by step."""
+class Communications:
+    """What a rank communicated, as far as it is found."""
 
     host: Sequence[HostOp]
     records: Mapping[int, CommRecord]
     event_args: Callable[[int], msgspec.Raw | None]
     budget: Budget
+    groups: dict[str, Group]
+    communications: list[Communication] = field(default_factory=list)
+    """In the order in which they began."""
+    at: dict[int, Communication] = field(default_factory=dict)
+    """By the position of their host node."""
+    waits: dict[int, ParamComms] = field(default_factory=dict)
+    """Positions of the nodes that wait for a communication, with what they say of it."""
+    unknown: list[str] = field(default_factory=list)
+    """Names of communications that are no operation of the table, one entry each."""
+    kernels_alone: int = 0
+    """Communication kernels without a call around them, each a communication of its own."""
+    warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._position: dict[int | None, int] = {op.node.id: position for position, op in enumerate(self.host)}
+        self._position: dict[int | None, int] = {op.id: position for position, op in enumerate(self.host)}
         self._places: dict[int, int] = {}
         """Position in `communications` -> root or peer as a rank within the group."""
         self._covered: set[int] = set()
@@ -139,42 +133,43 @@ class _Finder(Communications):
 
     def take_range(self, position: int) -> None:
         op = self.host[position]
-        match = _RANGE.match(op.node.name)
+        match = _RANGE.match(op.name)
         if match is None:
             return
         number = int(match[1])
         if number in self.records:
             self._add(position, self.records[number], "comms file")
             return
-        values = io(op.node.inputs).values
+        values = io(op.inputs).values
         given = parse(values[0], dict[str, Any]) if values else None
         try:
             record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
         except (msgspec.MsgspecError, TypeError):
-            self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
+            self.warnings.append(f"node {op.id} ({op.name}) does not carry a record; read as its c10d op")
             return
         self._add(position, record, "crossrank range")
 
     def cover_ops_around(self, positions: Iterable[int]) -> None:
         """Cover the ops that our ranges ran in where the trace names another caller, which it does beside a Work that
-        ends (see `callers`): a c10d op and a functional one that began just before on the thread, for the same call.
+        ends (see `event_matching`): a c10d op and a functional one that began just before on the thread for the same
+        call.
 
         `positions` are those of ranges, c10d and functional ops in the order in which they began.
         """
         before: dict[int, list[int]] = {}
         for position in positions:
-            open_ops = before.setdefault(self.host[position].node.tid, [])
+            open_ops = before.setdefault(self.host[position].tid, [])
             if position not in self.at:
                 open_ops.append(position)
                 continue
             operation = operation_of(self.at[position].record.op)
             for prefixes in ((C10D,), FUNCTIONAL):
-                name = self.host[open_ops[-1]].node.name if open_ops else ""
+                name = self.host[open_ops[-1]].name if open_ops else ""
                 if name.startswith(prefixes) and operation_of(name) == operation:
                     self._covered.add(open_ops.pop())
             open_ops.clear()
 
-    def take(self, positions: Iterable[int], source: str, read: Callable[[HostNode], ParamComms | None]) -> None:
+    def take(self, positions: Iterable[int], source: str, read: Callable[[HostOp], ParamComms | None]) -> None:
         """Add the outermost of the nodes at `positions` whose call no better source has."""
         candidates = set(positions)
         unreadable = 0
@@ -182,7 +177,7 @@ class _Finder(Communications):
             above = list(self._callers(position))
             if position in self._covered or any(at in self.at or at in candidates for at in above):
                 continue
-            comms, args = read(self.host[position].node), self.event_args(position)
+            comms, args = read(self.host[position]), self.event_args(position)
             kineto = from_kineto(args) if args is not None else None
             if comms is not None and kineto is not None:
                 _fill(comms, kineto)
@@ -195,7 +190,7 @@ class _Finder(Communications):
                 group = self._group(comms)
                 if comms.rank is not None:
                     self._places[len(self.communications)] = comms.rank
-                names = (self.host[at].node.name for at in (position, *above))
+                names = (self.host[at].name for at in (position, *above))
                 c10d = next((name.removeprefix(C10D) for name in names if name.startswith(C10D)), comms.name)
                 time = self.host[position].start_ns or 0
                 self._add(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
@@ -234,17 +229,17 @@ class _Finder(Communications):
     def find_works(self) -> None:
         """Give every communication the range of its Work: the first that its thread began after the call.
 
-        The caller that the trace names for it is not reliable, see `callers`.
+        The caller that the trace names for it is not reliable, see `event_matching`.
         """
         last: dict[int, tuple[int, Communication]] = {}
         involved = [position for position, op in enumerate(self.host) if op.is_work or position in self.at]
-        for position in sorted(involved, key=lambda position: self.host[position].node.rf_id):
+        for position in sorted(involved, key=lambda position: self.host[position].rf_id):
             op = self.host[position]
             if position in self.at:
-                last[op.node.tid] = (op.node.rf_id, self.at[position])
+                last[op.tid] = (op.rf_id, self.at[position])
             else:
-                rf_id, communication = last.get(op.node.tid, (-_WORK_FOLLOWS, None))
-                if communication is not None and op.node.rf_id - rf_id < _WORK_FOLLOWS:
+                rf_id, communication = last.get(op.tid, (-_WORK_FOLLOWS, None))
+                if communication is not None and op.rf_id - rf_id < _WORK_FOLLOWS:
                     op.caller = communication.host or op.caller
                     if communication.work is None:
                         communication.work = op.id
@@ -315,16 +310,16 @@ class _Finder(Communications):
     def _batch_launched_in(self, around: Sequence[int]) -> list[Communication]:
         """The calls that went out together: NCCL launches them in a range of its own, when the last of them was made.
         Empty where none of the nodes `around` a kernel is such a range. Only our records say what went out together."""
-        end = next((at for at in around if self.host[at].node.name in _TOGETHER), None)
+        end = next((at for at in around if self.host[at].name in _TOGETHER), None)
         if end is None:
             return []
         if self._batched is None:
             self._batched = {}
-            for position, one in sorted(self.at.items(), key=lambda item: self.host[item[0]].node.rf_id):
+            for position, one in sorted(self.at.items(), key=lambda item: self.host[item[0]].rf_id):
                 if one.record.batch is not None:
-                    node = self.host[position].node
+                    node = self.host[position]
                     self._batched.setdefault(node.tid, []).append((node.rf_id, one))
-        node = self.host[end].node
+        node = self.host[end]
         calls = self._batched.get(node.tid, [])
         last = bisect_left(calls, node.rf_id, key=itemgetter(0))
         if not last:
@@ -341,7 +336,7 @@ class _Finder(Communications):
         calls: list[tuple[int, int | None, Communication]] = []
         for communication in self.communications:
             op = self.host[self._position[communication.host]] if communication.host is not None else None
-            by_order = (op.node.rf_id, op.start_ns) if op is not None else (sys.maxsize, communication.record.t)
+            by_order = (op.rf_id, op.start_ns) if op is not None else (sys.maxsize, communication.record.t)
             calls.append((*by_order, communication))
         self.communications = by_begin((start, one) for _, start, one in sorted(calls, key=itemgetter(0)))
         counts: Counter[tuple[object, ...]] = Counter()

@@ -1,34 +1,67 @@
-"""Draws the edges of the graph: one function for each reason why something waits."""
+"""Draws the edges of the graph: one function for each reason why something waits. What the GPU makes wait: `waits`."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import sys
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import TypeVar
 
 from crossrank.comm import operation_of
-from crossrank.tools.graph.linking.linked_trace import Activity, Communication, Edge, HostOp
-from crossrank.tools.graph.linking.ordered import NEVER, ordered_by
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication, Edge
+from crossrank.tools.traces.execution_trace import HostOp
 
 PAUSE_NS = 1_000_000
 """A thread that did nothing for longer than this may have waited for another one."""
 _LOOK_BACK = 64
+Key = TypeVar("Key", bound=Hashable)
+_time = itemgetter(0)
+NEVER = (-sys.maxsize, -1)
+
+
+class Ordered(list[tuple[int, int]]):
+    """(time, number of the thing), ascending. -1 is the number of nothing."""
+
+    def at_or_before(self, time: int) -> tuple[int, int]:
+        """The last entry at or before `time`."""
+        at = bisect_right(self, time, key=_time)
+        return self[at - 1] if at else NEVER
+
+    def last_until(self, time: int) -> int:
+        """The last thing at or before `time`."""
+        return self.at_or_before(time)[1]
+
+    def first_from(self, time: int) -> int:
+        """The first thing at or after `time`."""
+        at = bisect_left(self, time, key=_time)
+        return self[at][1] if at < len(self) else -1
+
+
+def ordered_by(entries: Iterable[tuple[Key, int, int]]) -> Mapping[Key, Ordered]:
+    """Entries (key, time, number) by their key; one that has none gives an empty list."""
+    groups: dict[Key, Ordered] = defaultdict(Ordered)
+    for key, time, number in entries:
+        groups[key].append((time, number))
+    for group in groups.values():
+        group.sort()
+    return groups
 
 
 def program_order(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     """From each operation to the next that its thread began, where that is not called by it."""
     last: dict[int, int] = {}
     for op in ordered:
-        node = op.node
-        before = last.get(node.tid)
+        before = last.get(op.tid)
         if before is not None and before != op.caller:
-            yield Edge(before, node.id, "program_order")
-        last[node.tid] = node.id
+            yield Edge(before, op.id, "program_order")
+        last[op.tid] = op.id
 
 
 def in_program_order(host: Sequence[HostOp]) -> list[HostOp]:
     """Operations by the start of their RecordFunctions, without the roots and without what no thread runs."""
-    return sorted((op for op in host if op.node.rf_id > 0 and not op.is_work), key=lambda op: op.node.rf_id)
+    return sorted((op for op in host if op.rf_id > 0 and not op.is_work), key=lambda op: op.rf_id)
 
 
 def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
@@ -48,11 +81,11 @@ def forward_backward(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     backward node, as Kineto's `fwdbwd` arrows have it.
     """
     forward: dict[tuple[int, int], int] = {}
-    for node in (op.node for op in ordered if op.node.seq_id >= 0):
-        if not node.fw_tid:
-            forward[node.tid, node.seq_id] = node.id
-        elif (node.fw_tid, node.seq_id) in forward:
-            yield Edge(forward[node.fw_tid, node.seq_id], node.id, "forward_backward")
+    for op in (op for op in ordered if op.seq_id >= 0):
+        if not op.fw_tid:
+            forward[op.tid, op.seq_id] = op.id
+        elif (op.fw_tid, op.seq_id) in forward:
+            yield Edge(forward[op.fw_tid, op.seq_id], op.id, "forward_backward")
 
 
 def inter_thread(ordered: Sequence[HostOp]) -> Iterator[Edge]:
@@ -63,7 +96,7 @@ def inter_thread(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     threads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # (start, end, id)
     for op in ordered:
         if op.start_ns is not None:
-            threads[op.node.tid].append((op.start_ns, op.end_ns, op.node.id))
+            threads[op.tid].append((op.start_ns, op.end_ns, op.id))
     ends = ordered_by((tid, end, op_id) for tid, ops in threads.items() for _, end, op_id in ops)
     for tid, ops in threads.items():
         ops.sort()
@@ -92,13 +125,13 @@ def work_waits(
     threads: dict[int, list[HostOp]] = defaultdict(list)
     for op in ordered if works else ():
         if op.start_ns is not None:
-            threads[op.node.tid].append(op)
+            threads[op.tid].append(op)
     for communication in communications:
         work = works.get(communication.work)
         if work is None or work.start_ns is None:
             continue
         end = work.end_ns
-        thread = threads.get(work.node.tid, [])
+        thread = threads.get(work.tid, [])
         at = bisect_left(thread, end, key=_start)
         if at == len(thread):
             unresolved["nothing follows the wait in the execution trace"] += 1
@@ -117,7 +150,7 @@ def _idle(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> 
     busy_until = 0
     for op in reversed(thread[max(0, following - _LOOK_BACK) : following]):
         if op.end_ns >= moment:
-            return operation_of(op.node.name) is not None or "wait" in op.node.name
+            return operation_of(op.name) is not None or "wait" in op.name
         busy_until = max(busy_until, op.end_ns)
     return moment - busy_until > slack
 

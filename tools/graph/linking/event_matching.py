@@ -1,7 +1,13 @@
 """Which Kineto event is which node of the execution trace.
 
-Since 2024 both carry the id of the RecordFunction. For older traces each thread's sequence of names is aligned with
-the sequence of the Kineto thread that it fits best (see `name_alignment`).
+Since 2024 both carry the id of the RecordFunction. In older traces each thread's sequence of names is laid along the
+sequence of the Kineto thread that it fits best, at the place where most names agree.
+
+An execution trace names the wrong caller beside an asynchronous range. torch keeps one stack per thread and takes the
+caller from its top. The range of a gloo Work is put on it where the call is made; when the Work ends, another thread
+takes off what is then on top. So for a while the top is an operation that has long ended, and later one that runs is
+missing: what it calls is then given to the one around it. Kineto's times tell who ran around an operation, and who was
+the innermost: `correct_callers` takes that one.
 """
 
 from __future__ import annotations
@@ -11,15 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from crossrank.tools.graph.linking.name_alignment import OpSequence, align
+import numpy as np
+
 from crossrank.tools.graph.linking.nesting import Nesting, events_by_thread
-from crossrank.tools.traces.execution_trace import ExecutionTrace
+from crossrank.tools.traces.execution_trace import ExecutionTrace, HostOp, is_thread_root
 from crossrank.tools.traces.kineto import HostEvent, KinetoTrace
 
 BY_RF_ID = "record function id"
 BY_SEQUENCE = "sequence of names"
 # Local times of ET and Kineto may be in any two time zones.
 _SECONDS_BETWEEN_ZONES = 26 * 3600
+_WORK = 100_000_000
+"""Comparisons of names that looking for the best place of a thread may take."""
 
 
 @dataclass(kw_only=True)
@@ -134,33 +143,61 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
         if thread is None or not common[thread]:
             match.unmatched.update(dict.fromkeys(positions, "its thread is not in the Kineto trace"))
             continue
-        indices = threads[thread]
-        alignment = align(
-            OpSequence([nodes[p].name for p in positions], [nodes[p].seq_id for p in positions]),
-            OpSequence([events[i].name for i in indices], [events[i].seq_id for i in indices]),
-        )
-        for i, j in alignment.pairs:
-            match.pair(positions[i], indices[j])
-        first, last = (alignment.pairs[0][0], alignment.pairs[-1][0]) if alignment.pairs else (0, -1)
-        for i, position in enumerate(positions):
-            if match.event_of[position] < 0:
-                inside = first < i < last
-                match.unmatched[position] = "no Kineto event in its place" if inside else "outside the Kineto trace"
-        if alignment.places > 1:
+        ours, theirs = [nodes[p] for p in positions], [events[i] for i in threads[thread]]
+        shift, places = best_shift(ours, theirs)
+        if places > 1:
             match.warnings.append(
-                f"thread {tid}: its names fit the Kineto trace at {alignment.places} places equally well; the first "
-                "was taken, so times may be those of another iteration"
+                f"thread {tid}: its names fit the Kineto trace at {places} places equally well; the first was taken, "
+                "so times may be those of another iteration"
             )
-        numbers = ((nodes[positions[i]].seq_id, events[indices[j]].seq_id) for i, j in alignment.pairs)
-        shifts = Counter(theirs - ours for ours, theirs in numbers if ours >= 0 <= theirs)
-        shift, count = shifts.most_common(1)[0] if shifts else (0, 0)
-        if shift:
+        steps: Counter[int] = Counter()
+        for at, (position, node) in enumerate(zip(positions, ours, strict=True), start=shift):
+            event = theirs[at] if 0 <= at < len(theirs) else None
+            if event is None:
+                match.unmatched[position] = "outside the Kineto trace"
+            elif event.name != node.name:
+                match.unmatched[position] = "no Kineto event in its place"
+            else:
+                match.pair(position, threads[thread][at])
+                if node.seq_id >= 0 <= event.seq_id:
+                    steps[event.seq_id - node.seq_id] += 1
+        step, count = steps.most_common(1)[0] if steps else (0, 0)
+        if step:
             match.of_other_iterations += count
             match.warnings.append(
-                f"thread {tid}: autograd's sequence numbers differ by {shift} ({count} of {shifts.total()} operations):"
+                f"thread {tid}: autograd's sequence numbers differ by {step} ({count} of {steps.total()} operations):"
                 " the two files hold different iterations of one job, and times are those of the Kineto trace's"
             )
         del names[thread]
+
+
+def best_shift(ours: Sequence[HostOp], theirs: Sequence[HostEvent]) -> tuple[int, int]:
+    """Which element of `theirs` belongs to the first of `ours` (below 0: it lies before them), and how many places fit
+    equally well, of which that is the first.
+
+    Names repeat from iteration to iteration. The places at which the rarest common name agrees are tried, and the one
+    that most sequence numbers name. The place with most equal names wins, among those the one with most equal numbers.
+    """
+    codes: dict[str, int] = {}
+    a, b = (np.array([codes.setdefault(one.name, len(codes)) for one in side]) for side in (ours, theirs))
+    counts = np.bincount(a, minlength=len(codes)) * np.bincount(b, minlength=len(codes))
+    rarest = int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))
+    here, there = np.flatnonzero(a == rarest), np.flatnonzero(b == rarest)
+    shifts = there - here[0] if len(a) <= len(b) else np.sort(there[0] - here)
+    numbers = np.array([one.seq_id for one in ours]), np.array([one.seq_id for one in theirs])
+    place_of = {number: place for place, number in enumerate(numbers[1].tolist()) if number >= 0}
+    votes = Counter(place_of[number] - place for place, number in enumerate(numbers[0].tolist()) if number in place_of)
+    tried = dict.fromkeys([shift for shift, _ in votes.most_common(1)])
+    tried |= dict.fromkeys(shifts[: 1 + _WORK // min(len(a), len(b))].tolist())
+    scores = {}
+    for shift in sorted(tried):
+        mine, its = slice(max(0, -shift), len(b) - shift), slice(max(0, shift), len(a) + shift)
+        same = a[mine] == b[its]
+        equal = same & (numbers[0][mine] == numbers[1][its]) & (numbers[0][mine] >= 0)
+        scores[shift] = int(np.count_nonzero(same)), int(np.count_nonzero(equal))
+    best = max(scores.values())
+    fitting = [shift for shift, score in scores.items() if score == best]
+    return fitting[0], len(fitting)
 
 
 def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
@@ -170,3 +207,41 @@ def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
         if nearest[event] < 0 and nesting.parent[event] >= 0:
             nearest[event] = nearest[nesting.parent[event]]
     return nearest
+
+
+def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) -> list[str]:
+    """Give every operation the caller that ran around it, where the recorded one did not or another ran between them.
+
+    Changes `HostOp.caller` in place and returns a warning about it.
+    """
+    op_of = {op.id: op for op in host}
+    roots = {op.tid: op.id for op in reversed(host) if is_thread_root(op)}
+    nearest = nearest_nodes(match, nesting)
+    corrected = []
+    for position, op in enumerate(host):
+        caller = op_of.get(op.caller)
+        if caller is None or caller.start_ns is None or op.is_work or op.start_ns is None:
+            continue
+        event = nesting.parent[match.event_of[position]]
+        around = host[nearest[event]] if event >= 0 and nearest[event] >= 0 else None
+        if around is caller:
+            continue
+        if caller.is_work or not caller.start_ns <= op.start_ns <= caller.end_ns:
+            op.caller = around.id if around is not None else roots.get(op.tid, 0)
+        elif around is not None and _is_between(caller, around, op):
+            op.caller = around.id
+        else:
+            continue
+        corrected.append(op.id)
+    if not corrected:
+        return []
+    return [
+        f"{len(corrected)} operation(s) have a recorded caller that was not the one running when they began "
+        f"(first: node {corrected[0]}); their caller is taken from the Kineto trace"
+    ]
+
+
+def _is_between(caller: HostOp, around: HostOp, op: HostOp) -> bool:
+    """Whether `around` ran inside `caller`, and `op` inside it: not at its edge, since times may be rounded."""
+    starts = [one.start_ns or 0 for one in (around, op)]
+    return caller.tid == around.tid and starts[0] < starts[1] and op.end_ns < around.end_ns <= caller.end_ns

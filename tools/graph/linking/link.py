@@ -17,12 +17,11 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import RANGE, CommsFile, ReadIssues, read_chunks
 from crossrank.tools.graph.linking import dependencies as draw
 from crossrank.tools.graph.linking.activities import OUTSIDE, find_launches
-from crossrank.tools.graph.linking.callers import correct_callers
 from crossrank.tools.graph.linking.communications import Communications, find_communications
-from crossrank.tools.graph.linking.event_matching import HostMatch, doubts, match_hosts
-from crossrank.tools.graph.linking.linked_trace import Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
+from crossrank.tools.graph.linking.event_matching import HostMatch, correct_callers, doubts, match_hosts
+from crossrank.tools.graph.linking.linked_trace import Edge, EdgeKind, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.nesting import is_work, nest
-from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
+from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, find_waits
 from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kineto import KinetoTrace, RuntimeCall, read_kineto
@@ -32,23 +31,21 @@ _NAMES = 5
 
 @paused_gc()
 def link(
-    et: str | os.PathLike[str] | ExecutionTrace,
-    kineto: str | os.PathLike[str] | KinetoTrace,
+    et: str | os.PathLike[str],
+    kineto: str | os.PathLike[str],
     comms: str | os.PathLike[str] | None = None,
     *,
     rank: int | None = None,
 ) -> LinkedTrace:
     """Link one rank's execution trace with its Kineto trace.
 
-    `et` and `kineto` are paths, fsspec URLs, or traces that were read before; `comms` is the path of the rank's
-    comms file, where there is one: it gives every communication its whole record. Times of the result are
-    nanoseconds on the clock of the Kineto trace.
+    All are paths or fsspec URLs. `comms` is the rank's comms file, where there is one: it gives every communication its
+    whole record. Times of the result are nanoseconds on the clock of the Kineto trace.
 
     Raises `CrossrankError` where a file cannot be used, or where the two are not of one run.
     """
-    host_trace = et if isinstance(et, ExecutionTrace) else read_execution_trace(os.fspath(et))
-    device_trace = kineto if isinstance(kineto, KinetoTrace) else read_kineto(os.fspath(kineto))
-    return _Linking(host_trace, device_trace, None if comms is None else os.fspath(comms)).link(rank)
+    traces = read_execution_trace(os.fspath(et)), read_kineto(os.fspath(kineto))
+    return _Linking(*traces, None if comms is None else os.fspath(comms)).link(rank)
 
 
 class _Linking:
@@ -65,7 +62,13 @@ class _Linking:
             )
         self.nesting = nest(kineto.host, kineto.calls)
         self.launches = find_launches(et, kineto, self.match, self.nesting)
-        self.host = [self._host_op(position) for position in range(len(et.nodes))]
+        self.host = et.nodes
+        for op, index in zip(et.nodes, self.match.event_of, strict=True):
+            op.is_work = is_work(op.name)
+            if index >= 0:
+                event = kineto.host[index]
+                op.start_ns, op.duration_ns = event.start, event.end - event.start
+                op.exclusive_ns = self.nesting.exclusive_ns[index]
         self.comms = None if comms is None else CommsFile(comms)
         ranges = {node.name for node in et.nodes if node.name.startswith(RANGE)}
         # A job may have made millions of calls outside the window.
@@ -87,17 +90,16 @@ class _Linking:
             budget=Budget.of(self.et.path),
         )
         index_of = {activity: index for index, activity in ids.items()}
-        around = Surroundings(
-            nodes_around=lambda call: [
-                n for event in self.nesting.upwards(call) if (n := self.match.node_of[event]) >= 0
-            ],
+        waits = find_waits(
+            self.kineto,
+            self.launches.call,
+            self._nodes_around,
             issuing={node: (c.record, [index_of[one] for one in c.activities]) for node, c in found.at.items()},
             waiting=found.waits,
         )
-        waits = find_waits(self.kineto, self.launches.call, around)
         ordered = draw.in_program_order(self.host)
         edges = [
-            *(Edge(op.caller, op.node.id, "caller") for op in self.host if op.caller),
+            *(Edge(op.caller, op.id, "caller") for op in self.host if op.caller),
             *draw.program_order(ordered),
             *draw.forward_backward(ordered),
             *draw.inter_thread(ordered),
@@ -129,13 +131,9 @@ class _Linking:
             report=self._report(found, waits, edges, corrections),
         )
 
-    def _host_op(self, position: int) -> HostOp:
-        node, index = self.et.nodes[position], self.match.event_of[position]
-        if index < 0:
-            return HostOp(node, node.parent, is_work=is_work(node.name))
-        event = self.kineto.host[index]
-        duration, exclusive = event.end - event.start, self.nesting.exclusive_ns[index]
-        return HostOp(node, node.parent, event.start, duration, exclusive, is_work=is_work(node.name))
+    def _nodes_around(self, call: int) -> list[int]:
+        """Positions of the nodes around a runtime call, the innermost first."""
+        return [node for event in self.nesting.upwards(call) if (node := self.match.node_of[event]) >= 0]
 
     def _event_args(self, position: int) -> msgspec.Raw | None:
         index = self.match.event_of[position]
@@ -210,7 +208,7 @@ class _Linking:
                 *_of(kineto.path, kineto.damage),
                 *(_of(self.comms.path, self.comms.issues.problems) if self.comms else ()),
             ],
-            unread=kineto.unread,
+            unread=dict(sorted(kineto.unread.items())),
             warnings=[
                 *_of("execution trace", et.warnings),
                 *_of("Kineto trace", kineto.warnings),

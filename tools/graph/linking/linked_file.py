@@ -38,21 +38,21 @@ from crossrank.tools.graph.linking.linked_trace import (
     Communication,
     Edge,
     EdgeKind,
-    HostOp,
     LinkedTrace,
     Provenance,
     by_begin,
 )
 from crossrank.tools.graph.linking.nesting import is_work
+from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import (
     FIRST_NESTED_SCHEMA,
     FLAT_SCHEMA,
-    HostNode,
+    HostOp,
     attribute_text,
     is_thread_root,
     read_attributes,
 )
-from crossrank.tools.traces.json_document import Shape, read_document
+from crossrank.tools.traces.json_document import Document, Shape
 
 Compression = Literal["zst", "gz", "none"]
 
@@ -63,8 +63,8 @@ _COMPRESSORS: dict[Compression, Callable[[BinaryIO], AbstractContextManager[Any]
 }
 _BATCH = 2048
 """Nodes of a line."""
-_MOST_US = 1 << 52
-_NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
+_MOST_US = Decimal(1 << 52)
+_NO_HOST = HostOp(id=0, name="", caller=0, rf_id=0, tid=0)
 _EMPTY = msgspec.Raw(b"[]")
 _NO_ARGS = msgspec.Raw(b"{}")
 
@@ -118,7 +118,7 @@ class LinkedFile(msgspec.Struct, kw_only=True):
     nodes: list[Node] = []
 
 
-_SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nodes", row=Node)
+_SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nodes", row=Node, hashed=False)
 
 
 def write_linked(trace: LinkedTrace, path: str | Path, compression: Compression = "zst") -> None:
@@ -154,9 +154,9 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
     by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
-        yield _host_node(op, deps.pop(op.node.id, []), by_host.get(op.node.id))
-    hosts = {op.node.id: op.node for op in trace.host}
-    root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id)
+        yield _host_node(op, deps.pop(op.id, []), by_host.get(op.id))
+    hosts = {op.id: op for op in trace.host}
+    root = next((op.id for op in trace.host if is_thread_root(op)), trace.host[0].id)
     for activity in trace.activities:
         host = _NO_HOST if activity.host is None else hosts[activity.host]
         communication = by_activity.get(activity.id)
@@ -188,14 +188,13 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
 
 
 def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communication | None) -> Node:
-    node = op.node
     out = Node(
-        id=node.id,
-        name=node.name,
-        ctrl_deps=op.caller or node.id,  # torch's own root is its own parent
-        inputs=node.inputs,
-        outputs=node.outputs,
-        attrs=attribute_text(node),
+        id=op.id,
+        name=op.name,
+        ctrl_deps=op.caller or op.id,  # torch's own root is its own parent
+        inputs=op.inputs,
+        outputs=op.outputs,
+        attrs=attribute_text(op),
         sync_dep=[one.id for one in deps if one.kind == "sync"],
         comm=communication,
         pg_name=communication.record.pg if communication else None,
@@ -221,13 +220,14 @@ def microseconds(ns: int) -> msgspec.Raw:
     return msgspec.Raw(b"%b%d.%03d" % (sign, whole, rest) if rest else b"%b%d" % (sign, whole))
 
 
+@paused_gc()
 def read_linked(path: str) -> LinkedTrace:
     """The graph in a linked trace, plain, gzip or zstd.
 
     Raises `CrossrankError` where the file is damaged or is no linked trace: dependencies of a part would mislead.
     """
     graph = _Graph(path)
-    document = read_document(path, _SHAPE, graph.take)
+    document = Document(path, _SHAPE, graph.take)
     file, head = document.content, document.content.crossrank
     if head is None:
         raise CrossrankError(f"{path}: is no linked trace of crossrank; make one with `crossrank link`")
@@ -302,22 +302,22 @@ class _Graph:
 
 
 def _read_host_op(node: Node) -> HostOp:
-    caller = 0 if node.ctrl_deps == node.id else node.ctrl_deps
-    given = HostNode(
+    op = HostOp(
         id=node.id,
         name=node.name,
-        parent=caller,
+        caller=0 if node.ctrl_deps == node.id else node.ctrl_deps,
         rf_id=0,
         tid=0,
         inputs=node.inputs,
         outputs=node.outputs,
         attributes=node.attrs,
+        is_work=is_work(node.name),
     )
-    read_attributes(given)
-    if node.ts is UNSET:
-        return HostOp(given, caller, is_work=is_work(node.name))
-    times = _ns(node.ts), _ns(node.inclusive_dur), _ns(node.exclusive_dur), _ns(node.blocked_dur)
-    return HostOp(given, caller, *times, is_work(node.name))
+    read_attributes(op)
+    if node.ts is not UNSET:
+        op.start_ns, op.duration_ns = _ns(node.ts), _ns(node.inclusive_dur)
+        op.exclusive_ns, op.blocked_ns = _ns(node.exclusive_dur), _ns(node.blocked_dur)
+    return op
 
 
 def _read_activity(node: Node, category: str) -> Activity:
@@ -343,8 +343,8 @@ def _ns(us: msgspec.Raw | UnsetType) -> int:
     text = bytes(us).decode()
     try:
         time = Decimal(text)
-    except ArithmeticError:
-        time = Decimal("NaN")
-    if not time.is_finite() or abs(time) >= _MOST_US:
-        raise ValueError(f"invalid time {text[:40]} us")
-    return int(time * 1000)
+        if -_MOST_US < time < _MOST_US:
+            return int(time * 1000)
+    except ArithmeticError:  # no number
+        pass
+    raise ValueError(f"invalid time {text[:40]} us")

@@ -12,7 +12,7 @@ import msgspec
 import crossrank
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number, is_p2p
 from crossrank.privacy import Privacy
-from crossrank.tools.traces.execution_trace import HostNode
+from crossrank.tools.traces.execution_trace import HostOp as HostOp
 
 EdgeKind = Literal[
     "caller",
@@ -57,32 +57,6 @@ class Edge(msgspec.Struct, frozen=True, gc=False):
     slack_ns: int | None = None
     """How long after the source's end what waited went on: small where it really waited. For a stream, from the end
     of the source or the launch of the target, whichever is later, to the start of the target."""
-
-
-class HostOp(msgspec.Struct, gc=False):
-    """A node of the execution trace with its times."""
-
-    node: HostNode
-    caller: int
-    """Id of the calling node; that of the execution trace, unless that is impossible. 0 where there is none."""
-    start_ns: int | None = None
-    """None where no Kineto event matched; then it has no other time either."""
-    duration_ns: int = 0
-    exclusive_ns: int = 0
-    """Duration without the operations called on the same thread."""
-    blocked_ns: int = 0
-    """Part of the exclusive time in which it stood in a runtime call that waited for the GPU, as far as an edge says
-    for what."""
-    is_work: bool = False
-    """The range of a Work (`gloo:all_reduce`): begun by its thread, but not run by it."""
-
-    @property
-    def id(self) -> int:
-        return self.node.id
-
-    @property
-    def end_ns(self) -> int:
-        return (self.start_ns or 0) + self.duration_ns
 
 
 class Activity(msgspec.Struct, gc=False):

@@ -23,9 +23,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from crossrank.comm import CommRecord
-from crossrank.tools.graph.linking.ordered import Ordered, ordered_by
+from crossrank.tools.graph.linking.dependencies import Ordered, ordered_by
 from crossrank.tools.traces.kineto import Id, KinetoTrace, RuntimeCall
 from crossrank.tools.traces.param_comms import ParamComms
 
@@ -54,48 +55,41 @@ class GpuWait:
     slack_ns: int | None = None
 
 
+def find_waits(
+    kineto: KinetoTrace,
+    launch_call: Sequence[int],
+    nodes_around: Callable[[int], Sequence[int]] = lambda _: (),
+    issuing: Mapping[int, tuple[CommRecord, Sequence[int]]] = MappingProxyType({}),
+    waiting: Mapping[int, ParamComms] = MappingProxyType({}),
+) -> GpuWaits:
+    """`launch_call` gives the launching call of each activity, -1 where it is not known. `nodes_around` gives the nodes
+    around a call, the innermost first; `issuing` the communication that a node issues, with its kernels; `waiting` the
+    arguments of a `wait` node. Nodes, activities and calls are positions in the traces."""
+    search = GpuWaits(
+        kineto=kineto, launch_call=launch_call, nodes_around=nodes_around, issuing=issuing, waiting=waiting
+    )
+    if kineto.syncs:
+        search.take_recorded()
+    else:
+        search.infer_host_waits()
+        search.infer_stream_waits()
+    return search
+
+
 @dataclass(kw_only=True)
 class GpuWaits:
-    """All waits of a trace."""
+    """All waits of a trace, as far as they are found."""
 
+    kineto: KinetoTrace
+    launch_call: Sequence[int]
+    nodes_around: Callable[[int], Sequence[int]]
+    issuing: Mapping[int, tuple[CommRecord, Sequence[int]]]
+    waiting: Mapping[int, ParamComms]
     waits: list[GpuWait] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     """Kind -> synchronisations looked at."""
     unresolved: Counter[str] = field(default_factory=Counter)
     """Reason -> synchronisations that gave no wait."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What is around the calls of a trace. Nodes and activities by their positions in the traces."""
-
-    nodes_around: Callable[[int], Sequence[int]]
-    """Gives the nodes around a call, the innermost first."""
-    issuing: Mapping[int, tuple[CommRecord, Sequence[int]]]
-    """Node -> the communication that it issues, with its kernels."""
-    waiting: Mapping[int, ParamComms]
-    """Node -> the arguments of a `wait` node."""
-
-
-def find_waits(kineto: KinetoTrace, launch_call: Sequence[int], around: Surroundings | None = None) -> GpuWaits:
-    """`launch_call` gives the launching call of each activity, -1 where it is not known; what streams wait for is
-    inferred only with what is `around` the calls."""
-    search = _Search(kineto=kineto, launch_call=launch_call)
-    if kineto.syncs:
-        search.take_recorded()
-    else:
-        search.infer_host_waits()
-        if around is not None:
-            search.infer_stream_waits(around)
-    return search
-
-
-@dataclass(kw_only=True)
-class _Search(GpuWaits):
-    """Adds waits, and knows the activities of every stream by their start, their end, and their launch."""
-
-    kineto: KinetoTrace
-    launch_call: Sequence[int]
 
     def __post_init__(self) -> None:
         self._stream_of = [(activity.device, activity.stream) for activity in self.kineto.device]
@@ -174,22 +168,22 @@ class _Search(GpuWaits):
                 slack = max(0, call.end - device[source].end)
                 self.waits.append(GpuWait(source, index, inferred=True, slack_ns=slack))
 
-    def infer_stream_waits(self, around: Surroundings) -> None:
+    def infer_stream_waits(self) -> None:
         by_number: dict[int | None, list[tuple[str, Sequence[int]]]] = defaultdict(list)
-        for record, kernels in around.issuing.values():
+        for record, kernels in self.issuing.values():
             by_number[record.seq if record.seq is not None else record.p2p_seq].append((record.pg, kernels))
-        waited_for = {node: _named(wait, by_number.get(wait.seq, [])) for node, wait in around.waiting.items()}
-        buckets = self._buckets(around, {kernel for named in waited_for.values() for kernel in named})
-        computing = self._computing({kernel for _, kernels in around.issuing.values() for kernel in kernels})
+        waited_for = {node: _named(wait, by_number.get(wait.seq, [])) for node, wait in self.waiting.items()}
+        buckets = self._buckets({kernel for named in waited_for.values() for kernel in named})
+        computing = self._computing({kernel for _, kernels in self.issuing.values() for kernel in kernels})
         for index, call in sorted(enumerate(self.kineto.calls), key=lambda entry: entry[1].start):
             if _WAIT_EVENT not in call.name:
                 continue
             self.kinds[call.name] += 1
-            nodes, bucket = around.nodes_around(index), buckets[call.pid, call.tid]
-            node = next((node for node in nodes if node in around.issuing or node in waited_for), None)
-            if node is not None and node in around.issuing:
+            nodes, bucket = self.nodes_around(index), buckets[call.pid, call.tid]
+            node = next((node for node in nodes if node in self.issuing or node in waited_for), None)
+            if node is not None and node in self.issuing:
                 # The communication's stream waits for what its caller computes.
-                kernels = around.issuing[node][1]
+                kernels = self.issuing[node][1]
                 target = next((kernel for kernel in kernels if self._launch_time(kernel) >= call.start), -1)
                 if target < 0:
                     self.unresolved["it is a communication's own, after its launch"] += 1
@@ -213,10 +207,10 @@ class _Search(GpuWaits):
                 slack = max(0, self.kineto.device[target].start - begins)
                 self.waits.append(GpuWait(source, index, target, inferred=True, slack_ns=slack))
 
-    def _buckets(self, around: Surroundings, waited_for: set[int]) -> Mapping[_Lane, deque[tuple[int, Sequence[int]]]]:
+    def _buckets(self, waited_for: set[int]) -> Mapping[_Lane, deque[tuple[int, Sequence[int]]]]:
         """By thread: the all-reduces that no `wait` node names, as (launch, kernels) in the order of their launches."""
         buckets: dict[_Lane, deque[tuple[int, Sequence[int]]]] = defaultdict(deque)
-        reduces = [kernels for record, kernels in around.issuing.values() if record.op == "all_reduce"]
+        reduces = [kernels for record, kernels in self.issuing.values() if record.op == "all_reduce"]
         launched = [kernels for kernels in reduces if kernels and kernels[0] in self._launched]
         for kernels in sorted(launched, key=lambda kernels: self._launched[kernels[0]]):
             if waited_for.isdisjoint(kernels):

@@ -1,12 +1,16 @@
-"""Which files belong together: the execution trace, the Kineto trace and the comms file of each rank and window."""
+"""Which files belong together: the execution trace, the Kineto trace and the comms file of each rank and window.
+
+What a command makes of them, and writes, is a `RankOutput`.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from crossrank.errors import CrossrankError
+from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, is_folder
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover, look
 
@@ -22,6 +26,22 @@ class RankInput:
     comms: str | None = None
     linked: str | None = None
     """A linked trace, which takes the place of the others."""
+
+
+@dataclass(kw_only=True)
+class RankOutput:
+    """What became of one rank and window."""
+
+    rank: int | None
+    window: int
+    output: str | None = None
+    error: str | None = None
+    """Why there is no output."""
+
+    @property
+    def name(self) -> str:
+        rank = "one pair" if self.rank is None else f"rank {self.rank}"
+        return rank if self.window == 1 else f"{rank}, window {self.window}"
 
 
 @dataclass(frozen=True)
@@ -132,3 +152,13 @@ def _two_files(first: str, second: str) -> RankInput:
         raise CrossrankError(f"need one execution trace and one Kineto trace, but {given}")
     rank = next((file.rank for file in found if file.rank is not None), None)
     return RankInput(rank=rank, window=1, et=by_kind[EXECUTION_TRACE].path, kineto=by_kind[KINETO].path)
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Turn what goes wrong with the disk into a `CrossrankError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise CrossrankError(f"{path}: cannot be written ({reason}); name another folder with -o") from error

@@ -8,22 +8,19 @@ arriver of a collective. The job has counters over all ranks: bytes in flight, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
+import polars as pl
 
 from crossrank.errors import CrossrankError
 from crossrank.text import amount, printable
-from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.launches import Bools, CallKind
+from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.job.launches import CallKind
 from crossrank.tools.output.timeline.perfetto import Events, Floats, Ints, PerfettoWriter
-from crossrank.tools.traces.rank_trace import RankTrace
 
 Flows = Literal["first-last", "all", "none"]
-
-_MOST = np.iinfo(np.int64).max
 
 
 class Written(msgspec.Struct, kw_only=True):
@@ -44,101 +41,89 @@ class Written(msgspec.Struct, kw_only=True):
     """ns since 1970 at time 0; 0 where the files know no wall clock."""
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """The calls of all ranks as they are shown."""
-
-    found: Collectives
-    zero: int
-    """Time 0, in ns since 1970."""
-    labels: Sequence[str]
-    """Of the kinds of calls."""
-    on_device: Bools
-    flow: Ints
-
-
-def write_timeline(
-    ranks: Sequence[RankTrace], found: Collectives, file: BinaryIO, *, flows: Flows = "first-last"
-) -> Written:
+def write_timeline(found: JobTables, file: BinaryIO, *, flows: Flows = "first-last") -> Written:
     """Write all ranks to `file`. Raises `CrossrankError` where no call has a time."""
-    moments = [column[column > 0] for column in (found.called, found.began)]
-    begins = [int(column.min()) for column in moments if len(column)]
-    if not begins:
-        raise CrossrankError(
-            f"{ranks[0].path}: no communication with a time is in it, so there is nothing to lay on a timeline"
-        )
-    zero = min(begins)
-    on_device = found.placed & (found.ended > 0)
-    flow = _flows(found, flows, on_device)
-    shown = _Shown(found, zero, [_label(found, kind) for kind in found.kinds] or [""], on_device, flow)
+    ranks = found.job.ranks
+    zero, last = found.calls.select(
+        pl.min_horizontal(pl.min("called_ns"), pl.min("began_ns")),
+        pl.max_horizontal(pl.max("called_ns"), pl.max("ended_ns")).alias("last"),
+    ).row(0)
+    if zero is None:
+        path = next(iter(ranks.values())).path
+        raise CrossrankError(f"{path}: no communication with a time is in it, so there is nothing to lay on a timeline")
+    calls = _with_flows(found, flows)
     written = Written(
-        ranks=len(found.ranks),
-        calls=int((found.called > 0).sum()),
-        activities=int(on_device.sum()),
-        arrows=len(np.unique(flow[flow > 0])),
-        steps=sum(len(one.steps) for one in ranks),
+        ranks=len(ranks),
+        calls=calls["called_ns"].count(),
+        activities=int(calls["on_device"].sum()),
+        arrows=calls["flow"].n_unique() - calls["flow"].has_nulls(),
+        steps=sum(len(one.steps) for one in ranks.values()),
         counters=[],
-        duration_ms=(int(max(found.called.max(), found.ended.max())) - zero) / 1e6,
+        duration_ms=(last - zero) / 1e6,
         epoch_ns=zero,
     )
-    order = np.lexsort((found.called, found.rank))
-    rows_of = np.split(order, np.searchsorted(found.rank[order], found.ranks[1:]))
-    by_rank = {one.rank: one for one in ranks}
-    width = len(str(max(found.ranks)))
+    labels = [_label(found, kind) for kind in found.kinds] or [""]
+    by_rank = calls.sort("rank", "called_ns", maintain_order=True).partition_by("rank", as_dict=True)
+    width = len(str(max(ranks)))
     writer = PerfettoWriter(file, zero)
     job = 0
-    for name, unit, at, value in _counters(shown):
+    for name, unit, at, value in _counters(found, calls, zero):
         job = job or writer.track("job")
         written.counters.append(name)
         writer.counter(writer.track(name, job, unit), at, value)
-    for rank, rows in zip(found.ranks, rows_of, strict=True):
-        one = by_rank[rank]
+    for rank, one in ranks.items():
         parent = writer.track(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
-        for name, events in _of_rank(shown, one, rows):
+        own = by_rank.get((rank,), calls.clear())
+        if one.steps:
+            begins = [(number, moment + found.shift.get(rank, 0)) for number, moment in one.steps]
+            writer.events(writer.track("steps", parent), _steps(begins, own, zero))
+        for name, events in _of_rank(own, labels, zero):
             writer.events(writer.track(name, parent), events)
     return written
 
 
-def _label(found: Collectives, kind: CallKind) -> str:
+def _label(found: JobTables, kind: CallKind) -> str:
     group = found.groups[kind.group]
     name = f"{group.name} {group.desc}".strip() or "unknown group"
     return printable(f"{kind.label} {amount(kind.bytes, unknown=not kind.sized)} · {name}")
 
 
-def _of_rank(shown: _Shown, one: RankTrace, rows: Ints) -> Iterator[tuple[str, Events]]:
-    """The tracks of a rank, whose calls are `rows`, by name."""
-    found, zero = shown.found, shown.zero
-    if one.steps:
-        yield "steps", _steps(shown, one, rows)
-    called = rows[found.called[rows] > 0]
+def _of_rank(calls: pl.DataFrame, labels: Sequence[str], zero: int) -> Iterator[tuple[str, Events]]:
+    """The tracks of a rank's calls, by name."""
+    called = calls.drop_nulls("called_ns")
     if len(called):
         yield (
             "calls",
             Events(
-                names=shown.labels,
-                name=found.kind[called],
-                start=np.maximum(found.called[called] - zero, 0),
-                arguments={"number": found.number[called].clip(0), "id": found.id[called].clip(0)},
+                names=labels,
+                name=_ints(called, "kind"),
+                start=_ints(called, "called_ns") - zero,
+                arguments={"number": _ints(called, "number"), "id": _ints(called, "id").clip(0)},
                 # Where the times of the device are known the arrows stand there.
-                flow=np.where(shown.on_device[called], 0, shown.flow[called]),
+                flow=_ints(called.select(pl.when(~pl.col("on_device")).then("flow")), "flow"),
             ),
         )
-    placed = rows[shown.on_device[rows]]
-    placed = placed[np.argsort(found.began[placed], kind="stable")]
-    slot = slots(found.began[placed], found.ended[placed])
+    placed = calls.filter("on_device").sort("began_ns", maintain_order=True)
+    slot = slots(_ints(placed, "began_ns"), _ints(placed, "ended_ns"))
     for index in range(int(slot.max(initial=-1)) + 1):
-        mine = placed[slot == index]
+        own = placed.filter(pl.Series(slot == index))
         yield (
             "device" if index == 0 else f"device {index + 1}",
             Events(
-                names=shown.labels,
-                name=found.kind[mine],
-                start=np.maximum(found.began[mine] - zero, 0),
-                end=np.maximum(found.ended[mine] - zero, 0),
-                arguments={"number": found.number[mine].clip(0)},
-                flow=shown.flow[mine],
+                names=labels,
+                name=_ints(own, "kind"),
+                start=np.maximum(_ints(own, "began_ns") - zero, 0),
+                end=np.maximum(_ints(own, "ended_ns") - zero, 0),
+                arguments={"number": _ints(own, "number")},
+                flow=_ints(own, "flow"),
             ),
         )
+
+
+def _ints(frame: pl.DataFrame, column: str) -> Ints:
+    """A column as Perfetto's writer takes it, 0 where it is null."""
+    values: Ints = frame[column].fill_null(0).cast(pl.Int64).to_numpy()
+    return values
 
 
 def slots(start: Ints, end: Ints) -> Ints:
@@ -158,59 +143,57 @@ def slots(start: Ints, end: Ints) -> Ints:
     return slot
 
 
-def _steps(shown: _Shown, one: RankTrace, rows: Ints) -> Events:
+def _steps(steps: Sequence[tuple[int, int]], calls: pl.DataFrame, zero: int) -> Events:
     """Iterations; those before the first moment of the timeline begin with it."""
-    found, zero = shown.found, shown.zero
-    last = int(max(found.called[rows].max(initial=zero), found.ended[rows].max(initial=zero)))
-    shift = found.shift.get(one.rank or 0, 0)
-    begins = [max(moment + shift, zero) for _, moment in one.steps]
-    names = [f"step {number}" for number, _ in one.steps]
+    last = max(zero, *(one for name in ("called_ns", "ended_ns") if (one := calls[name].max()) is not None))
+    begins = [max(moment, zero) for _, moment in steps]
+    names = [f"step {number}" for number, _ in steps]
     # The first line of a recording is step 1: what came before it was step 0.
     if begins[0] > zero:
-        names.insert(0, f"step {one.steps[0][0] - 1}")
+        names.insert(0, f"step {steps[0][0] - 1}")
         begins.insert(0, zero)
     edges = np.array([*begins, max(last, begins[-1])], np.int64) - zero
     return Events(names=names, name=np.arange(len(names)), start=edges[:-1], end=edges[1:])
 
 
-def _flows(found: Collectives, flows: Flows, on_device: Bools) -> Ints:
-    """The flow of each call, 0 = none: one for each collective of several ranks."""
-    flow = np.zeros(len(found.rank), np.int64)
-    members = np.bincount(found.collective, minlength=len(found.of_kind))
-    arrival = np.where(on_device, found.began, found.called)
+def _with_flows(found: JobTables, flows: Flows) -> pl.DataFrame:
+    """The calls with `on_device`, whether it is known when the device was busy with them, and `flow`, the number of the
+    arrows that they are on: one for each collective of several ranks."""
     # Between clocks that were not brought together an arrow would say nothing.
-    one_clock = found.comparable | (found.clocks.count == 1)
-    rows = np.flatnonzero((members[found.collective] > 1) & (arrival > 0) & one_clock)
-    if flows == "none" or not len(rows):
-        return flow
-    order = rows[np.lexsort((found.rank[rows], arrival[rows], found.collective[rows]))]
-    changes = np.diff(found.collective[order]) != 0
-    first, last = np.concatenate(([True], changes)), np.concatenate((changes, [True]))
+    one_clock = pl.col("comparable") | pl.lit(value=found.clocks.count == 1)
+    calls = found.calls.with_row_index("place").with_columns(
+        on_device=pl.col("placed") & pl.col("ended_ns").is_not_null(), members=pl.len().over("collective")
+    )
+    arrived = pl.when("on_device").then("began_ns").otherwise("called_ns")
+    shown = calls.with_columns(arrived=arrived).filter((pl.col("members") > 1) & one_clock).drop_nulls("arrived")
+    shown = shown.sort("collective", "arrived", "rank").with_columns(
+        turn=pl.int_range(pl.len()).over("collective"), count=pl.len().over("collective")
+    )
     # Of a collective of which only one member can be placed there is nothing to connect.
-    chosen = order[~(first & last)] if flows == "all" else order[first ^ last]
-    flow[chosen] = found.collective[chosen] + 1
-    return flow
+    is_end = (pl.col("turn") == 0) | (pl.col("turn") == pl.col("count") - 1)
+    chosen = {"first-last": is_end, "all": pl.lit(value=True), "none": pl.lit(value=False)}[flows]
+    shown = shown.filter(chosen & (pl.col("count") > 1)).select("place", flow=pl.col("collective") + 1)
+    return calls.join(shown, on="place", how="left", maintain_order="left").drop("place", "members")
 
 
-def _counters(shown: _Shown) -> Iterator[tuple[str, str, Ints, Floats]]:
+def _counters(found: JobTables, calls: pl.DataFrame, zero: int) -> Iterator[tuple[str, str, Ints, Floats]]:
     """(name, unit, moments, values): sums over the collectives under way, as far as it is known when they were."""
-    found, zero = shown.found, shown.zero
-    is_timed = (found.time >= 0)[found.collective]
-    timed = np.flatnonzero(shown.on_device & found.comparable & (found.began >= zero) & is_timed)
+    sums = found.collectives.with_row_index("collective").select("collective", "time_ns", "bytes", "busbw_gb_per_s")
+    timed = (
+        calls.filter(pl.col("on_device") & pl.col("comparable") & (pl.col("began_ns") >= zero))
+        .group_by("collective")
+        .agg(first=pl.min("began_ns"), last_begin=pl.max("began_ns"), end=pl.max("ended_ns"))
+        .join(sums.drop_nulls("time_ns"), on="collective")
+        .sort("collective")
+    )
     if not len(timed):
         return
-    count = len(found.of_kind)
-    first, last_begin, last_end = np.full(count, _MOST), np.zeros(count, np.int64), np.zeros(count, np.int64)
-    np.minimum.at(first, found.collective[timed], found.began[timed])
-    np.maximum.at(last_begin, found.collective[timed], found.began[timed])
-    np.maximum.at(last_end, found.collective[timed], found.ended[timed])
-    known = np.flatnonzero(last_end > 0)
-    volume = found.bytes[known].astype(np.float64)
-    yield "bytes in flight", "B", *_sum_over_time(first[known] - zero, last_end[known] - zero, volume)
-    rate = found.busbw()
-    rated = known[~np.isnan(rate[known])]
+    first, end, volume = (_ints(timed, name) for name in ("first", "end", "bytes"))
+    yield "bytes in flight", "B", *_sum_over_time(first - zero, end - zero, volume.astype(np.float64))
+    rated = timed.drop_nulls("busbw_gb_per_s")
     if len(rated):
-        yield "busbw", "GB/s", *_sum_over_time(last_begin[rated] - zero, last_end[rated] - zero, rate[rated])
+        last_begin, end = _ints(rated, "last_begin"), _ints(rated, "end")
+        yield "busbw", "GB/s", *_sum_over_time(last_begin - zero, end - zero, rated["busbw_gb_per_s"].to_numpy())
 
 
 def _sum_over_time(begin: Ints, end: Ints, value: Floats) -> tuple[Ints, Floats]:

@@ -77,16 +77,6 @@ def test_a_clock_that_is_off_neither_makes_nor_hides_a_hang(shift: float, tmp_pa
     assert diagnosis_of(tmp_path / "SIGUSR1").verdict == "ok"
 
 
-def test_a_rank_that_failed_because_of_others_is_not_accused(tmp_path: Path) -> None:
-    programs = training_that_rank_2_leaves()
-    del programs[1][-1]  # it failed in a call that no recorder notes
-    failed = Moment(reason="exit", after=0.05, error=CLOSED)
-    moments = {0: Moment(), 1: failed, 2: Moment(reason="exit", after=0, error=RAISED), 3: Moment()}
-    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
-
-
 def test_a_rank_that_raised_is_not_said_to_wait(tmp_path: Path) -> None:
     programs: Programs = [[STEP, STEP], [STEP], [STEP], [STEP]]
     killed = Moment(reason="SIGTERM", after=0.01)
@@ -110,22 +100,6 @@ def test_a_job_in_which_communication_failed_is_not_healthy_even_if_no_call_show
     assert [(finding.kind, finding.waiting_ranks) for finding in found.findings] == [("raised", [0, 1, 2, 3])]
 
 
-def test_a_job_that_its_user_interrupts_is_healthy(tmp_path: Path) -> None:
-    moments = dict.fromkeys(range(4), Moment(reason="SIGINT", after=0.1, error="KeyboardInterrupt: "))
-    write_moments(SimulatedJob([[STEP]] * 4, WORLD), tmp_path, moments)
-
-    assert diagnosis_of(tmp_path).verdict == "ok"
-
-
-def test_a_hang_that_its_user_interrupts_is_still_a_hang(tmp_path: Path) -> None:
-    moments = dict.fromkeys(range(4), Moment(reason="SIGINT", after=60, error="KeyboardInterrupt: "))
-    programs = training_that_rank_2_leaves()
-    programs[2].append(CpuStall())
-    write_moments(SimulatedJob(programs, WORLD), tmp_path, moments)
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
-
-
 def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
     programs = training_that_rank_2_leaves()
     stuck = Moment(error="KeyError: 'loss'", thread="metrics", traceback=(("average", "/home/me/metrics.py", 12),))
@@ -137,93 +111,91 @@ def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wa
     assert finding.places[0].frames == ["average (/home/me/metrics.py:12)"]
 
 
-@pytest.mark.parametrize(
-    ("error", "where"),
-    [
-        ("RuntimeError: DataLoader timed out after 2 seconds", "/opt/torch/utils/data/dataloader.py"),
-        ("RuntimeError: object store: connection refused by 10.0.0.7:9000", "train.py"),
-        ("RuntimeError: cuDNN error: socket timeout in kernel", "train.py"),
-    ],
-)
-def test_what_other_libraries_say_of_their_connections_is_no_failed_communication(
-    error: str, where: str, tmp_path: Path
-) -> None:
-    victim = Moment(reason="exit", after=0.05, error=CLOSED, timed_out=True)
-    own = Moment(reason="exit", after=0, error=error, traceback=(("fetch", where, 9), ("main", "train.py", 5)))
-    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
-    write_moments(job, tmp_path, {0: victim, 1: victim, 2: own, 3: victim})
-
-    found = diagnosis_of(tmp_path)
-
-    assert (found.suspect_ranks, found.findings[0].exception) == ([2], error)
-
-
-def test_ranks_that_died_while_others_raised_are_an_error(tmp_path: Path) -> None:
-    moments = dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=CLOSED))
-    write_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
-
-    assert diagnosis_of(tmp_path).verdict == "error"
-
-
 LEFT = Moment(reason="exit", after=0, error=RAISED)
 FAILED = Moment(reason="exit", after=0.3, error=CLOSED, timed_out=True)
 WRAPPED = Moment(reason="exit", after=0.1, error="TrainingError: step 2 failed", causes=("KeyError: 'x'", CLOSED))
+ENDED, LATER = Moment(reason="SIGTERM", after=0), Moment(reason="SIGTERM", after=0.3)
+LEAVES = training_that_rank_2_leaves()
+
+
+def interrupted(after: float) -> Moment:
+    return Moment(reason="SIGINT", after=after, error="KeyboardInterrupt: ")
 
 
 def failed_in(error: str, file: str) -> Moment:
     return Moment(reason="exit", after=0.05, error=error, timed_out=True, traceback=(("wait", file, 9),))
 
 
+def raised(error: str, file: str) -> Moment:
+    return Moment(reason="exit", after=0, error=error, traceback=(("fetch", file, 9), ("main", "train.py", 5)))
+
+
+def of_rank_2(left: Moment, others: Moment, first: Moment = FAILED) -> dict[int, Moment]:
+    return {0: first, 1: others, 2: left, 3: others}
+
+
+def cancelled(wait: float) -> dict[int, Moment]:
+    """One after the other; the handler of rank 3 waits for a call that does not return."""
+    failed = Moment(reason="exit", after=wait + 0.3, error=CLOSED, timed_out=True)
+    ended = [Moment(reason="SIGTERM", after=after) for after in (wait, wait + 1.2)]
+    return dict(enumerate((failed, failed, *ended)))
+
+
+def ended_on_the_way(wait: float) -> dict[int, Moment]:
+    """Without files of rank 1, which may have ended the job."""
+    return dict.fromkeys((0, 2, 3), Moment(reason="SIGTERM", after=wait, world_size=4))
+
+
+KILLED, HUNG = Moment(reason="SIGTERM", after=0.02), Moment()
+ON_THE_WAY: Programs = [[STEP], [], [STEP], []]
+STOPS: Programs = [*LEAVES[:2], [*LEAVES[2], CpuStall()], LEAVES[3]]
+FAILS_UNSEEN: Programs = [LEAVES[0], LEAVES[1][:-1], *LEAVES[2:]]
+"""Rank 1 failed in a call that no recorder notes."""
+
+
 @pytest.mark.parametrize(
-    ("backend", "left", "others"),
+    ("backend", "programs", "moments", "suspects"),
     [
-        pytest.param("nccl", LEFT, Moment(reason="SIGTERM", after=0.02), id="the others were killed soon after"),
-        pytest.param("nccl", Moment(after=-1.0), Moment(), id="it hangs elsewhere and was dumped before they waited"),
-        pytest.param("gloo", Moment(reason="SIGTERM", after=0), FAILED, id="it alone was ended"),
-        pytest.param("gloo", Moment(reason="SIGABRT", after=0), Moment(reason="SIGTERM", after=0.3), id="it aborted"),
-        pytest.param("gloo", LEFT, WRAPPED, id="their exceptions wrap a failed communication"),
-        pytest.param("gloo", Moment(reason="SIGTERM", after=0), WRAPPED, id="wrapped, and it was ended"),
-        pytest.param("gloo", LEFT, failed_in("RuntimeError: Operation timed out!", "train.py"), id="in a wait"),
-        pytest.param(
-            "gloo", LEFT, failed_in("RuntimeError: Connection reset by peer", "/opt/torch/autograd/graph.py"), id="grad"
+        pytest.param("nccl", LEAVES, of_rank_2(LEFT, KILLED, KILLED), [2], id="the others were killed soon after"),
+        pytest.param("nccl", LEAVES, of_rank_2(Moment(after=-1.0), HUNG, HUNG), [2], id="dumped before they waited"),
+        pytest.param("gloo", LEAVES, of_rank_2(ENDED, FAILED), [2], id="it alone was ended"),
+        pytest.param("gloo", LEAVES, of_rank_2(Moment(reason="SIGABRT", after=0), LATER), [2], id="it aborted"),
+        pytest.param("gloo", LEAVES, of_rank_2(LEFT, WRAPPED), [2], id="exceptions wrap a failed communication"),
+        pytest.param("gloo", LEAVES, of_rank_2(ENDED, WRAPPED), [2], id="wrapped, and it was ended"),
+        *(
+            pytest.param("gloo", LEAVES, of_rank_2(LEFT, failed_in(error, file)), [2], id=error)
+            for error, file in (
+                ("RuntimeError: Operation timed out!", "train.py"),
+                ("RuntimeError: Connection reset by peer", "/opt/torch/autograd/graph.py"),
+                ("torch.distributed.DistBackendError: NCCL error: remote process exited", "train.py"),
+            )
         ),
-        pytest.param(
-            "gloo", LEFT, failed_in("torch.distributed.DistBackendError: NCCL error: remote process exited", "train.py")
+        *(  # what other libraries say of their connections is no failed communication
+            pytest.param("gloo", LEAVES, of_rank_2(raised(error, file), FAILED), [2], id=error)
+            for error, file in (
+                ("RuntimeError: DataLoader timed out after 2 seconds", "/opt/torch/utils/data/dataloader.py"),
+                ("RuntimeError: object store: connection refused by 10.0.0.7:9000", "train.py"),
+                ("RuntimeError: cuDNN error: socket timeout in kernel", "train.py"),
+            )
         ),
+        pytest.param("gloo", FAILS_UNSEEN, {**of_rank_2(LEFT, HUNG, HUNG), 1: FAILED}, [2], id="failed unseen"),
+        pytest.param("nccl", [[STEP]] * 4, dict.fromkeys(range(4), interrupted(0.1)), None, id="interrupted"),
+        pytest.param("nccl", STOPS, dict.fromkeys(range(4), interrupted(60)), [2], id="a hang that is interrupted"),
+        pytest.param("gloo", [[STEP]] * 4, dict.fromkeys((0, 1), FAILED), [2, 3], id="died while others failed"),
+        pytest.param("gloo", LEAVES, cancelled(0.01), None, id="cancelled one after the other"),
+        pytest.param("gloo", LEAVES, cancelled(20), [2], id="cancelled one after the other after a hang"),
+        pytest.param("nccl", ON_THE_WAY, ended_on_the_way(2), [1], id="on the way to a first call"),
+        pytest.param("nccl", ON_THE_WAY, ended_on_the_way(20), [3], id="not on the way any more"),
     ],
 )
 def test_the_rank_that_the_others_wait_for_is_accused_and_no_victim(
-    backend: str, left: Moment, others: Moment, tmp_path: Path
+    backend: str, programs: Programs, moments: dict[int, Moment], suspects: list[int] | None, tmp_path: Path
 ) -> None:
-    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend=backend)
-    write_moments(job, tmp_path, {0: FAILED if backend == "gloo" else others, 1: others, 2: left, 3: others})
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
-
-
-@pytest.mark.parametrize(("wait", "suspects"), [(0.01, []), (20, [2])])
-def test_a_job_whose_ranks_are_cancelled_one_after_the_other_is_healthy_unless_it_hung_before(
-    wait: float, suspects: list[int], tmp_path: Path
-) -> None:
-    failed = Moment(reason="exit", after=wait + 0.3, error=CLOSED, timed_out=True)
-    # The handler of rank 3 waits for a call that does not return.
-    cancelled = {2: Moment(reason="SIGTERM", after=wait), 3: Moment(reason="SIGTERM", after=wait + 1.2)}
-    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
-    write_moments(job, tmp_path, {0: failed, 1: failed} | cancelled)
+    write_moments(SimulatedJob(programs, WORLD, backend=backend), tmp_path, moments)
 
     found = diagnosis_of(tmp_path)
 
-    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
-
-
-@pytest.mark.parametrize(("wait", "accused"), [(2, [1]), (20, [3])])
-def test_a_rank_on_the_way_to_its_first_call_is_not_accused_where_one_without_files_may_have_ended_the_job(
-    wait: float, accused: list[int], tmp_path: Path
-) -> None:
-    job = SimulatedJob([[STEP], [], [STEP], []], WORLD)
-    write_moments(job, tmp_path, dict.fromkeys((0, 2, 3), Moment(reason="SIGTERM", after=wait, world_size=4)))
-
-    assert diagnosis_of(tmp_path).suspect_ranks == accused
+    assert (found.verdict == "ok", found.suspect_ranks) == (suspects is None, suspects or [])
 
 
 def test_ranks_that_were_ended_just_after_another_one_was_aborted_are_not_accused_of_calls_that_they_had_not_come_to(

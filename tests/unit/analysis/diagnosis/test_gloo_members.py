@@ -38,24 +38,21 @@ def test_where_a_file_may_be_missing_nobody_says_that_every_member_made_the_call
     assert found.findings[0].text.startswith("every rank that ever called on this group made the call; whether it has")
 
 
-def test_the_size_of_the_world_names_the_rank_whose_dump_is_missing(tmp_path: Path) -> None:
-    folder = stuck_on_gloo(tmp_path, without_rank_3(), FOUR, [0, 1, 2])
+@pytest.mark.parametrize(
+    ("programs", "missing", "options", "number"),
+    [
+        pytest.param(without_rank_3(), 3, {"world_size": 4}, 2, id="the user says how many ranks there are"),
+        pytest.param(without_rank_3(GATHER), 3, {}, 3, id="an all_gather puts together what four ranks have"),
+        pytest.param([[STEP] * 2, [STEP, CpuStall()], [STEP] * 2, [STEP] * 2], 1, {}, 2, id="ranks count from 0"),
+    ],
+)
+def test_the_rank_whose_dump_is_missing_is_named_where_something_says_that_there_is_one(
+    programs: Programs, missing: int, options: dict[str, int], number: int, tmp_path: Path
+) -> None:
+    present = [rank for rank in range(4) if rank != missing]
+    found = diagnosis_of(stuck_on_gloo(tmp_path, programs, FOUR, present), **options)
 
-    assert roots(diagnosis_of(folder, world_size=4)) == [("dump_missing", "default_pg", 2, [3], [0, 1, 2])]
-
-
-def test_what_an_all_gather_puts_together_says_how_many_members_there_are(tmp_path: Path) -> None:
-    folder = stuck_on_gloo(tmp_path, without_rank_3(GATHER), FOUR, [0, 1, 2])
-
-    assert roots(diagnosis_of(folder)) == [("dump_missing", "default_pg", 3, [3], [0, 1, 2])]
-
-
-def test_no_rank_is_lacking_below_one_that_is_there(tmp_path: Path) -> None:
-    programs: Programs = [[STEP, STEP] for _ in range(4)]
-    programs[1][-1] = CpuStall()
-    folder = stuck_on_gloo(tmp_path, programs, FOUR, [0, 2, 3])
-
-    assert roots(diagnosis_of(folder)) == [("dump_missing", "default_pg", 2, [1], [0, 2, 3])]
+    assert roots(found) == [("dump_missing", "default_pg", number, [missing], present)]
 
 
 @pytest.mark.parametrize("gathered", [False, True])

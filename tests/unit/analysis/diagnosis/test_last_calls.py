@@ -11,9 +11,8 @@ import zstandard
 
 from crossrank.tools.analysis.diagnosis import call_history
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
-from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates
+from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.analysis.diagnosis.last_calls import read_last_calls
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.growing import last_call_at
 from tests.unit.analysis.diagnosis.moments import SECOND, Moment, write_moments
@@ -26,7 +25,7 @@ WORLD: Groups = {"0": ("default_pg", [0, 1, 2])}
 
 
 def read_last(folder: Path, last: int) -> Evidence:
-    return read_last_calls(find_candidates([str(folder)]), Fleet(), last=last)
+    return read_evidence(find_candidates([str(folder)]), Fleet(), last=last)
 
 
 def of_last(folder: Path, last: int) -> Diagnosis:

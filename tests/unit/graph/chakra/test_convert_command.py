@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.cli import main
-from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
 
@@ -105,38 +104,6 @@ def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, capsys: p
         "comm_groups.json: cannot be written (Is a directory); name another folder with -o\n"
     )
     assert not list((folder / "out").glob(".*.part"))
-
-
-@pytest.mark.parametrize(
-    ("node", "message"),
-    [
-        ({"id": 4, "name": "again", "ctrl_deps": 2}, "two nodes have the id 4, the second is 'again'"),
-        ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 901, "kind": "sync"}]}, "node 900 depends on 901"),
-        ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 900, "kind": "sync"}]}, "node 900 depends on 900"),
-    ],
-)
-def test_a_linked_trace_that_cannot_be_is_refused_with_its_node(
-    folder: Path, capsys: pytest.CaptureFixture[str], node: dict[str, object], message: str
-) -> None:
-    assert (
-        main(["link", str(folder), "-o", str(folder / "l"), "--ranks", "0", "--compress", "none", "--jobs", "1"]) == 0
-    )
-    path = folder / "l" / "rank-0.linked.json"
-    content = json.loads(path.read_text())
-    content["nodes"].append(node)
-    path.write_text(json.dumps(content))
-    capsys.readouterr()
-    assert run(path, "-o", folder / "out") == 2
-    assert message in capsys.readouterr().err
-
-
-@needs_traces
-def test_dlrm_converts_and_keeps_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(public("dlrm_8gpu"), "-o", tmp_path, "--json") == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["disagreements"] == []
-    assert {rank["converted"]["nodes"]["all_to_all"] for rank in summary["ranks"]} == {5}
-    assert main(["check", *(str(path) for path in sorted(tmp_path.glob("*.et")))]) == 0
 
 
 def test_pauses_and_a_node_of_the_groups_are_written_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

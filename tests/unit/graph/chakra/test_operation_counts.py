@@ -83,7 +83,7 @@ def test_what_has_no_formula_or_shapes_that_cannot_be_has_no_count() -> None:
 def test_the_longest_kernel_of_an_operation_has_its_count(tmp_path: Path) -> None:
     trace = link(*two_streams().write(tmp_path))
     host = next(op for op in trace.host if op.id == trace.activities[0].host)
-    host.node.name = "aten::mm"
-    host.node.inputs = b'{"values": [], "shapes": [[2, 3], [3, 5]], "types": []}'  # type: ignore[assignment]
+    host.name = "aten::mm"
+    host.inputs = b'{"values": [], "shapes": [[2, 3], [3, 5]], "types": []}'  # type: ignore[assignment]
     (first, *others) = [one for one in trace.activities if one.host == host.id]
     assert counts_by_activity(trace) == {max([first, *others], key=lambda one: one.duration_ns).id: 60}

@@ -25,8 +25,8 @@ from crossrank.tools.graph.chakra.simulate import (
     rank_graph,
     simulate,
 )
-from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
 from crossrank.tools.graph.linking import link
+from crossrank.tools.output.simulation import write_timeline
 from tests.unit.graph.chakra.test_convert import params, two_streams
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
@@ -174,7 +174,7 @@ def test_clocks_that_are_far_apart_are_told(tmp_path: Path) -> None:
 def test_the_timeline_has_every_node_on_the_track_of_its_thread_or_stream(tmp_path: Path, name: str) -> None:
     one = graph(two_streams(), tmp_path)
     simulation = simulate([one])
-    write_timeline([one], simulation, tmp_path / name)
+    write_timeline([one], simulation, tmp_path / name, compress=name.endswith(".gz"))
     content = (tmp_path / name).read_bytes()
     events = json.loads(gzip.decompress(content) if name.endswith(".gz") else content)["traceEvents"]
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -221,14 +221,6 @@ def test_computation_on_gpus_is_scaled_and_on_the_host_where_there_are_none() ->
         graph.nodes = [node for node in graph.nodes if node.category != GPU]
         graph.nodes[1].sources = [0]
     assert simulate(graphs, compute=1.5).makespan_ns == 15 + 30
-
-
-@needs_traces
-def test_the_simulation_of_dlrm_is_close_to_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", public("dlrm_8gpu"), "--json", "--jobs", "1"]) == 0
-    (simulation,) = json.loads(capsys.readouterr().out)["simulations"]
-    assert (simulation["joined"], simulation["alone"]) == (8, 0)
-    assert abs(simulation["error"]) < 0.02
 
 
 @needs_traces

@@ -15,7 +15,6 @@ from crossrank.tools.graph.chakra.steps import convert_communications, convert_n
 from crossrank.tools.graph.chakra.write import delay_start, write_chakra
 from crossrank.tools.graph.linking import Activity, Communication, Edge, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.output.chakra import as_dict
-from crossrank.tools.traces.execution_trace import HostNode
 
 GROUP = NumberedGroup(number="0", ranks=(0, 1), pg="0")
 
@@ -27,7 +26,7 @@ def linked(**fields: Any) -> LinkedTrace:
 
 
 def host_op(node_id: int, **times: Any) -> HostOp:
-    return HostOp(HostNode(id=node_id, name=f"op {node_id}", parent=0, rf_id=node_id, tid=1), caller=0, **times)
+    return HostOp(id=node_id, name=f"op {node_id}", caller=0, rf_id=node_id, tid=1, **times)
 
 
 def kernel(node_id: int) -> Activity:

@@ -69,18 +69,17 @@ def test_an_operation_that_ended_before_the_launch_does_not_get_it(tmp_path: Pat
 def test_calls_of_another_process_with_the_same_correlation_id_are_not_mixed_in(tmp_path: Path) -> None:
     trace = SmallTrace()
     op = trace.op("ours", 0, 100)
-    trace.call("cudaLaunchKernel", 36, 1, 777, pid=99)
-    trace.launch("ours only", 10, 20, 5, 500)
     trace.call("cudaLaunchKernel", 30, 1, 501)
     trace.activity("ours", 40, 5, 501)
     trace.call("cudaLaunchKernel", 35, 1, 501, pid=99)
-    trace.activity("theirs", 41, 5, 501, context=2)
-    trace.activity("theirs alone", 42, 5, 777, context=2)
+    trace.call("cudaLaunchKernel", 36, 1, 777, pid=99)
+    trace.activity("theirs alone", 42, 5, 777)
     result = linked(trace, tmp_path)
-    assert hosts(result) == [("ours only", op), ("ours", op), ("theirs", None), ("theirs alone", None)]
-    assert result.report.activities_unlinked == {"launched by another process": 2}
+    assert hosts(result) == [("ours", op), ("theirs alone", None)]
+    assert result.report.activities_unlinked == {"launched by another process": 1}
     assert result.report.warnings == [
-        "1 correlation id(s) belong to several calls (first: 501); the call was chosen by external id, process and time"
+        "1 correlation id(s) belong to several calls (first: 501); the last one of this process before the activity "
+        "was taken"
     ]
 
 
@@ -90,10 +89,7 @@ def test_a_correlation_id_used_twice_goes_to_the_last_call_before_the_kernel(tmp
     second = trace.op("second", 100, 10)
     trace.launch("a", 5, 20, 5, 501)
     trace.launch("b", 105, 120, 5, 501)
-    for call_ts, operation in ((6, 1), (106, 2)):
-        trace.call("cudaLaunchKernel", call_ts, 1, 777, **external_id(operation))
-    trace.activity("of the first, by its external id", 130, 5, 777, **external_id(1))
-    assert hosts(linked(trace, tmp_path)) == [("a", first), ("b", second), ("of the first, by its external id", first)]
+    assert hosts(linked(trace, tmp_path)) == [("a", first), ("b", second)]
 
 
 def test_without_its_call_an_activity_is_found_by_its_external_id(tmp_path: Path) -> None:
@@ -158,15 +154,6 @@ def test_an_operation_outside_the_execution_trace_passes_its_launches_to_the_one
         "within the execution trace": 1,
         "before or after the execution trace": 1,
     }
-
-
-def test_a_call_is_ours_where_nothing_says_otherwise(tmp_path: Path) -> None:
-    trace = SmallTrace()
-    op = trace.op("ours", 0, 100)
-    trace.call("cudaLaunchKernel", 23, 1, 501)
-    trace.call("cudaLaunchKernel", 24, 1, 501, pid=99)
-    trace.activity("kernel", 40, 5, 501)
-    assert hosts(linked(trace, tmp_path)) == [("kernel", op)]
 
 
 def test_record_function_ids_of_another_process_are_not_taken(tmp_path: Path) -> None:

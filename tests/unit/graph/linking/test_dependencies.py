@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.graph.linking import Edge, EdgeKind, LinkedTrace, link
+from crossrank.tools.graph.linking.dependencies import NEVER, ordered_by
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_communications import text
 
@@ -169,3 +170,11 @@ def test_every_edge_joins_nodes_that_exist_and_none_is_drawn_twice(tmp_path: Pat
     assert ids.issuperset(end for source, target, _ in pairs for end in (source, target))
     assert len(pairs) == len(set(pairs))
     assert sum(result.report.edges.values()) == len(pairs)
+
+
+def test_things_are_found_by_their_key_and_time() -> None:
+    lanes = ordered_by([("a", 30, 7), ("b", 10, 1), ("a", 10, 5), ("a", 20, 6)])
+    assert [lanes["a"].last_until(time) for time in (9, 10, 19, 20, 99)] == [-1, 5, 5, 6, 7]
+    assert [lanes["a"].first_from(time) for time in (0, 10, 11, 30, 31)] == [5, 5, 6, 7, -1]
+    assert (lanes["b"].at_or_before(10), lanes["b"].at_or_before(9)) == ((10, 1), NEVER)
+    assert (lanes["c"].last_until(5), lanes["c"].first_from(0)) == (-1, -1)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from crossrank.tools.graph.linking import link
+from crossrank.tools.graph.linking.event_matching import best_shift
+from crossrank.tools.traces.execution_trace import HostOp
+from crossrank.tools.traces.kineto import HostEvent
 from tests.unit.graph.linking.small_traces import SmallTrace
 
 PROCESS = "process 123 in the one, 70 in the other"
@@ -91,7 +98,8 @@ def test_without_ids_each_thread_is_matched_by_its_names(tmp_path: Path) -> None
     for number, name in enumerate("xyz"):
         trace.op(name, 10 * number, 5, 3, tid=2)
     trace.op("of a third thread", 90, 5, tid=3)
-    trace.events = [event for event in trace.events if event["name"] not in ("a", "c", "e", "of a third thread")]
+    trace.events = [event for event in trace.events if event["name"] not in ("a", "e", "of a third thread")]
+    trace.events[1]["name"] = "renamed"
     trace.add("cpu_op", "a", 0, 5, 99, 99, {})
     del trace.nodes[:3]
     report = link(*without_ids(trace).write(tmp_path)).report
@@ -130,3 +138,45 @@ def test_names_that_fit_another_iteration_are_told(
     del trace.nodes[5:]
     found = link(*without_ids(trace).write(tmp_path)).report.warnings
     assert [one[: len(expected)] for one, expected in zip(found, warnings, strict=True)] == warnings
+
+
+def nodes(names: str, numbers: Sequence[int] = ()) -> list[HostOp]:
+    given = [*numbers, *[-1] * len(names)]
+    return [
+        HostOp(at, name, 0, at, 1, seq_id=number) for at, (name, number) in enumerate(zip(names, given, strict=False))
+    ]
+
+
+def events(names: str, numbers: Sequence[int] = ()) -> list[HostEvent]:
+    given = [*numbers, *[-1] * len(names)]
+    no_args = msgspec.Raw(b"{}")
+    return [
+        HostEvent(name, 1, 1, 0, 0, None, None, number, no_args) for name, number in zip(names, given, strict=False)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shift", "places"),
+    [
+        (nodes("bcd"), events("abcde"), 1, 1),
+        (nodes("abcde"), events("bcd"), -1, 1),
+        (nodes("aba"), events("abbaba"), 3, 1),
+        (nodes("aaabaaa"), events("aaaabaaaa"), 1, 1),
+        (nodes("abXd"), events("zabYdz"), 1, 1),
+        (nodes("abc"), events("abcabcabc"), 0, 3),
+        (nodes("abc", (20, -1, 21)), events("abcabcabc", (0, -1, 1, 10, -1, 11, 20, -1, 21)), 6, 1),
+        (nodes("abcd", (1, 2, 3, 4)), events("abcd", (41, 42, 43, 44)), 0, 1),
+        (nodes("abcd", (1, 2, 3, 10**30)), events("abcdabcd", (41, 42, 43, 1)), 0, 2),
+    ],
+)
+def test_the_place_where_most_names_and_numbers_agree_is_found(
+    ours: list[HostOp], theirs: list[HostEvent], shift: int, places: int
+) -> None:
+    assert best_shift(ours, theirs) == (shift, places)
+
+
+@given(st.text("abc", min_size=1, max_size=60), st.integers(0, 20), st.integers(0, 20))
+def test_a_thread_with_numbers_is_found_wherever_the_other_side_begins(names: str, before: int, after: int) -> None:
+    numbers = [*[-1] * before, *range(len(names))]
+    theirs = events("a" * before + names + "a" * after, numbers)
+    assert best_shift(nodes(names, range(len(names))), theirs) == (before, 1)

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from crossrank.tools.cli import main
-from crossrank.tools.graph.linking import link_ranks
+from crossrank.tools.commands import link as command
 from crossrank.tools.graph.linking.linked_file import write_linked
 from tests.unit.graph.linking.small_traces import SmallTrace
 
@@ -231,7 +231,7 @@ def test_a_defect_of_ours_on_one_rank_does_not_end_the_others(
             raise ZeroDivisionError("division by zero")
         write_linked(trace, path, compression)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(link_ranks, "write_linked", broken)
+    monkeypatch.setattr(command, "write_linked", broken)
     assert run(folder, "-o", folder / "out") == 1
     assert re.fullmatch(
         r"crossrank: rank 0: stopped by an unexpected error \(ZeroDivisionError: division by zero at "

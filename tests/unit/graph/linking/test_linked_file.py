@@ -188,7 +188,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
 
 def _content(trace: LinkedTrace) -> Any:
     ops = [
-        (op.id, op.node.name, op.node.rf_id, op.node.tid, op.caller, op.is_work, op.start_ns)
+        (op.id, op.name, op.rf_id, op.tid, op.caller, op.is_work, op.start_ns)
         + (op.duration_ns, op.exclusive_ns, op.blocked_ns)
         for op in trace.host
     ]

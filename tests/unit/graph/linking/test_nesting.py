@@ -15,7 +15,7 @@ def event(start: int, end: int, external_id: int, *, name: str = "op", tid: int 
 
 
 def call(start: int, end: int, *, tid: int = 1) -> RuntimeCall:
-    return RuntimeCall("cudaLaunchKernel", 1, tid, start, end, 1, None)
+    return RuntimeCall("cudaLaunchKernel", 1, tid, start, end, 1)
 
 
 def test_a_child_that_starts_with_its_parent_is_subtracted() -> None:

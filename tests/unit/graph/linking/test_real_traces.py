@@ -52,7 +52,7 @@ def test_streams_wait_for_each_other_alike_on_every_rank_of_dlrm() -> None:
 def test_the_optimizer_of_dlrm_waits_for_the_all_reduces_of_its_gradients() -> None:
     for rank in range(8):
         result = linked(f"dlrm_8gpu/rank-{rank}")
-        hosts = {op.id: op.node.name for op in result.host}
+        hosts = {op.id: op.name for op in result.host}
         activities = {activity.id: activity for activity in result.activities}
         reduces = {kernel for c in result.communications if c.record.op == "all_reduce" for kernel in c.activities}
         targets = [edge.target for edge in result.edges if edge.kind == "stream_wait" and edge.source in reduces]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan
 from crossrank.replay.run.host_time import gaps_of, host_times, slowness
 from crossrank.tools.traces.kineto import HostEvent
@@ -16,24 +18,23 @@ def plan(*gaps: tuple[int, int, int], range_ns: int = 0, names: str = "", steps:
     return ComputePlan(operations=operations, schemas=[], slots=[], blocks=[], range_ns=range_ns, steps=list(steps))
 
 
-def test_the_host_idles_for_what_the_replay_has_less_of() -> None:
-    given = plan((50_000, 0, 0), (9_000, 0, 0), (0, 0, 0))
-    assert host_times(given, [[7_000, 7_000, 7_000]]).before == [43_000, 2_000, 0]
-
-
-def test_a_gap_that_is_shorter_than_the_replays_is_made_up_for_by_the_next() -> None:
-    given = plan((4_000, 0, 0), (9_000, 0, 0), (9_000, 0, 0))
-    assert host_times(given, [[7_000, 7_000, 7_000]]).before == [0, 0, 1_000]
-
-
-def test_nodes_in_a_gap_cost_the_profiler_time_and_split_operations_as_much_as_one_that_runs() -> None:
-    given = plan((30_000, 2, 1), range_ns=4_000)
-    assert host_times(given, [[6_000], [8_000], [7_000]]).before == [30_000 - 7_000 - 2 * 4_000 - 7_000]
-
-
-def test_a_gap_that_the_replay_spent_waiting_is_taken_for_a_typical_one() -> None:
-    given = plan((20_000, 0, 0), (20_000, 0, 0), (20_000, 0, 0))
-    assert host_times(given, [[6_000, None, 6_000]]).before == [14_000, 14_000, 14_000]
+@pytest.mark.parametrize(
+    ("gaps", "profiled", "before"),
+    [
+        # The host idles for what the replay has less of.
+        ([(50_000, 0, 0), (9_000, 0, 0), (0, 0, 0)], [[7_000, 7_000, 7_000]], [43_000, 2_000, 0]),
+        # A gap that is shorter than the replay's is made up for by the next.
+        ([(4_000, 0, 0), (9_000, 0, 0), (9_000, 0, 0)], [[7_000, 7_000, 7_000]], [0, 0, 1_000]),
+        # Nodes in a gap cost the profiler time, and split operations as much as one that runs.
+        ([(30_000, 2, 1)], [[6_000], [8_000], [7_000]], [30_000 - 7_000 - 2 * 4_000 - 7_000]),
+        # A gap that the replay spent waiting is taken for a typical one.
+        ([(20_000, 0, 0)] * 3, [[6_000, None, 6_000]], [14_000, 14_000, 14_000]),
+    ],
+)
+def test_the_host_idles_for_what_the_recording_has_beyond_the_replay(
+    gaps: list[tuple[int, int, int]], profiled: list[list[int | None]], before: list[int]
+) -> None:
+    assert host_times(plan(*gaps, range_ns=4_000), profiled).before == before
 
 
 def test_what_one_step_has_more_than_the_others_is_left_out_and_told() -> None:

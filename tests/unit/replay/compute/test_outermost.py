@@ -6,16 +6,15 @@ import msgspec
 
 from crossrank.comm import CommRecord
 from crossrank.replay.plan.compute.outermost import outermost
-from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp
-from crossrank.tools.traces.execution_trace import IO, HostNode
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication
+from crossrank.tools.traces.execution_trace import IO, HostOp
 
 ADD = "aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)"
 
 
 def op(number: int, name: str, caller: int = 0, schema: str = "", tid: int = 1, took: int = 10) -> HostOp:
     attributes = msgspec.Raw(msgspec.json.encode([{"name": "op_schema", "type": "string", "value": schema}]))
-    node = HostNode(number, name, caller, number, tid, attributes=attributes)
-    return HostOp(node, caller, start_ns=100 * number, duration_ns=took)
+    return HostOp(number, name, caller, number, tid, attributes=attributes, start_ns=100 * number, duration_ns=took)
 
 
 def call(number: int, host: int) -> Communication:
@@ -29,7 +28,7 @@ def kernel(host: int) -> Activity:
 
 def found(host: list[HostOp], calls: list[Communication], kernels: list[Activity]) -> list[tuple[str, int]]:
     window = outermost(host, calls, kernels, lambda one: (IO(), IO()))
-    return [(one.op.node.name, one.call) for one in window.found]
+    return [(one.op.name, one.call) for one in window.found]
 
 
 def test_operations_run_as_a_whole_and_calls_have_a_place_of_their_own() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
 
 from crossrank.replay.plan.compute.compute_plan import contradictions
-from crossrank.replay.plan.compute.streams import OnDevice, place_on_streams
-from crossrank.replay.run.device_streams import DeviceStreams
+from crossrank.replay.plan.compute.streams import place_on_streams
+from crossrank.replay.run.compute_device import DeviceStreams
 from crossrank.tools.graph.linking.linked_trace import Activity, Edge
 from tests.unit.replay.compute.windows import compute_of, program_of
 
@@ -35,19 +36,15 @@ def test_an_operation_runs_on_its_stream_after_the_last_of_each_other_stream_tha
         Edge(source=101, target=102, kind="stream"),
     ]
     positions = {1: 0, 2: 1, 3: 2, 4: 3}
-    assert place_on_streams(activities, edges, positions, ()) == {
-        0: OnDevice(0),
-        1: OnDevice(0),
-        2: OnDevice(1, (1,)),
-        3: OnDevice(0, (2,)),
-    }
+    placed = place_on_streams(activities, edges, positions, ())
+    assert placed == {0: (0, []), 1: (0, []), 2: (1, [1]), 3: (0, [2])}
 
 
 def test_a_call_is_launched_on_the_stream_that_its_communicator_waits_for() -> None:
     activities = [activity(101, 1, 7), activity(102, 2, 20), activity(103, 3, 33), activity(104, 4, 7)]
     edges = [Edge(source=102, target=103, kind="stream_wait"), Edge(source=103, target=104, kind="stream_wait")]
     placed = place_on_streams(activities, edges, {1: 0, 2: 1, 3: 2, 4: 3}, calls={2})
-    assert placed == {0: OnDevice(0), 1: OnDevice(1), 2: OnDevice(1), 3: OnDevice(0)}
+    assert placed == {0: (0, []), 1: (1, []), 2: (1, []), 3: (0, [])}
 
 
 def test_on_one_stream_nothing_is_said_of_streams() -> None:
@@ -60,24 +57,12 @@ class Streams:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def begin(self) -> None:
-        self.log.append("begin")
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def write(*given: int | torch.Tensor) -> None:
+            assert all(isinstance(one, torch.Tensor) == (name == "kept") for one in given)
+            self.log.append(" ".join([name, *(str(one) for one in given if isinstance(one, int))]))
 
-    def on(self, stream: int) -> None:
-        self.log.append(f"on {stream}")
-
-    def done(self, at: int) -> None:
-        self.log.append(f"done {at}")
-
-    def after(self, at: int) -> None:
-        self.log.append(f"after {at}")
-
-    def kept(self, tensor: object) -> None:
-        assert isinstance(tensor, torch.Tensor)
-        self.log.append("kept")
-
-    def end(self) -> None:
-        self.log.append("end")
+        return write
 
 
 def test_a_pass_goes_from_stream_to_stream_and_keeps_what_another_one_takes(tmp_path: Path) -> None:

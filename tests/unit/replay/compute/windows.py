@@ -9,11 +9,11 @@ import torch
 
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.compute.read_window import read_window
+from crossrank.replay.run.compute_device import DeviceStreams
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.device_streams import DeviceStreams
-from crossrank.replay.run.profiled import profiled
-from crossrank.replay.run.program import Program
+from crossrank.replay.run.host_time import profiled
 from crossrank.tools.graph.linking.window_files import RankInput
+from tests.unit.replay.ranks import program
 
 CPU = torch.device("cpu")
 
@@ -29,18 +29,7 @@ def program_of(plan: ComputePlan, streams: DeviceStreams | None = None) -> Compu
     """Its program, which launches nothing."""
     made = ComputeProgram(plan, CPU)
     made.streams = streams
-    silent = Program(
-        calls=[],
-        bound=[],
-        tensors=[],
-        substitutes=[],
-        device=CPU,
-        groups={},
-        last_waits=(),
-        block=torch.empty(0),
-        width=1,
-    )
-    made.join(silent, lambda position: None, lambda positions: None, [0, 0])
+    made.join(program(), lambda position: None, lambda positions: None, [0, 0])
     return made
 
 

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,11 +49,9 @@ def rows(times: RankTrace) -> list[tuple[str, str, int, int, int, int]]:
     """(operation, group, number, id, begin, end) of every launch, in ns of the report."""
     job = Job.match([times])
     made = launches(job)
-    moments = [[moment - EPOCH if moment else 0 for moment in column.tolist()] for column in (made.began, made.ended)]
-    kinds = [made.kinds[kind] for kind in made.kind.tolist()]
-    names = [(kind.op, job.groups[kind.group].name) for kind in kinds]
-    columns = zip(names, made.number.tolist(), made.id.tolist(), *moments, strict=True)
-    return [(*name, number, identity, began, ended) for name, number, identity, began, ended in columns]
+    moments = [pl.col(name) - EPOCH for name in ("began_ns", "ended_ns")]
+    columns = made.calls.select("kind", "number", "id", *moments).fill_null(0).iter_rows()
+    return [(made.kinds[kind].op, job.groups[made.kinds[kind].group].name, *others) for kind, *others in columns]
 
 
 def two_calls(process: Process, *, at: int = 0, thread: int = 1) -> None:

@@ -1,4 +1,6 @@
-"""How long host nodes run, and what stands between them: no time is written twice, and none is lost."""
+"""Which nodes a file has, and when: pauses between host nodes, the start of a rank, GPU nodes alone.
+
+No time is written twice, and none is lost."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, Options
 from crossrank.tools.graph.chakra.convert import convert
 from crossrank.tools.graph.chakra.framing import read_trace
@@ -118,3 +121,77 @@ def test_a_file_takes_as_long_as_the_simulation_of_its_rank(tmp_path: Path, name
     assert graph is not None
     simulated = simulate([graph]).makespan_ns / 1000
     assert longest_path([as_dict(node) for _, node in read_trace(str(path))[1]]) == pytest.approx(simulated, rel=0.01)
+
+
+def of_ranks(folder: Path, *starts_us: int) -> list[list[dict[str, Any]]]:
+    """The nodes of one file for each rank, of which each has two operations of 100 µs from its start on."""
+    for rank, start in enumerate(starts_us):
+        trace = SmallTrace()
+        trace.op("first", start, 100)
+        trace.op("second", start + 100, 100)
+        trace.write(folder, rank)
+    assert main(["convert", str(folder), "-o", str(folder / "out"), "--jobs", "1"]) == 0
+    paths = [folder / "out" / f"chakra.{rank}.et" for rank in range(len(starts_us))]
+    return [[as_dict(node) for _, node in read_trace(str(path))[1]] for path in paths]
+
+
+def test_a_rank_begins_as_long_after_the_first_as_its_clock_says(tmp_path: Path) -> None:
+    early, late = of_ranks(tmp_path, 1000, 1150)
+    assert [(node["name"], node["duration_micros"]) for node in early] == [(LATE, 0), ("first", 100), ("second", 100)]
+    assert [(node["name"], node["duration_micros"]) for node in late] == [(LATE, 150), ("first", 100), ("second", 100)]
+    start, first, second = late
+    assert (first["data_deps"], second["data_deps"]) == ([start["id"]], [first["id"]])
+
+
+def test_ranks_of_clocks_that_are_too_far_apart_begin_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = of_ranks(tmp_path, 0, 5_000_000)
+    assert [nodes[0]["duration_micros"] for nodes in ranks] == [0, 0]
+    told = "clocks     of the ranks are further apart than window 1 is long; all begin at 0\n"
+    assert told in capsys.readouterr().out
+
+
+def dependencies(trace: SmallTrace, folder: Path) -> dict[str, list[str]]:
+    nodes = {node["id"]: node for node in written(link(*trace.write(folder)), folder, nodes="gpu")}
+    assert not any(node["attr"]["is_cpu_op"] for node in nodes.values())
+    assert not any("ctrl_deps" in node for node in nodes.values())
+    return {
+        node["name"].partition("(")[0]: [
+            nodes[source]["name"].partition("(")[0] for source in node.get("data_deps", [])
+        ]
+        for node in nodes.values()
+    }
+
+
+def test_what_the_host_waited_for_holds_back_what_it_launches_then(tmp_path: Path) -> None:
+    trace = two_streams()  # a gemm, an all_reduce on another stream after it, and a wait for both
+    trace.op("aten::mul", 460, 20)
+    trace.launch("after", 465, 500, 10, 510)
+    trace.launch("aside", 470, 520, 10, 512, stream=30)
+    assert dependencies(trace, tmp_path) == {
+        "gemm": [],
+        "ncclDevKernel_AllReduce_Sum_f32": ["gemm"],
+        "after": ["gemm", "ncclDevKernel_AllReduce_Sum_f32"],  # its stream, and what the host waited for
+        "aside": ["ncclDevKernel_AllReduce_Sum_f32"],  # which itself waited for the gemm
+    }
+
+
+def test_kernels_that_the_host_did_not_wait_for_keep_the_order_of_their_streams_alone(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 0, 100)
+    trace.launch("one", 10, 20, 30, 501)
+    trace.launch("two", 20, 60, 30, 502)
+    trace.launch("aside", 30, 40, 30, 503, stream=8)
+    assert dependencies(trace, tmp_path) == {"one": [], "two": ["one"], "aside": []}
+
+
+def test_of_what_the_host_waited_for_on_one_stream_the_last_is_enough(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for i in range(3):
+        trace.op("aten::mm", 1000 * i, 900)
+        trace.launch(f"kernel {i}", 1000 * i + 10, 1000 * i + 20, 30, 501 + 2 * i)
+        trace.call("cudaDeviceSynchronize", 1000 * i + 30, 100, 502 + 2 * i)
+    trace.op("aten::mm", 3000, 900)
+    trace.launch("aside", 3010, 3020, 30, 510, stream=8)
+    assert dependencies(trace, tmp_path)["aside"] == ["kernel 2"]
