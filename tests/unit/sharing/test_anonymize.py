@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import polars as pl
 import pytest
 import torch.distributed._functional_collectives
 import torch.distributed.nn.functional
 import zstandard
 
-from crossrank.comm import Locality
+from crossrank.comm import CommRecord, Group, Locality
 from crossrank.privacy import Privacy
-from crossrank.recording import ReadIssues, file_name, read_chunks
+from crossrank.recording import Header, ReadIssues, file_name, read_chunks
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra.mesh import name_in
 from crossrank.tools.parallel import Fleet
@@ -28,6 +29,7 @@ from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
 from crossrank.tools.sharing.rules import Scrubber, fields
 from crossrank.tools.sharing.vocabulary import passes
+from crossrank.tools.tables import TABLES
 from crossrank.tools.traces.kernels import FAMILIES, KernelFamily, communication_kernel
 from tests.golden.answers import COMMANDS, SEEDS, answer
 from tests.unit.graph.linking.public_traces import needs_traces, public
@@ -276,6 +278,15 @@ def test_a_field_or_file_of_an_unknown_kind_is_counted(job: Path) -> None:
 
 def test_every_field_of_the_structs_of_files_has_a_class() -> None:
     assert kinds.WITHOUT_CLASS == []
+
+
+def test_columns_of_tables_have_the_classes_of_the_fields_that_they_come_from() -> None:
+    given = [one for struct in (Header, Group, CommRecord) for one in msgspec.structs.fields(struct)]
+    declared = {one.encode_name: privacy for one in given for privacy in Privacy if repr(privacy) in repr(one.type)}
+    columns = [(name, one) for table in TABLES.values() for name, one in table.columns.items()]
+    assert [name for name, one in columns if one.privacy is not declared.get(name, one.privacy)] == []
+    texts = {name for name, one in columns if one.dtype == pl.String() and one.privacy is Privacy.NUMBER}
+    assert texts == {"members"}  # ranks: 0-3,8
 
 
 class Later(msgspec.Struct):
