@@ -122,13 +122,7 @@ def anonymize(paths: Sequence[str], folder: str, fleet: Fleet, *, coarse: bool =
     ]
     needed = [item for item in linked if not all((item[0].rank, item[0].window) in pair for pair in pairs)]
     files += [
-        AnonymousFile(
-            kind=LINKED,
-            rank=one.rank,
-            window=one.window,
-            why=f"{one.path}: `crossrank link` makes it anew",
-            is_loss=False,
-        )
+        _result(one, f"{one.path}: `crossrank link` makes it anew", is_loss=False)
         for one, number in linked
         if (one, number) not in needed
     ]
@@ -144,15 +138,11 @@ def _all(
     items: Sequence[tuple[FoundFile, int]],
     fleet: Fleet,
 ) -> list[AnonymousFile]:
-    return map_ranks(
-        work,
-        items,
-        fleet,
-        failed=lambda item, error: AnonymousFile(
-            kind=item[0].kind, rank=item[0].rank, window=item[0].window, why=str(error)
-        ),
-        what="anonymizing",
-    )
+    return map_ranks(work, items, fleet, failed=lambda item, error: _result(item[0], str(error)), what="anonymizing")
+
+
+def _result(file: FoundFile, why: str | None = None, *, is_loss: bool = True) -> AnonymousFile:
+    return AnonymousFile(kind=file.kind, rank=file.rank, window=file.window, why=why, is_loss=is_loss)
 
 
 def _refuse_doubles(found: Iterable[FoundFile]) -> None:
@@ -175,14 +165,11 @@ def _numbered(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
 
 def _one_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, coarse: bool) -> AnonymousFile:
     file, number = item
-    result = AnonymousFile(kind=file.kind, rank=file.rank, window=file.window)
     make = _HANDLED.get(file.kind)
     if file.problem:
-        result.why, result.is_loss = f"{file.path}: {file.problem}", not file.left_out
-        return result
+        return _result(file, f"{file.path}: {file.problem}", is_loss=not file.left_out)
     if make is None and file.kind != NSIGHT:
-        result.why, result.is_loss = f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", False
-        return result
+        return _result(file, f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", is_loss=False)
     scrubber = Scrubber(Pseudonyms(key), coarse=coarse)
     place = folder
     suffix = "sqlite" if file.kind == NSIGHT else "json.zst"
@@ -203,6 +190,7 @@ def _one_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, 
             with temporary.open("wb") as target, compress.stream_writer(target, closefd=False) as stream:
                 for part in make(file, scrubber):
                     stream.write(part)
+    result = _result(file)
     result.output, result.left_out = output, dict(scrubber.left_out)
     result.replaced, result.passed = scrubber.names.replaced, scrubber.names.passed
     result.damage = scrubber.damage

@@ -136,7 +136,6 @@ PATTERNS = {
     "group": re.compile(_GROUP, re.IGNORECASE),
     "backend": re.compile(_BACKEND),
     "reduction": re.compile(rf"|{_REDUCTIONS}|op-\d+"),
-    "device": re.compile(rf"|{_DEVICE}"),
     "category": re.compile(
         r"|cpu_op|kernel|gpu_memcpy|gpu_memset|cuda_runtime|cuda_driver|cuda_sync|cuda_event|user_annotation|"
         r"gpu_user_annotation|python_function|ac2g|fwdbwd|async_cpu_to_gpu|async_gpu|Trace|overhead|privateuse1_\w+|"
@@ -238,20 +237,7 @@ PUBLIC_FRAME = re.compile(
     r"threading\.py|contextlib\.py|functools\.py"
 )
 
-_MESSAGE_WORDS = """
-a aborted after and at be been by broken caught closed collective connection could did due error errors exited
-failed file for found from got has have in is it last lost ms no not of on open operation or other pair peer
-peers pipe process rank ranks read received refused remote reset seconds send sent socket some tcp that the this
-timed timeout to transport unavailable waiting was watchdog with within write cc gloo nccl ucc c10d out expected
-invalid argument address already use host unreachable system call unhandled internal usage recv sizes size
-tensor dtype shapes match Connection Socket Timeout Timed Broken Read Write Rank Watchdog Operation Some NCCL
-Gloo ProcessGroup ProcessGroupNCCL ProcessGroupGloo TCPStore monitoredBarrier ncclRemoteError ncclSystemError
-ncclInternalError ncclInvalidUsage WorkNCCL OpType SeqNum NumelIn NumelOut ran milliseconds before timing CUDA
-memory wait ALLREDUCE ALLGATHER BROADCAST BARRIER Caught exception exceptions DistBackendError DistNetworkError
-DistStoreError DistError RuntimeError KeyboardInterrupt SystemExit gradients GPU device kernel launch
-asynchronously reported assert triggered
-"""
-WORDS = frozenset(_MESSAGE_WORDS.split()) | {
+WORDS = frozenset(Path(__file__).with_name("message_words.txt").read_text().split()) | {
     name for name in vars(builtins) if name.endswith(("Error", "Exception", "Interrupt", "Warning", "Exit"))
 }
 """Words of messages that stay: what torch.distributed and its backends say when communication fails."""
