@@ -234,7 +234,7 @@ def keyed(key_rule: Rule, rule: Rule) -> Rule:
         if not isinstance(value, dict):
             return number(value, scrubber)
         found = {key_rule(str(key), scrubber): rule(one, scrubber) for key, one in value.items()}
-        return {key: one for key, one in found.items() if one is not LEFT_OUT}
+        return {key: one for key, one in found.items() if key is not LEFT_OUT and one is not LEFT_OUT}
 
     return of_object
 
