@@ -18,18 +18,22 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from crossrank.privacy import Privacy
+
 MOST_RANKS = 1 << 20
 """More ranks than any job has: a larger number in a file or an option is an error, and no list is made of it."""
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 """A number as a file may have it: sums and differences of it fit into 64 bits."""
+Number = Annotated[Int, Privacy.NUMBER]
+"""One that says nothing of its user."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 """One that is not negative."""
 MOST = 1 << 50
 """More bytes, and more of anything, than a job has: a larger number is damage. Sums of them fit into 64 bits."""
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
 """Bytes, or how many."""
-Extents = Annotated[list[Int], msgspec.Meta(max_length=64)]
+Extents = Annotated[list[Int], msgspec.Meta(max_length=64), Privacy.SIZE]
 """Extents of a tensor; torch's have 64 at most."""
 
 Payload = Literal["input", "output", "input_per_member", "output_per_member", "none"]
@@ -123,50 +127,50 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     of the file pair that clock with wall time.
     """
 
-    id: Int
+    id: Number
     """Running number of this rank; also the NVTX payload and N of the range `crossrank#N` in ET and Kineto."""
-    op: str
+    op: Annotated[str, Privacy.API]
     """A key of `OPERATIONS`, or the c10d op's own name where torch has one that the table lacks."""
-    c10d: str
+    c10d: Annotated[str, Privacy.API]
     """The c10d op as the dispatcher names it, for example `_allgather_base_`."""
-    pg: str
+    pg: Annotated[str, Privacy.GROUP]
     """Name of the process group; its `group` line comes earlier in the file."""
-    bytes: Annotated[int, msgspec.Meta(ge=-1, le=MOST)]
+    bytes: Annotated[int, msgspec.Meta(ge=-1, le=MOST), Privacy.SIZE]
     """S of nccl-tests, in bytes: see `Operation.bytes`."""
-    t: Int
-    api: str | None = None
+    t: Number
+    api: Annotated[str, Privacy.API] | None = None
     """The public function called; None when C++ called (DDP's reducer on an autograd thread)."""
-    seq: Int | None = None
+    seq: Number | None = None
     """This is the seq-th collective of this rank on that group, counted from 1; None for P2P."""
-    p2p_seq: Int | None = None
+    p2p_seq: Number | None = None
     """This is the p2p_seq-th send to (receive from) that peer on that group, counted from 1."""
     inputs: list[Extents] = msgspec.field(name="in", default_factory=list)
     """Shape of every input tensor."""
     outputs: list[Extents] = msgspec.field(name="out", default_factory=list)
     """Shape of every output tensor; the same as the inputs where the call works in place."""
-    in_split: list[Int] | None = None
+    in_split: Annotated[list[Int], Privacy.SIZE] | None = None
     """Rows of the input that go to each member of the group, for an uneven all_to_all."""
-    out_split: list[Int] | None = None
+    out_split: Annotated[list[Int], Privacy.SIZE] | None = None
     """Rows of the output that come from each member of the group, for an uneven all_to_all."""
-    dtype: str | None = None
+    dtype: Annotated[str, Privacy.DTYPE] | None = None
     """Element type of the inputs, or of the outputs where there are no inputs."""
-    out_dtype: str | None = None
+    out_dtype: Annotated[str, Privacy.DTYPE] | None = None
     """Element type of the outputs where it differs from that of the inputs; a dump of the flight recorder has both."""
-    reduce: str | None = None
+    reduce: Annotated[str, Privacy.REDUCTION] | None = None
     is_async: bool | None = msgspec.field(name="async", default=None)
     """Whether the caller asked for a Work to wait on; None where the c10d op does not say."""
-    root: Int | None = None
-    peer: Int | None = None
+    root: Number | None = None
+    peer: Number | None = None
     """Destination of a send, source of a receive; None for a receive from any source."""
-    tag: Int | None = None
-    batch: Int | None = None
+    tag: Number | None = None
+    batch: Number | None = None
     """Id of the first record of the coalesced or batched launch that this call is part of."""
-    source: str | None = None
+    source: Annotated[str, Privacy.PLACE] | None = None
     """`file.py:line` of the first frame outside torch and crossrank; None when no Python frame called."""
     locality: Locality = "unknown"
-    step: Int = 0
+    step: Number = 0
     """Iteration, counted from 0."""
-    thread: Int | None = None
+    thread: Number | None = None
     """The thread that called, as the operating system numbers it; None in files of earlier versions."""
     members: list[CommRecord] = msgspec.field(default_factory=list)
     """The calls of a launch that have no numbers of their own, as the flight recorder notes coalesced collectives."""
@@ -175,12 +179,12 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process group as one of its members sees it."""
 
-    pg: str
-    size: Int
-    ranks: list[Int] | None = None
+    pg: Annotated[str, Privacy.GROUP]
+    size: Number
+    ranks: list[Number] | None = None
     """Global ranks in the group's order; None where torch does not know them (groups outside its registry)."""
-    desc: str = ""
-    backend: str = ""
+    desc: Annotated[str, Privacy.GROUP] = ""
+    backend: Annotated[str, Privacy.BACKEND] = ""
     locality: Locality = "unknown"
     eager: bool = False
     """It is bound to a device (`device_id=`): its communicator is made with it, not by its first call, and carries all

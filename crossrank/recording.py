@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Literal, cast
+from typing import Annotated, Any, BinaryIO, Literal, cast
 
 import msgspec
 import zstandard
 
 from crossrank.budget import BYTES, LINES, MEMBERS, Budget, BudgetError
-from crossrank.comm import MOST, CommRecord, Count, Group, Int
+from crossrank.comm import MOST, CommRecord, Count, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.privacy import Privacy
 
 SCHEMA = "crossrank-comms 1"
 """First word and version of a comms header. The number rises when an old reader would misread the file."""
@@ -345,26 +346,26 @@ def read_lines(path: str, issues: ReadIssues) -> Iterator[bytes]:
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """First line of a comms file: who wrote it, on what machine, with which versions."""
 
-    schema: str
-    rank: Int
-    world_size: Int
-    host: str
-    node: str
-    boot_id: str | None = None
-    local_rank: Int | None = None
-    pid: Int | None = None
-    gpu: dict[str, Any] | None = None
-    gpu_serial: str | None = None
+    schema: Annotated[str, Privacy.SCHEMA]
+    rank: Number
+    world_size: Number
+    host: Annotated[str, Privacy.HOST]
+    node: Annotated[str, Privacy.NODE]
+    boot_id: Annotated[str, Privacy.BOOT] | None = None
+    local_rank: Number | None = None
+    pid: Number | None = None
+    gpu: Annotated[dict[str, Any], Privacy.MIXED] | None = None
+    gpu_serial: Annotated[str, Privacy.SERIAL] | None = None
     """The variable GPU_SERIAL, unchanged."""
-    vm_id: str | None = None
+    vm_id: Annotated[str, Privacy.VM] | None = None
     """The variable VM_ID, unchanged."""
-    clock: dict[str, Int] = {}
+    clock: Annotated[dict[str, Int], Privacy.MIXED] = {}
     """`t` and `wall`: one moment on the monotonic clock and in ns since 1970."""
-    versions: dict[str, str | None] = {}
-    config: dict[str, Any] = {}
-    blind_spots: list[str] = []
+    versions: dict[Annotated[str, Privacy.PACKAGE], Annotated[str, Privacy.VERSION] | None] = {}
+    config: Annotated[dict[str, Any], Privacy.MIXED] = {}
+    blind_spots: Annotated[list[str], Privacy.MESSAGE] = []
     """Calls of this rank that the recorder does not see."""
-    part: tuple[Int, Int] | None = None
+    part: tuple[Number, Number] | None = None
     """The first iteration, and the first that is left out, of a part of a longer recording."""
     all_calls: bool = False
     """The file holds calls inside a node too, whatever `TRACING` says is emitted. Older files do not with CROSSNODE."""
@@ -388,13 +389,13 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
     needed the result, and not for how long.
     """
 
-    t: Int
+    t: Number
     """When it began, on the monotonic clock in ns."""
-    took: Count
+    took: Annotated[Count, Privacy.NUMBER]
     """ns."""
-    thread: Int
+    thread: Number
     """As the operating system numbers it."""
-    id: Int | None = None
+    id: Number | None = None
     """Of the record of the call; None where the Work is of none that was recorded, or could not be kept."""
     stood: Literal["wait", "wait_tensor", "launch", "backward"] = msgspec.field(name="in", default="wait")
     """See `STOOD`. What else waits in C++ is not seen."""
@@ -405,11 +406,11 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
 class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """How long a call took, where the recorder was told to follow that."""
 
-    id: Int
-    t: Int
+    id: Number
+    t: Number
     """When it began, on the monotonic clock in ns: its launch; on a device about, for when it ended was noticed up to
     some 0.1 s later."""
-    took: Count
+    took: Annotated[Count, Privacy.NUMBER]
     """ns: to the end of its Work; on a device those of the kernel alone."""
     on_device: bool = False
     """torch's events on the device measured it, for its flight recorder (NCCL)."""
@@ -417,16 +418,16 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tru
     """It ended with an error."""
 
 
-class _Line(msgspec.Struct):
+class Line(msgspec.Struct):
     """A line that is not a record. Kinds that this version does not know are ignored."""
 
     header: Header | None = None
     group: Group | None = None
-    end: dict[str, Any] | None = None
-    window: dict[str, Any] | None = None
-    clock: dict[str, Int] | None = None
-    step: dict[str, Int] | None = None
-    gpu: dict[str, Any] | None = None
+    end: Annotated[dict[str, Any], Privacy.MIXED] | None = None
+    window: Annotated[dict[str, Any], Privacy.MIXED] | None = None
+    clock: Annotated[dict[str, Int], Privacy.MIXED] | None = None
+    step: Annotated[dict[str, Int], Privacy.MIXED] | None = None
+    gpu: Annotated[dict[str, Any], Privacy.MIXED] | None = None
 
 
 _SEVERAL = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
@@ -460,7 +461,7 @@ class CommsFile:
     def records(self) -> Iterator[CommRecord]:
         """The records in the order of the file."""
         decode_record = msgspec.json.Decoder(CommRecord).decode
-        decode_line = msgspec.json.Decoder(_Line).decode
+        decode_line = msgspec.json.Decoder(Line).decode
         decode_wait = msgspec.json.Decoder(dict[str, Wait]).decode
         decode_ran = msgspec.json.Decoder(dict[str, Ran]).decode
         number = more = 0
@@ -499,7 +500,7 @@ class CommsFile:
         if number == 0 and not self.issues.problems:
             self.issues.problems.append("the file is empty")
 
-    def _take(self, line: _Line) -> None:
+    def _take(self, line: Line) -> None:
         if line.header is not None:
             self.header = line.header
             if self.rank not in (None, line.header.rank):

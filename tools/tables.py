@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
+from crossrank.privacy import Privacy
+
 FORMAT = "crossrank-frames 1"
 
 _INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
@@ -27,6 +29,8 @@ class Column(NamedTuple):
     meaning: str
     unit: str = ""
     """ns, B (bytes), or GB/s of 1e9 bytes; empty where it has none."""
+    privacy: Privacy = Privacy.NUMBER
+    """What its values say of the user; a text has to have a class of its own."""
 
 
 class TableSchema(NamedTuple):
@@ -63,27 +67,29 @@ KEYS = {
 """What joins tables. A rank by itself does not know them: in files the tables of one rank are without, and `arrivals`
 has them for each call; in the frames of `crossrank.load` the tables `calls`, `durations` and `waits` have them too."""
 _GROUP = {
-    "pg": Column(_TEXT, "name of the process group"),
+    "pg": Column(_TEXT, "name of the process group", privacy=Privacy.GROUP),
     "members": Column(_TEXT, "its global ranks, as 0-3,8; empty where they are not known"),
 }
-_SIZE = {"bytes": Column(_INT, "S of nccl-tests: see crossrank/comm.py", "B")}
+_SIZE = {"bytes": Column(_INT, "S of nccl-tests: see crossrank/comm.py", "B", privacy=Privacy.SIZE)}
 _PLACE = {
-    "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown"),
-    "source": Column(_TEXT, "file.py:line of the user's code; null where C++ called"),
+    "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown", privacy=Privacy.WORD),
+    "source": Column(_TEXT, "file.py:line of the user's code; null where C++ called", privacy=Privacy.PLACE),
     "step": Column(_INT, "iteration"),
 }
 _SPAN = {
-    "began_ns": Column(_INT, "begin", "ns"),
-    "ended_ns": Column(_INT, "end", "ns"),
+    "began_ns": Column(_INT, "begin", "ns", privacy=Privacy.WALL),
+    "ended_ns": Column(_INT, "end", "ns", privacy=Privacy.WALL),
     "duration_ns": Column(_INT, "how long it took", "ns"),
 }
-_TIMED_BY = {"timed_by": Column(_TEXT, "what measured it: kineto, nsight, flight, inspector, work, replay")}
+_TIMED_BY = {
+    "timed_by": Column(_TEXT, "what measured it: kineto, nsight, flight, inspector, work, replay", privacy=Privacy.WORD)
+}
 _MEASURED = {
     "ranks": Column(_INT, "ranks of which times are known"),
     "expected": Column(_INT, "ranks that take part"),
-    "called_ns": Column(_INT, "the first rank's host made the call", "ns"),
-    "arrived_ns": Column(_INT, "the last rank's communication began", "ns"),
-    "ended_ns": Column(_INT, "the last rank's communication ended", "ns"),
+    "called_ns": Column(_INT, "the first rank's host made the call", "ns", privacy=Privacy.WALL),
+    "arrived_ns": Column(_INT, "the last rank's communication began", "ns", privacy=Privacy.WALL),
+    "ended_ns": Column(_INT, "the last rank's communication ended", "ns", privacy=Privacy.WALL),
     "time_ns": Column(_INT, "how long it took from the last arrival", "ns"),
     "is_upper_bound": Column(_BOOL, "time_ns is an upper bound: not all ranks were seen, or clocks are too far apart"),
     "algbw_gb_per_s": Column(_FLOAT, "bytes / time", "GB/s"),
@@ -99,25 +105,25 @@ TABLES = {
         {
             **_RANK,
             **_CALL,
-            "op": Column(_TEXT, "operation: all_reduce, send, …"),
-            "api": Column(_TEXT, "the public function called; null where C++ called"),
+            "op": Column(_TEXT, "operation: all_reduce, send, …", privacy=Privacy.API),
+            "api": Column(_TEXT, "the public function called; null where C++ called", privacy=Privacy.API),
             **_GROUP,
-            "desc": Column(_TEXT, "description of the group"),
+            "desc": Column(_TEXT, "description of the group", privacy=Privacy.GROUP),
             "number": Column(
                 _INT, "n-th collective of its rank on the group, or n-th send (receive) to (from) that peer"
             ),
             "peer": Column(_INT, "the other end of a send or receive"),
             "root": Column(_INT, "root of a broadcast, reduce, gather or scatter"),
             **_SIZE,
-            "dtype": Column(_TEXT, "element type"),
-            "reduce": Column(_TEXT, "reduction"),
-            "inputs": Column(_TEXT, "shapes of the inputs, as JSON"),
-            "outputs": Column(_TEXT, "shapes of the outputs, as JSON"),
+            "dtype": Column(_TEXT, "element type", privacy=Privacy.DTYPE),
+            "reduce": Column(_TEXT, "reduction", privacy=Privacy.REDUCTION),
+            "inputs": Column(_TEXT, "shapes of the inputs, as JSON", privacy=Privacy.SIZE),
+            "outputs": Column(_TEXT, "shapes of the outputs, as JSON", privacy=Privacy.SIZE),
             "batch": Column(_INT, "number of the first call of the launch that it went out with"),
             **_PLACE,
             "thread": Column(_INT, "the system's number of the thread that called"),
-            "state": Column(_TEXT, "scheduled, started, retired or completed"),
-            "called_ns": Column(_INT, "the host made the call", "ns"),
+            "state": Column(_TEXT, "scheduled, started, retired or completed", privacy=Privacy.STATE),
+            "called_ns": Column(_INT, "the host made the call", "ns", privacy=Privacy.WALL),
             **_SPAN,
             **_TIMED_BY,
         },
@@ -125,7 +131,15 @@ TABLES = {
     "durations": TableSchema(
         "the calls of which a duration was measured",
         True,
-        {**_RANK, **_CALL, "op": Column(_TEXT, "operation"), **_GROUP, **_SIZE, **_SPAN, **_TIMED_BY},
+        {
+            **_RANK,
+            **_CALL,
+            "op": Column(_TEXT, "operation", privacy=Privacy.API),
+            **_GROUP,
+            **_SIZE,
+            **_SPAN,
+            **_TIMED_BY,
+        },
     ),
     "waits": TableSchema(
         "when a host stood still for communication",
@@ -133,9 +147,11 @@ TABLES = {
         {
             **_RANK,
             "call": Column(_INT, "number of the call that it waited for"),
-            "op": Column(_TEXT, "its operation"),
-            "source": Column(_TEXT, "where it was made"),
-            "stood": Column(_TEXT, "in what the host stood: wait, wait_tensor, or the launch itself"),
+            "op": Column(_TEXT, "its operation", privacy=Privacy.API),
+            "source": Column(_TEXT, "where it was made", privacy=Privacy.PLACE),
+            "stood": Column(
+                _TEXT, "in what the host stood: wait, wait_tensor, or the launch itself", privacy=Privacy.WORD
+            ),
             **_SPAN,
         },
     ),
@@ -150,7 +166,7 @@ TABLES = {
         {
             **_RANK,
             "step": Column(_INT, "iteration; null where none are known: the whole window"),
-            "began_ns": Column(_INT, "begin", "ns"),
+            "began_ns": Column(_INT, "begin", "ns", privacy=Privacy.WALL),
             "duration_ns": Column(_INT, "how long it took", "ns"),
             "computation_ns": Column(_INT, "a kernel (operation of the host) computed", "ns"),
             "communication_ns": Column(_INT, "a kernel (Work) communicated", "ns"),
@@ -160,7 +176,7 @@ TABLES = {
             "waiting_ns": Column(_INT, "a call waited for another rank", "ns"),
             "waits_for": Column(_INT, "the rank that was waited for longest"),
             "waits_for_ns": Column(_INT, "how long", "ns"),
-            "measured_on": Column(_TEXT, "device or host"),
+            "measured_on": Column(_TEXT, "device or host", privacy=Privacy.WORD),
         },
     ),
     "collectives": TableSchema(
@@ -170,7 +186,7 @@ TABLES = {
             **KEYS,
             **_GROUP,
             "number": Column(_INT, "n-th collective of the group"),
-            "op": Column(_TEXT, "operation"),
+            "op": Column(_TEXT, "operation", privacy=Privacy.API),
             "root": Column(_INT, "its root"),
             **_SIZE,
             **_PLACE,
@@ -202,7 +218,7 @@ TABLES = {
             **_RANK,
             **_CALL,
             **KEYS,
-            "op": Column(_TEXT, "operation"),
+            "op": Column(_TEXT, "operation", privacy=Privacy.API),
             "step": Column(_INT, "iteration"),
             "late_ns": Column(_INT, "its communication began so long after that of the first rank, on one clock", "ns"),
             "waiting_ns": Column(_INT, "it waited so long for the last rank", "ns"),
@@ -215,12 +231,17 @@ TABLES = {
         {
             "group": KEYS["group"],
             **_GROUP,
-            "desc": Column(_TEXT, "description"),
+            "desc": Column(_TEXT, "description", privacy=Privacy.GROUP),
             "size": Column(_INT, "how many members it has"),
-            "backend": Column(_TEXT, "backend"),
-            "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown"),
+            "backend": Column(_TEXT, "backend", privacy=Privacy.BACKEND),
+            "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown", privacy=Privacy.WORD),
             "calls": Column(_INT, "calls on it, summed over ranks"),
-            "bytes": Column(_INT, "S of nccl-tests, summed over ranks; null where that of a call is not known", "B"),
+            "bytes": Column(
+                _INT,
+                "S of nccl-tests, summed over ranks; null where that of a call is not known",
+                "B",
+                privacy=Privacy.SIZE,
+            ),
         },
     ),
     "ranks": TableSchema(
@@ -228,14 +249,18 @@ TABLES = {
         False,
         {
             **_RANK,
-            "host": Column(_TEXT, "host name"),
-            "node": Column(_TEXT, "what ranks of one machine share"),
-            "path": Column(_TEXT, "the file"),
+            "host": Column(_TEXT, "host name", privacy=Privacy.HOST),
+            "node": Column(_TEXT, "what ranks of one machine share", privacy=Privacy.NODE),
+            "path": Column(_TEXT, "the file", privacy=Privacy.PATH),
             **_TIMED_BY,
             "calls": Column(_INT, "calls read"),
             "steps": Column(_INT, "iterations read"),
             "clock_shift_ns": Column(_INT, "what is added to its times to have them on the clock of the job", "ns"),
-            "ended_by": Column(_TEXT, "what ended the process, or the dump was taken for; null where it is not known"),
+            "ended_by": Column(
+                _TEXT,
+                "what ended the process, or the dump was taken for; null where it is not known",
+                privacy=Privacy.REASON,
+            ),
             "problems": Column(_INT, "parts of the file that could not be read"),
         },
     ),
@@ -255,7 +280,7 @@ TABLES = {
 
 _TIMES = pl.Struct(dict.fromkeys(("p50", "p95", "max", "total"), _FLOAT))
 _RATES = pl.Struct(dict.fromkeys(("p5", "p50", "p95", "max"), _FLOAT))
-_LINE = {"source": _PLACE["source"], "op": Column(_TEXT, "operation")}
+_LINE = {"source": _PLACE["source"], "op": Column(_TEXT, "operation", privacy=Privacy.API)}
 _SHARES = {
     "computation_ms": Column(_FLOAT, "something computed", "ms"),
     "exposed_ms": Column(_FLOAT, "communication while nothing computed", "ms"),
@@ -268,17 +293,17 @@ ANSWERS = {
         "collectives that agree in what they are grouped by; null stands for what is not grouped by, or not known",
         False,
         {
-            "op": Column(_TEXT, "operation; sends and receives are send/recv"),
-            "pg": Column(_TEXT, "name of the process group"),
-            "desc": Column(_TEXT, "its description"),
+            "op": Column(_TEXT, "operation; sends and receives are send/recv", privacy=Privacy.API),
+            "pg": Column(_TEXT, "name of the process group", privacy=Privacy.GROUP),
+            "desc": Column(_TEXT, "its description", privacy=Privacy.GROUP),
             "ranks": Column(_INT, "members of the group"),
-            "size_from": Column(_INT, "smallest size of the bucket, S of nccl-tests", "B"),
-            "size_to": Column(_INT, "largest size of the bucket", "B"),
+            "size_from": Column(_INT, "smallest size of the bucket, S of nccl-tests", "B", privacy=Privacy.SIZE),
+            "size_to": Column(_INT, "largest size of the bucket", "B", privacy=Privacy.SIZE),
             "locality": _PLACE["locality"],
             "source": _PLACE["source"],
             "collectives": Column(_INT, "how many there are"),
             "calls": Column(_INT, "calls with times that they are made of, over all ranks"),
-            "bytes": Column(_INT, "the sum of S, as far as it is known", "B"),
+            "bytes": Column(_INT, "the sum of S, as far as it is known", "B", privacy=Privacy.SIZE),
             "unsized": Column(_INT, "collectives of which the bytes are not known"),
             "time_us": Column(_TIMES, "times of the collectives, from the last arrival", "us"),
             "kernel_us": Column(_TIMES, "durations on each rank, waiting for others included", "us"),
@@ -341,9 +366,15 @@ ANSWERS = {
         "what was launched at a line of the user's code, and waited for, those with most first",
         False,
         {
-            "source": Column(_TEXT, "where the call was made; (C++) where C++ called, (not known) without a call"),
-            "op": Column(_TEXT, "operation"),
-            "stood": Column(_TEXT, "in what the host waited: wait, wait_tensor, or the launch itself"),
+            "source": Column(
+                _TEXT,
+                "where the call was made; (C++) where C++ called, (not known) without a call",
+                privacy=Privacy.PLACE,
+            ),
+            "op": Column(_TEXT, "operation", privacy=Privacy.API),
+            "stood": Column(
+                _TEXT, "in what the host waited: wait, wait_tensor, or the launch itself", privacy=Privacy.WORD
+            ),
             "waits": Column(_INT, "how many"),
             "exposed_ms": Column(_FLOAT, "summed over ranks and threads", "ms"),
             "longest_ms": Column(_FLOAT, "the longest", "ms"),
@@ -355,7 +386,7 @@ ANSWERS = {
         {
             **_LINE,
             "calls": Column(_INT, "summed over ranks"),
-            "bytes": Column(_INT, "as far as they are known", "B"),
+            "bytes": Column(_INT, "as far as they are known", "B", privacy=Privacy.SIZE),
             "unsized": Column(_INT, "calls of which the bytes are not known"),
             "time_ms": Column(_FLOAT, "of the collectives that have times, from the last arrival", "ms"),
             "waiting_ms": Column(_FLOAT, "summed over ranks", "ms"),

@@ -47,14 +47,6 @@ from crossrank.tools.sharing.vocabulary import is_public
 from crossrank.tools.traces.discover import NSIGHT, WHAT, FoundFile, discover
 from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
-_ROWS = {KINETO: ("traceEvents", kinds.KINETO_EVENT), EXECUTION_TRACE: ("nodes", kinds.TRACE_NODE)}
-_ROWS[LINKED] = "nodes", kinds.TRACE_NODE
-_HEADS: dict[str, dict[str, Rule]] = {
-    KINETO: kinds.KINETO_HEAD,
-    EXECUTION_TRACE: kinds.TRACE_HEAD,
-    LINKED: kinds.TRACE_HEAD | {"crossrank": kinds.PROVENANCE},
-}
-"""Kind of file -> its fields beside the rows."""
 _PICKLE = b"\x80"
 _MOST_RANKS = 1 << 16
 _encode = msgspec.json.Encoder(decimal_format="number").encode
@@ -130,13 +122,7 @@ def anonymize(paths: Sequence[str], folder: str, fleet: Fleet, *, coarse: bool =
     ]
     needed = [item for item in linked if not all((item[0].rank, item[0].window) in pair for pair in pairs)]
     files += [
-        AnonymousFile(
-            kind=LINKED,
-            rank=one.rank,
-            window=one.window,
-            why=f"{one.path}: `crossrank link` makes it anew",
-            is_loss=False,
-        )
+        _result(one, f"{one.path}: `crossrank link` makes it anew", is_loss=False)
         for one, number in linked
         if (one, number) not in needed
     ]
@@ -152,15 +138,11 @@ def _all(
     items: Sequence[tuple[FoundFile, int]],
     fleet: Fleet,
 ) -> list[AnonymousFile]:
-    return map_ranks(
-        work,
-        items,
-        fleet,
-        failed=lambda item, error: AnonymousFile(
-            kind=item[0].kind, rank=item[0].rank, window=item[0].window, why=str(error)
-        ),
-        what="anonymizing",
-    )
+    return map_ranks(work, items, fleet, failed=lambda item, error: _result(item[0], str(error)), what="anonymizing")
+
+
+def _result(file: FoundFile, why: str | None = None, *, is_loss: bool = True) -> AnonymousFile:
+    return AnonymousFile(kind=file.kind, rank=file.rank, window=file.window, why=why, is_loss=is_loss)
 
 
 def _refuse_doubles(found: Iterable[FoundFile]) -> None:
@@ -183,14 +165,11 @@ def _numbered(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
 
 def _one_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, coarse: bool) -> AnonymousFile:
     file, number = item
-    result = AnonymousFile(kind=file.kind, rank=file.rank, window=file.window)
     make = _HANDLED.get(file.kind)
     if file.problem:
-        result.why, result.is_loss = f"{file.path}: {file.problem}", not file.left_out
-        return result
+        return _result(file, f"{file.path}: {file.problem}", is_loss=not file.left_out)
     if make is None and file.kind != NSIGHT:
-        result.why, result.is_loss = f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", False
-        return result
+        return _result(file, f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", is_loss=False)
     scrubber = Scrubber(Pseudonyms(key), coarse=coarse)
     place = folder
     suffix = "sqlite" if file.kind == NSIGHT else "json.zst"
@@ -211,6 +190,7 @@ def _one_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, 
             with temporary.open("wb") as target, compress.stream_writer(target, closefd=False) as stream:
                 for part in make(file, scrubber):
                     stream.write(part)
+    result = _result(file)
     result.output, result.left_out = output, dict(scrubber.left_out)
     result.replaced, result.passed = scrubber.names.replaced, scrubber.names.passed
     result.damage = scrubber.damage
@@ -243,7 +223,7 @@ def _comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
 
 def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     """A file of many rows, which are decoded one by one."""
-    name, rule = _ROWS[file.kind]
+    name, rule = kinds.ROWS[file.kind]
     issues = ReadIssues(file.path)
     data = b"".join(read_chunks(file.path, issues))
     if issues.problems:
@@ -261,7 +241,7 @@ def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     made: dict[str, Any] = {}
     for field_name, raw in head.items() if isinstance(head, dict) else ():
         if field_name != name:
-            known = _HEADS[file.kind].get(field_name)
+            known = kinds.HEADS[file.kind].get(field_name)
             value = _applied(known, raw, scrubber) if known is not None else LEFT_OUT
             if value is LEFT_OUT:
                 scrubber.left_out[field_name if is_public(field_name) else "…"] += 1

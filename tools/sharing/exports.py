@@ -8,20 +8,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from crossrank.tools.sharing.kinds import MARKER
-from crossrank.tools.sharing.rules import (
-    LEFT_OUT,
-    Rule,
-    Scrubber,
-    all_of,
-    event_name,
-    inner_json,
-    name,
-    number,
-    size,
-    text,
-    wall,
-)
+from crossrank.privacy import Privacy
+from crossrank.tools.sharing.kinds import MARKER, Names, listed
+from crossrank.tools.sharing.rules import LEFT_OUT, Rule, Scrubber, inner_json, rule_of_class
 from crossrank.tools.traces.nsight.export import (
     GRAPH_NODES,
     GRAPH_TRACE,
@@ -34,7 +23,6 @@ from crossrank.tools.traces.nsight.export import (
     open_export,
 )
 
-_ROWS = 10_000
 _MARKER = inner_json(MARKER)
 
 
@@ -43,30 +31,37 @@ def _text(value: Any, scrubber: Scrubber) -> Any:
     if isinstance(value, str) and value.startswith("{"):
         made = _MARKER(value, scrubber)
         return scrubber.names.name("name", value) if made is LEFT_OUT else made
-    return event_name(value, scrubber) if isinstance(value, str) else number(value, scrubber)
+    return rule_of_class(Privacy.EVENT)(value, scrubber)
 
 
-_TIMES: dict[str, Rule] = all_of(wall, "start, end")
-_IDS: dict[str, Rule] = all_of(
-    number,
-    """globalTid, endGlobalTid, globalPid, correlationId, deviceId, contextId, streamId, graphNodeId,
+_ACTIVITY: Names = {
+    Privacy.WALL: "start, end",
+    Privacy.SIZE: "bytes",
+    Privacy.NUMBER: """globalTid, endGlobalTid, globalPid, correlationId, deviceId, contextId, streamId, graphNodeId,
     originalGraphNodeId, graphId, eventId, eventClass, eventType, rangeId, domainId, category, textId,
     jsonTextId, nameId, demangledName, shortName, mangledName, copyKind, srcKind, dstKind, srcDeviceId,
     dstDeviceId, int64Value, uint64Value, int32Value, uint32Value, returnValue, gridX, gridY, gridZ, blockX,
     blockY, blockZ, registersPerThread, staticSharedMemory, dynamicSharedMemory, launchType""",
-)
-_ACTIVITY = _TIMES | _IDS | {"bytes": size}
-TABLES: dict[str, dict[str, Rule]] = {
-    STRINGS: {"id": number, "value": _text},
-    NVTX: _ACTIVITY | {"text": _text, "jsonText": _text},
-    **dict.fromkeys((RUNTIME, KERNEL, MEMCPY, MEMSET, GRAPH_TRACE, *GRAPH_NODES), _ACTIVITY),
-    "TARGET_INFO_SESSION_START_TIME": {"utcEpochNs": wall, "systemClockNs": wall, "sessionStartCntVctNs": number},
-    "TARGET_INFO_SYSTEM_ENV": {"name": text("fact"), "value": name("host")},
-    "ENUM_NSYS_EVENT_TYPE": {"id": number, "name": text("event type")},
-    **{table: {"name": text("fact"), "value": text("version")} for table in ("META_DATA_EXPORT", "EXPORT_META_DATA")},
-    "ANALYSIS_DETAILS": {"duration": number, "startTime": wall, "stopTime": wall},
 }
+_VERSION: Names = {Privacy.FACT: "name", Privacy.VERSION: "value"}
+_COLUMNS: dict[str, Names] = {
+    STRINGS: {Privacy.NUMBER: "id"},
+    **dict.fromkeys((NVTX, RUNTIME, KERNEL, MEMCPY, MEMSET, GRAPH_TRACE, *GRAPH_NODES), _ACTIVITY),
+    "TARGET_INFO_SESSION_START_TIME": {
+        Privacy.WALL: "utcEpochNs, systemClockNs",
+        Privacy.NUMBER: "sessionStartCntVctNs",
+    },
+    "TARGET_INFO_SYSTEM_ENV": {Privacy.FACT: "name", Privacy.HOST: "value"},
+    "ENUM_NSYS_EVENT_TYPE": {Privacy.NUMBER: "id", Privacy.EVENT_TYPE: "name"},
+    "META_DATA_EXPORT": _VERSION,
+    "EXPORT_META_DATA": _VERSION,
+    "ANALYSIS_DETAILS": {Privacy.NUMBER: "duration", Privacy.WALL: "startTime, stopTime"},
+}
+"""Table -> its columns, but for those with texts of ranges."""
+TABLES: dict[str, dict[str, Rule]] = {table: listed(columns) for table, columns in _COLUMNS.items()}
 """Table -> its columns, each with a rule."""
+TABLES[STRINGS]["value"] = _text
+TABLES[NVTX] |= {"text": _text, "jsonText": _text}
 _FACTS = {
     "TARGET_INFO_SYSTEM_ENV": "name = 'Hostname'",
     "META_DATA_EXPORT": "name LIKE 'EXPORT_SCHEMA_VERSION%'",

@@ -1,268 +1,205 @@
-"""What becomes of every field of every kind of file. A field that has no rule is left out, and counted."""
+"""The rules for every kind of file, from the classes on the fields of the readers' structs, and of those that no struct
+has. A field that is in neither has no rule: it is left out, and counted."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
+import msgspec
+from msgspec import UnsetType, structs
+
+from crossrank.comm import CommRecord
+from crossrank.privacy import Privacy
+from crossrank.recording import EXECUTION_TRACE, KINETO, LINKED, Header, Line, Ran, Wait
+from crossrank.tools.graph.linking.linked_file import LinkedFile, Node
 from crossrank.tools.sharing.rules import (
-    KEYS,
     LEFT_OUT,
     MOST_DEPTH,
     Rule,
     Scrubber,
-    all_of,
-    counts,
-    day,
     each,
-    event_name,
     fields,
     inner_json,
     is_ours,
     keyed,
-    message,
-    name,
     number,
-    numbers,
-    our_word,
     pair,
-    path,
-    place,
     power_of_two,
-    size,
-    sizes,
-    text,
-    wall,
+    rule_of_class,
 )
-from crossrank.tools.sharing.vocabulary import is_public
+from crossrank.tools.traces.execution_trace import IO, TraceFile, TraceNode
+from crossrank.tools.traces.flight_recorder import Entry, GroupConfig, Moment, Progress, Raised
+from crossrank.tools.traces.group_config import ListedGroup
+from crossrank.tools.traces.kineto import DeviceArgs, DistributedInfo, Event, HostArgs, KinetoFile
+from crossrank.tools.traces.nsight.markers import MarkerText
+from crossrank.tools.traces.nsight.nccl import Payload
+from crossrank.tools.traces.param_comms import CollectiveArgs
 
 _TENSOR = 6
 """Values that an execution trace has of a tensor."""
-GROUP_FIELDS: dict[str, Rule] = {
-    "pg": text("group"),
-    "size": number,
-    "ranks": numbers,
-    "desc": text("group"),
-    "backend": text("backend"),
-    "locality": text("locality"),
-    "eager": number,
+Names = Mapping[Privacy, str]
+"""Class -> names of fields, between which there are commas."""
+
+_UNREAD: dict[type, Names] = {
+    Header: {Privacy.API: "ops"},
+    Entry: {
+        Privacy.NUMBER: "timeout_ms, thread_id",
+        Privacy.WALL: "time_created_us",
+        Privacy.THREAD: "thread_name",
+    },
+    Progress: {Privacy.NUMBER: "last_started_collective"},
+    ListedGroup: {Privacy.NUMBER: "backend_id, group_count"},
+    TraceNode: {Privacy.NUMBER: "pid"},
+    Event: {Privacy.NUMBER: "id", Privacy.PHASE: "bp, s"},
+    KinetoFile: {
+        Privacy.NUMBER: """schemaVersion, record_shapes, with_stack, with_flops, with_modules, profile_memory,
+        roctracer_version, hip_driver_version, hip_runtime_version, cuda_driver_version, cuda_runtime_version,
+        cupti_version""",
+        Privacy.UNIT: "displayTimeUnit",
+        Privacy.MIXED: "deviceProperties",
+    },
+    DistributedInfo: {
+        Privacy.NUMBER: "pg_count",
+        Privacy.BACKEND: "backend",
+        Privacy.VERSION: "nccl_version",
+    },
+    HostArgs: {
+        Privacy.NUMBER: """Fwd thread id, Ev Idx, Op count, Python id, Python parent id, Python module id, Rank, cbid,
+        cid, registers per thread, shared memory, blocks per SM, warps per SM, est. achieved occupancy %, queued,
+        external id, wait_on_cuda_event_id, sort_index, memory bandwidth (GB/s), graph id, graph node id, ctx_id,
+        kernel_num, context, ptr, Addr, Device Id, Device Type, Total Allocated, Total Reserved, Bytes,
+        cudaGraph id, cuda_event_id, priority, device_id, ccid, grid, block""",
+        Privacy.SIZE: "bytes, Nbytes, Input Dims, Input Strides, Output Dims, Output Strides",
+        Privacy.TYPE: "Input type, Output type",
+        Privacy.MIXED: "Concrete Inputs, Concrete Outputs",
+        Privacy.MEMORY: "kind",
+        Privacy.EVENT: "kernel",
+        Privacy.LABEL: "labels, name",
+    },
+    MarkerText: {Privacy.NUMBER: "CUDA device", Privacy.SIZE: "inputs, outputs"},
+    Payload: {Privacy.NUMBER: "Root", Privacy.REDUCTION: "Reduction operation"},
 }
-GROUP = fields("group", GROUP_FIELDS)
-_RECORD: dict[str, Rule] = {
-    **all_of(number, "id, t, seq, p2p_seq, async, root, peer, tag, batch, step, thread"),
-    "op": text("api"),
-    "c10d": text("api"),
-    "pg": text("group"),
-    "bytes": size,
-    "api": text("api"),
-    "in": sizes,
-    "out": sizes,
-    "in_split": sizes,
-    "out_split": sizes,
-    "dtype": text("dtype"),
-    "out_dtype": text("dtype"),
-    "reduce": text("reduction"),
-    "source": place,
-    "locality": text("locality"),
+"""Fields that files have beside those of a struct."""
+_OBJECTS: dict[str, Names] = {
+    "window": {Privacy.NUMBER: "window, step, t, threads, start, stop, every", Privacy.EDGE: "edge"},
+    "clock": {Privacy.NUMBER: "t", Privacy.WALL: "wall"},
+    "config": {
+        Privacy.NUMBER: "print_calls, flight, hang_seconds, timing, exception_texts, nsys, ring",
+        Privacy.SETTING: "emit, nvtx, on_hang, kernel",
+        Privacy.FOLDER: "directory",
+        Privacy.NODE: "node",
+        Privacy.SERIAL: "gpu_serial",
+        Privacy.VM: "vm_id",
+        Privacy.MIXED: "window",
+    },
+    "deviceProperties": {
+        Privacy.NUMBER: """id, totalGlobalMem, computeMajor, computeMinor, maxThreadsPerBlock, regsPerBlock, warpSize,
+        maxThreadsPerMultiprocessor, sharedMemPerBlock, numSms, regsPerMultiprocessor, sharedMemPerBlockOptin,
+        sharedMemPerMultiprocessor, maxSharedMemoryPerMultiProcessor""",
+        Privacy.DEVICE_NAME: "name",
+    },
+    "end": {
+        Privacy.NUMBER: "step, calls, records, dropped, unwritten, filtered, spans, spans_dropped, errors",
+        Privacy.REASON: "reason",
+        Privacy.MESSAGE: "blind_spots",
+        Privacy.MIXED: "exceptions",
+    },
+    "gpu": {
+        Privacy.NUMBER: "index, memory, sms, compute_capability, major, minor, power_w",
+        Privacy.DEVICE_NAME: "name",
+        Privacy.VERSION: "driver",
+        Privacy.UUID: "uuid",
+        Privacy.SERIAL: "serial",
+        Privacy.PCI: "pci, pci_id, pci_bus_id, bus_id",
+        Privacy.FABRIC: "fabric_cluster, fabric_clique",
+    },
+    "step": {Privacy.NUMBER: "step, t"},
 }
-RECORD = fields("call", _RECORD | {"members": each(fields("call", _RECORD))})
-
-
-MARKER = fields(
-    "marker",
-    _RECORD
-    | {
-        **all_of(
-            number,
-            """rank, world_size, message_size, peer_rank, root_rank, correlation_id, Message size [bytes],
-            Peer rank, No. of ranks, Rank, Root""",
-        ),
-        **all_of(numbers, "group_ranks, rank_runs, CUDA device"),
-        "inputs": sizes,
-        "outputs": sizes,
-        "crossrank": text("version"),
-        "host": name("host"),
-        "group": fields("group", GROUP_FIELDS | {"rank_runs": numbers, "left_out": keyed("field", number)}),
-        "left_out": keyed("field", number),
-        "name": text("api"),
-        "source_line": place,
-        "NCCL communicator ID": name("communicator"),
-        "Reduction operation": text("reduction"),
-    },
-)
-"""The text of a range: ours, an older shim's, or the payload of NCCL's."""
-
-
-def frame(value: Any, scrubber: Scrubber) -> Any:
-    if not isinstance(value, dict):
-        return LEFT_OUT
-    file, function = str(value.get("filename", "")), str(value.get("name", ""))
-    line = value.get("line", 0)
-    names = scrubber.names
-    return {
-        "name": names.function(function, file),
-        "filename": names.path(file),
-        "line": line if isinstance(line, int) else 0,
-    }
-
-
-FRAMES = each(frame)
-_RAISED = fields("exception", {"thread": text("thread"), "error": message, "causes": each(message), "frames": FRAMES})
-_CLOCK = fields("clock", {"t": number, "wall": wall})
-_GPU = fields(
-    "gpu",
-    {
-        **all_of(numbers, "index, memory, sms, compute_capability, major, minor, power_w"),
-        "name": text("device name"),
-        "driver": text("version"),
-        "uuid": name("uuid"),
-        "serial": name("serial"),
-        "pci": name("pci"),
-        "pci_id": name("pci"),
-        "pci_bus_id": name("pci"),
-        "fabric_cluster": name("fabric"),
-        "fabric_clique": name("fabric"),
-        "bus_id": name("pci"),
-    },
-)
-_CONFIG = fields(
-    "config",
-    {
-        **all_of(number, "print_calls, flight, hang_seconds, timing, nsys, ring"),
-        **all_of(text("emit"), "emit, nvtx, on_hang, kernel"),
-        "window": fields("window", all_of(number, "start, stop, every")),
-        "directory": name("folder"),
-        "node": name("node"),
-        "gpu_serial": name("serial"),
-        "vm_id": name("vm"),
-    },
-)
-_HEADER = fields(
-    "header",
-    {
-        **all_of(number, "rank, world_size, local_rank, pid, all_calls"),
-        "part": numbers,
-        "schema": text("schema"),
-        "host": name("host"),
-        "node": name("node"),
-        "boot_id": name("boot"),
-        "gpu": _GPU,
-        "gpu_serial": name("serial"),
-        "vm_id": name("vm"),
-        "clock": _CLOCK,
-        "versions": keyed("package", text("version")),
-        "config": _CONFIG,
-        "blind_spots": each(message),
-        "ops": each(text("api")),
-    },
-)
-_WAIT = fields(
-    "wait",
-    {**all_of(number, "t, took, thread, id, raised, on_device"), "in": text("stack kind")},
-)
-_END = fields(
-    "end",
-    {
-        **all_of(number, "step, calls, records, dropped, unwritten, filtered, spans, spans_dropped, errors"),
-        "reason": text("reason"),
-        "exceptions": each(_RAISED),
-        "blind_spots": each(message),
-    },
-)
-COMMS_LINES: dict[str, Rule] = {
-    "header": _HEADER,
-    "gpu": _GPU,
-    "group": GROUP,
-    "step": fields("step", {"step": number, "t": number}),
-    "wait": _WAIT,
-    "ran": _WAIT,
-    "clock": _CLOCK,
-    "window": fields(
-        "window", {"window": number, "edge": text("edge"), "step": number, "t": number, "threads": number}
-    ),
-    "end": _END,
+"""`MIXED` fields that are objects, by their names, and what is in them."""
+_ATTRIBUTES: Names = {
+    Privacy.NUMBER: """rf_id, fw_parent, seq_id, scope, tid, fw_tid, tensor_range, pg_size, global_rank_start,
+    global_rank_stride""",
+    Privacy.SIZE: "comm_size, in_msg_nelems, out_msg_nelems, in_split_size, out_split_size",
+    Privacy.OP_SCHEMA: "op_schema",
+    Privacy.SETTING: "kernel_backend",
+    Privacy.PATH: "kernel_file",
+    Privacy.GROUP: "pg_name, pg_desc",
+    Privacy.API: "collective_name",
+    Privacy.DTYPE: "dtype",
 }
-"""The lines of a comms file that are no `RECORD`."""
-
-_STATUS = fields(
-    "pg_status",
-    {
-        **all_of(text("literal"), "last_enqueued_collective, last_started_collective, last_completed_collective"),
-    },
-)
-
-
-def _dtypes(value: Any, scrubber: Scrubber) -> Any:
-    """A list, or in some tools' dumps one for all tensors."""
-    return (each(text("dtype")) if isinstance(value, list) else text("dtype"))(value, scrubber)
+_COUNTED_AS = {
+    CommRecord: "call",
+    MarkerText: "marker",
+    Ran: "wait",
+    Raised: "exception",
+    DistributedInfo: "distributedInfo",
+}
+"""Under which name fields of a struct are counted that have no rule, where it is not its own."""
+WITHOUT_CLASS: list[str] = []
+"""Fields of structs that say no class, and so have no rule. There should be none."""
 
 
-_ENTRY = fields(
-    "entry",
-    {
-        **all_of(
-            text("literal"),
-            """record_id, pg_id, op_id, collective_seq_id, p2p_seq_id, timeout_ms, duration_ms, retired, is_p2p""",
-        ),
-        **all_of(wall, "time_created_ns, time_discovered_started_ns, time_discovered_completed_ns, time_created_us"),
-        "profiling_name": event_name,
-        "process_group": pair(text("group"), text("group")),
-        "input_sizes": sizes,
-        "output_sizes": sizes,
-        "input_dtypes": _dtypes,
-        "output_dtypes": _dtypes,
-        "state": text("state"),
-        "frames": FRAMES,
-        "thread_name": text("thread"),
-        "thread_id": text("literal"),
-    },
-)
-FLIGHT = fields(
-    "dump",
-    {
-        "version": text("version"),
-        "comm_lib_version": text("version"),
-        "nccl_version": text("version"),
-        "rank": text("literal"),
-        "pg_config": keyed(
-            "group", fields("pg_config", {"name": text("group"), "desc": text("group"), "ranks": counts(numbers)})
-        ),
-        "pg_status": keyed("group", _STATUS),
-        "entries": each(_ENTRY),
-        "crossrank": fields(
-            "crossrank",
-            {
-                "rank": number,
-                "world_size": number,
-                "host": name("host"),
-                "reason": text("reason"),
-                "error": message,
-                "exceptions": each(_RAISED),
-                "time_ns": wall,
-                "clock": _CLOCK,
-                "groups": each(GROUP),
-                "calls": each(RECORD),
-                "waits": each(number),
-                "stacks": each(fields("stack", {"thread": text("thread"), "frames": FRAMES})),
-            },
-        ),
-    },
-)
-_PG_CONFIG = fields(
-    "pg_config",
-    {
-        "pg_name": text("group"),
-        "pg_desc": text("group"),
-        "backend_id": text("literal"),
-        "backend_config": text("backend"),
-        **all_of(text("literal"), "pg_size, group_count, group_size"),
-        "ranks": counts(numbers),
-    },
-)
+def listed(names: Names) -> dict[str, Rule]:
+    """The rules of fields that no struct has.
+
+    >>> list(listed({Privacy.NUMBER: "a b,  c"}))
+    ['a b', 'c']
+    """
+    rules = {}
+    for privacy, several in names.items():
+        for name in map(str.strip, several.split(",")):
+            rules[name] = _MIXED[name] if privacy is Privacy.MIXED else rule_of_class(privacy)
+    return rules
 
 
-def _pg_configs(value: Any, scrubber: Scrubber) -> Any:
+def declared(*several: type[msgspec.Struct], inside: Sequence[type] = ()) -> dict[str, Rule]:
+    """The rules of the fields of structs, in which those of `inside` contain them."""
+    rules: dict[str, Rule] = {}
+    for struct in several:
+        rules |= listed(_UNREAD.get(struct, {}))
+        for one in structs.fields(struct):
+            rule = _rule_of(one.type, one.encode_name, (*inside, struct))
+            if rule is None:
+                WITHOUT_CLASS.append(f"{struct.__name__}.{one.name}")
+            else:
+                rules[one.encode_name] = rule
+    return rules
+
+
+def _rule_of(kind: Any, name: str, inside: Sequence[type] = ()) -> Rule | None:
+    """The rule for values of the type `kind` in a field of that name; None where nothing says their class."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if inside.count(kind) > 1:  # members of a call have none
+            return lambda value, scrubber: LEFT_OUT
+        return fields(_COUNTED_AS.get(kind, kind.__name__.lower()), declared(kind, inside=inside))
+    if kind is bool:
+        return rule_of_class(Privacy.NUMBER)
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer is Literal:
+        return lambda value, scrubber: value if value in inner else LEFT_OUT
+    if outer is Annotated:
+        for one in reversed(kind.__metadata__):
+            if isinstance(one, Privacy):
+                return _MIXED.get(name) if one is Privacy.MIXED else rule_of_class(one)
+        inner = inner[:1]
+    rules = [_rule_of(one, name, inside) for one in inner if one not in (NoneType, UnsetType, ...)]
+    if not rules or None in rules:
+        return None
+    known = cast("list[Rule]", rules)
+    if outer in (Annotated, Union, UnionType):
+        return known[0] if len(known) == 1 else None
+    if outer is dict:
+        return keyed(*known)
+    return each(known[0]) if len(known) == 1 else pair(known)
+
+
+def _either(rule: Rule) -> Rule:
     """A list, or an object by the names of the groups."""
-    return (keyed("group", _PG_CONFIG) if isinstance(value, dict) else each(_PG_CONFIG))(value, scrubber)
+    by_name = keyed(rule_of_class(Privacy.GROUP), rule)
+    in_order = each(rule)
+    return lambda value, scrubber: (by_name if isinstance(value, dict) else in_order)(value, scrubber)
 
 
 def _value(given: Any, scrubber: Scrubber, depth: int = 0) -> Any:
@@ -276,18 +213,14 @@ def _value(given: Any, scrubber: Scrubber, depth: int = 0) -> Any:
         if scrubber.coarse and len(found) == _TENSOR and isinstance(found[3], int) and isinstance(found[-1], str):
             found[3] = power_of_two(found[3])
         return found
-    if isinstance(given, str):
-        for begin, rule in _INNER.items():
-            if given.startswith(begin) and (made := rule(given, scrubber)) is not LEFT_OUT:
-                return made
-        names = scrubber.names
-        known = any(names.passes(kind, given) for kind in ("value", "op", "api", "group", "type"))
-        return given if known else names.text("group", given)
-    return number(given, scrubber)
-
-
-_INNER = {"[{": inner_json(each(_PG_CONFIG)), '{"op":': inner_json(RECORD)}
-"""What the JSON in a text begins with: the groups as torch lists them, a call as our range around it says it."""
+    if not isinstance(given, str):
+        return number(given, scrubber)
+    for begin, rule in _JSON_VALUES.items():
+        if given.startswith(begin) and (made := rule(given, scrubber)) is not LEFT_OUT:
+            return made
+    names = scrubber.names
+    known = any(names.passes(kind, given) for kind in ("value", "op", "api", "group", "type"))
+    return given if known else names.text("group", given)
 
 
 def _side(value: Any, scrubber: Scrubber) -> Any:
@@ -295,32 +228,8 @@ def _side(value: Any, scrubber: Scrubber) -> Any:
     return (_value if isinstance(value, list) else _IO)(value, scrubber)
 
 
-_IO = fields("io", {"values": _value, "shapes": sizes, "types": each(text("type")), "strides": sizes})
-
-
-def _schema(value: Any, scrubber: Scrubber) -> Any:
-    """The schema of an operation, where all its words are public."""
-    return value if isinstance(value, str) and is_public(value) else LEFT_OUT
-
-
-_ATTRIBUTES: dict[str, Rule] = {
-    **all_of(text("literal"), "rf_id, fw_parent, seq_id, scope, tid, fw_tid"),
-    "op_schema": _schema,
-    "kernel_backend": text("emit"),
-    "kernel_file": path,
-    "tensor_range": text("literal"),
-    "pg_name": text("group"),
-    "pg_desc": text("group"),
-    "collective_name": text("api"),
-    "dtype": text("dtype"),
-    **all_of(text("literal"), "pg_size, global_rank_start, global_rank_stride"),
-    **all_of(size, "comm_size, in_msg_nelems, out_msg_nelems"),
-    **all_of(counts(sizes), "in_split_size, out_split_size"),
-}
-
-
 def _attribute(value: Any, scrubber: Scrubber) -> Any:
-    rule = _ATTRIBUTES.get(str(value.get("name"))) if isinstance(value, dict) else None
+    rule = _RULES_OF_ATTRIBUTES.get(str(value.get("name"))) if isinstance(value, dict) else None
     made = rule(value.get("value"), scrubber) if rule is not None else LEFT_OUT
     if made is LEFT_OUT:
         scrubber.left_out["attribute" if rule is None else f"attribute.{value['name']}"] += 1
@@ -328,9 +237,6 @@ def _attribute(value: Any, scrubber: Scrubber) -> Any:
             return LEFT_OUT
         made = ""
     return {"name": value["name"], "type": scrubber.names.text("dtype", str(value.get("type", ""))), "value": made}
-
-
-_DEP = fields("dep", {"id": number, "kind": our_word, "inferred": number, "slack_ns": number})
 
 
 def _report(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
@@ -350,155 +256,44 @@ def _sentence(text: str, scrubber: Scrubber) -> str:
     return text if is_ours(text) else scrubber.names.range(text)
 
 
-PROVENANCE = fields(
-    "crossrank",
+_MIXED: dict[str, Rule] = {
+    **dict.fromkeys(("values", "Concrete Inputs", "Concrete Outputs"), _value),
+    **dict.fromkeys(("inputs", "outputs"), _side),
+    "attrs": each(_attribute),
+    "match": _report,
+}
+"""Name of a `MIXED` field -> its rule."""
+_RULES_OF_ATTRIBUTES = listed(_ATTRIBUTES)
+_IO = fields("io", declared(IO))
+_GROUP = fields("pg_config", declared(ListedGroup, GroupConfig))
+_MIXED["pg_config"] = _either(_GROUP)
+_MIXED["exceptions"] = each(fields("exception", declared(Raised)))
+_MIXED["args"] = fields("args", declared(HostArgs, DeviceArgs, CollectiveArgs))
+for _name, _names in _OBJECTS.items():
+    _MIXED[_name] = fields(_name, listed(_names))
+_MIXED["deviceProperties"] = each(_MIXED["deviceProperties"])
+
+RECORD = fields("call", declared(CommRecord))
+_JSON_VALUES = {"[{": inner_json(each(_GROUP)), '{"op":': inner_json(RECORD)}
+"""What the JSON in a value begins with: the groups as torch lists them, a call as our range around it says it."""
+COMMS_LINES = declared(Line) | {"wait": fields("wait", declared(Wait)), "ran": fields("wait", declared(Ran))}
+"""The lines of a comms file that are no `RECORD`."""
+MARKER = fields("marker", declared(MarkerText, Payload))
+"""The text of a range: ours, an older shim's, or the payload of NCCL's."""
+FLIGHT = fields(
+    "dump",
     {
-        **all_of(number, "rank, world_size"),
-        "version": text("version"),
-        "et_schema": text("version"),
-        "base_time_ns": wall,
-        "iterations_ns": each(pair(number, wall)),
-        "inputs": lambda value, scrubber: (
-            {
-                scrubber.names.name("file", str(name)): scrubber.names.name("sha256", str(digest))
-                for name, digest in value.items()
-            }
-            if isinstance(value, dict)
-            else LEFT_OUT
-        ),
-        "groups": each(GROUP),
-        "match": _report,
+        **listed({Privacy.NUMBER: "rank", Privacy.VERSION: "version, comm_lib_version, nccl_version"}),
+        "pg_config": _MIXED["pg_config"],
+        "pg_status": _either(fields("pg_status", declared(Progress))),
+        "entries": each(fields("entry", declared(Entry))),
+        "crossrank": fields("crossrank", declared(Moment)),
     },
 )
-_COMMUNICATION = fields(
-    "comm",
-    {
-        "record": RECORD,
-        "group": GROUP,
-        "origin": our_word,
-        "host": number,
-        "work": number,
-        "activities": numbers,
-        "seq_counted": number,
-    },
-)
-_KINETO_ARGS: dict[str, Rule] = {
-    **all_of(
-        text("literal"),
-        """External id, external id, Record function id, Sequence number, Fwd thread id, Ev Idx, Op count,
-        Python id, Python parent id, Python module id, Rank, Group size, Global rank start, Global rank stride,
-        Src Rank, Dst Rank, Seq, Is asynchronized op, device, context, stream, correlation, cbid, cid,
-        registers per thread, shared memory, blocks per SM, warps per SM, est. achieved occupancy %, queued,
-        wait_on_stream, wait_on_cuda_event_record_corr_id, wait_on_cuda_event_id, sort_index,
-        memory bandwidth (GB/s), graph id, graph node id, ctx_id, kernel_num, ptr, Addr, Device Id, Device Type,
-        Total Allocated, Total Reserved, Bytes, cudaGraph id, cuda_event_id, priority, device_id, ccid""",
-    ),
-    **all_of(numbers, "grid, block"),
-    **all_of(size, "bytes, In msg nelems, Out msg nelems, Nbytes"),
-    **all_of(sizes, "Input Dims, Input Strides, Output Dims, Output Strides"),
-    "Input type": each(text("type")),
-    "Output type": each(text("type")),
-    "Concrete Inputs": each(_value),
-    "Concrete Outputs": each(_value),
-    "Collective name": text("api"),
-    "dtype": text("dtype"),
-    "Process Group Name": text("group"),
-    "Process Group Description": text("group"),
-    "Process Group Ranks": counts(numbers),
-    "In split size": counts(sizes),
-    "Out split size": counts(sizes),
-    "cuda_sync_kind": text("sync"),
-    "kind": text("memory"),
-    "kernel": event_name,
-    "labels": text("label"),
-    "name": text("label"),
+ROWS = {
+    KINETO: ("traceEvents", fields("event", declared(Event))),
+    **dict.fromkeys((EXECUTION_TRACE, LINKED), ("nodes", fields("node", declared(Node, TraceNode)))),
 }
-KINETO_EVENT = fields(
-    "event",
-    {
-        "ph": text("phase"),
-        "cat": text("category"),
-        "name": event_name,
-        "pid": text("label"),
-        "tid": text("label"),
-        "ts": wall,
-        "dur": number,
-        "id": number,
-        "bp": text("phase"),
-        "s": text("phase"),
-        "args": fields("args", _KINETO_ARGS),
-    },
-)
-KINETO_HEAD: dict[str, Rule] = {
-    **all_of(
-        number,
-        """schemaVersion, record_shapes, with_stack, with_flops, with_modules, profile_memory, roctracer_version,
-        hip_driver_version, hip_runtime_version, cuda_driver_version, cuda_runtime_version, cupti_version""",
-    ),
-    "displayTimeUnit": text("unit"),
-    "baseTimeNanoseconds": wall,
-    "deviceProperties": each(
-        fields(
-            "deviceProperties",
-            {
-                **all_of(
-                    number,
-                    """id, totalGlobalMem, computeMajor, computeMinor, maxThreadsPerBlock,
-                    maxThreadsPerMultiprocessor, regsPerBlock, warpSize, sharedMemPerBlock, numSms,
-                    regsPerMultiprocessor, sharedMemPerBlockOptin, sharedMemPerMultiprocessor,
-                    maxSharedMemoryPerMultiProcessor""",
-                ),
-                "name": text("device name"),
-            },
-        )
-    ),
-    "distributedInfo": fields(
-        "distributedInfo",
-        {
-            **all_of(number, "rank, world_size, pg_count"),
-            "backend": text("backend"),
-            "nccl_version": text("version"),
-            "pg_config": _pg_configs,
-        },
-    ),
-}
-TRACE_HEAD: dict[str, Rule] = {
-    "schema": text("version"),
-    "pid": number,
-    "time": day,
-    "start_ts": number,
-    "finish_ts": number,
-}
-"""Of an execution trace, linked or not."""
-_LINKED: dict[str, Rule] = {
-    **all_of(number, "inclusive_dur, exclusive_dur, blocked_dur, correlation, comm_host, inter_thread_dep"),
-    "ts": wall,
-    "sync_dep": numbers,
-    "cat": text("category"),
-    "ph": text("phase"),
-    "device": text("label"),
-    "stream": text("label"),
-    "pg_name": text("group"),
-    "unlinked": name("reason"),
-    "args": fields("args", _KINETO_ARGS),
-    "comm": _COMMUNICATION,
-    "deps": each(_DEP),
-}
-TRACE_NODE = fields(
-    "node",
-    {
-        **all_of(number, "id, ctrl_deps, parent, rf_id, fw_parent, fw_tid, seq_id, scope, tid, pid"),
-        "name": event_name,
-        "inputs": _side,
-        "outputs": _side,
-        "attrs": each(_attribute),
-        "input_shapes": sizes,
-        "output_shapes": sizes,
-        "input_types": each(text("type")),
-        "output_types": each(text("type")),
-        "op_schema": _schema,
-    }
-    | _LINKED,
-)
-for _rules in (COMMS_LINES, KINETO_HEAD, TRACE_HEAD, _ATTRIBUTES):
-    KEYS.update(_rules)
+"""Kind of file -> name and rule of its rows."""
+HEADS = {KINETO: declared(KinetoFile), EXECUTION_TRACE: declared(TraceFile), LINKED: declared(LinkedFile)}
+"""Kind of file -> its fields beside the rows."""

@@ -1,4 +1,4 @@
-"""What can become of a value: rules for single ones, and rules made of rules for lists and objects.
+"""What becomes of a value: a rule for each privacy class, and rules made of these for the structs of files.
 
 A rule takes a value of a decoded JSON document and gives what stands in its place, or `LEFT_OUT`. No rule but those for
 numbers hands a value on that it does not know.
@@ -9,16 +9,18 @@ from __future__ import annotations
 import datetime
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from math import isfinite
 from typing import Any
 
 import msgspec
 
 from crossrank.errors import BROKEN
+from crossrank.privacy import Privacy
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
-from crossrank.tools.sharing.vocabulary import is_public
+from crossrank.tools.sharing.vocabulary import PATTERNS, is_public
 
 LEFT_OUT: Any = object()
 """In the place of a value that is not written."""
@@ -48,21 +50,11 @@ def number(value: Any, scrubber: Scrubber) -> Any:
     return value if value is None or isinstance(value, float | Decimal) else LEFT_OUT
 
 
-def nested(rule: Rule) -> Rule:
-    """Values in lists, however deep. What has a value that is left out is left out as a whole."""
-
-    def of_list(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
-        if not isinstance(value, list | tuple):
-            return rule(value, scrubber)
-        if depth > MOST_DEPTH:
-            return LEFT_OUT
-        found = [of_list(one, scrubber, depth + 1) for one in value]
-        return LEFT_OUT if any(one is LEFT_OUT for one in found) else found
-
-    return of_list
-
-
-numbers = nested(number)
+def _number(value: Any, scrubber: Scrubber) -> Any:
+    """A number, or as torch and other tools write it, the text of one or of a list of them."""
+    if not isinstance(value, str):
+        return number(value, scrubber)
+    return value if scrubber.names.passes("literal", value) else inner_json(_of_each(number))(value, scrubber)
 
 
 def power_of_two(count: int) -> int:
@@ -77,38 +69,40 @@ def power_of_two(count: int) -> int:
     return low if count - low < 2 * low - count else 2 * low
 
 
-def size(value: Any, scrubber: Scrubber) -> Any:
+def _size(value: Any, scrubber: Scrubber) -> Any:
     """A count of elements or bytes."""
-    if isinstance(value, str):  # ROCm writes them so
-        return str(size(int(value), scrubber)) if value.isdecimal() and len(value) < 20 else LEFT_OUT
+    if isinstance(value, str) and value:  # ROCm writes them so, and torch splits
+        return inner_json(_of_each(_size))(value, scrubber)
     known = isinstance(value, int) and not isinstance(value, bool)
     return power_of_two(value) if known and scrubber.coarse else number(value, scrubber)
 
 
-sizes = nested(size)
+def _wall(value: Any, scrubber: Scrubber) -> Any:
+    """A time since 1970 in ns or us, as a number or its digits; what is too small for one stays."""
+    if isinstance(value, str):
+        moved = _wall(int(value), scrubber) if value.isdecimal() and len(value) < 20 else LEFT_OUT
+        return LEFT_OUT if moved is LEFT_OUT else str(moved)
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        return number(value, scrubber)
+    if not isfinite(value):
+        return LEFT_OUT
+    whole = int(value)
+    if whole > _EPOCH_NS:
+        return scrubber.names.wall(whole)
+    return value if whole < _EPOCH_US else Decimal(value) - scrubber.names.shift_ns // 1000
 
 
-def counts(rule: Rule) -> Rule:
-    """Numbers in lists, or JSON of such as a text: torch writes ranks and splits either way."""
-
-    def of_either(value: Any, scrubber: Scrubber) -> Any:
-        if not isinstance(value, str) or not value:
-            return rule(value, scrubber)
-        return inner_json(rule)(value, scrubber)
-
-    return of_either
-
-
-def text(kind: str) -> Rule:
-    """A text of a kind of the vocabulary, or a name for it."""
-
-    def rule(value: Any, scrubber: Scrubber) -> Any:
-        return scrubber.names.text(kind, value) if isinstance(value, str) else number(value, scrubber)
-
-    return rule
+def _day(value: Any, scrubber: Scrubber) -> Any:
+    """`2023-09-07 16:09:59`"""
+    try:
+        moment = datetime.datetime.strptime(value, "%Y-%m-%d %H:%M:%S")
+        moved = moment - datetime.timedelta(seconds=scrubber.names.shift_ns // 1_000_000_000)
+    except (TypeError, ValueError, OverflowError):
+        return LEFT_OUT
+    return moved.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def name(kind: str) -> Rule:
+def _name(kind: str) -> Rule:
     """A name for any text, and for any number, which may be an address or a serial number."""
 
     def rule(value: Any, scrubber: Scrubber) -> Any:
@@ -124,53 +118,68 @@ def is_ours(text: str) -> bool:
     return _OUR_WORDS.fullmatch(text) is not None and is_public(text)
 
 
-def our_word(value: Any, scrubber: Scrubber) -> Any:
-    return value if isinstance(value, str) and is_ours(value) else number(value, scrubber)
-
-
-def path(value: Any, scrubber: Scrubber) -> Any:
-    return scrubber.names.path(value) if isinstance(value, str) else number(value, scrubber)
-
-
-def place(value: Any, scrubber: Scrubber) -> Any:
-    return scrubber.names.place(value) if isinstance(value, str) else number(value, scrubber)
-
-
-def event_name(value: Any, scrubber: Scrubber) -> Any:
-    return scrubber.names.range(value) if isinstance(value, str) else LEFT_OUT
-
-
-def message(value: Any, scrubber: Scrubber) -> Any:
-    return scrubber.names.message(value) if isinstance(value, str) else number(value, scrubber)
-
-
-def wall(value: Any, scrubber: Scrubber) -> Any:
-    """A time since 1970 in ns or us, as a number or its digits; what is too small for one stays."""
-    if isinstance(value, str):
-        moved = wall(int(value), scrubber) if value.isdecimal() and len(value) < 20 else LEFT_OUT
-        return LEFT_OUT if moved is LEFT_OUT else str(moved)
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        return number(value, scrubber)
-    if not isfinite(value):
+def _frame(value: Any, scrubber: Scrubber) -> Any:
+    """A `Frame`: what of a function's name stays depends on its file."""
+    if not isinstance(value, dict):
         return LEFT_OUT
-    whole = int(value)
-    if whole > _EPOCH_NS:
-        return scrubber.names.wall(whole)
-    return value if whole < _EPOCH_US else Decimal(value) - scrubber.names.shift_ns // 1000
+    file, line, names = str(value.get("filename", "")), value.get("line", 0), scrubber.names
+    return {
+        "name": names.function(str(value.get("name", "")), file),
+        "filename": names.path(file),
+        "line": line if isinstance(line, int) else 0,
+    }
 
 
-def day(value: Any, scrubber: Scrubber) -> Any:
-    """`2023-09-07 16:09:59`"""
-    try:
-        moment = datetime.datetime.strptime(value, "%Y-%m-%d %H:%M:%S")
-        moved = moment - datetime.timedelta(seconds=scrubber.names.shift_ns // 1_000_000_000)
-    except (TypeError, ValueError, OverflowError):
-        return LEFT_OUT
-    return moved.strftime("%Y-%m-%d %H:%M:%S")
+_NUMBERS: dict[Privacy, Rule] = {
+    Privacy.NUMBER: _number,
+    Privacy.SIZE: _size,
+    Privacy.WALL: _wall,
+    Privacy.DAY: _day,
+    Privacy.FRAMES: _frame,
+}
+_TEXTS: dict[Privacy, Callable[[str, Scrubber], Any]] = {
+    Privacy.EVENT: lambda text, scrubber: scrubber.names.range(text),
+    Privacy.PATH: lambda text, scrubber: scrubber.names.path(text),
+    Privacy.PLACE: lambda text, scrubber: scrubber.names.place(text),
+    Privacy.MESSAGE: lambda text, scrubber: scrubber.names.message(text),
+    Privacy.OP_SCHEMA: lambda text, scrubber: text if is_public(text) else LEFT_OUT,
+    Privacy.WORD: lambda text, scrubber: text if is_ours(text) else LEFT_OUT,
+}
+
+
+@lru_cache
+def rule_of_class(privacy: Privacy) -> Rule:
+    """The rule for values of a class, and for lists of them."""
+    if privacy in _NUMBERS:
+        return _of_each(_NUMBERS[privacy])
+    kind = privacy.value
+    if privacy not in _TEXTS and kind not in PATTERNS:
+        return _of_each(_name(kind))
+
+    def rule(value: Any, scrubber: Scrubber) -> Any:
+        if not isinstance(value, str):
+            return number(value, scrubber)
+        return _TEXTS[privacy](value, scrubber) if privacy in _TEXTS else scrubber.names.text(kind, value)
+
+    return _of_each(rule)
+
+
+def _of_each(rule: Rule) -> Rule:
+    """Values in lists, however deep. What has a value that is left out is left out as a whole."""
+
+    def of_list(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
+        if not isinstance(value, list | tuple):
+            return rule(value, scrubber)
+        if depth > MOST_DEPTH:
+            return LEFT_OUT
+        found = [of_list(one, scrubber, depth + 1) for one in value]
+        return LEFT_OUT if any(one is LEFT_OUT for one in found) else found
+
+    return of_list
 
 
 def each(rule: Rule) -> Rule:
-    """A list, of which each value has the rule."""
+    """A list, of which each value has the rule, without those that are left out."""
 
     def of_list(value: Any, scrubber: Scrubber) -> Any:
         if not isinstance(value, list | tuple):
@@ -181,7 +190,7 @@ def each(rule: Rule) -> Rule:
     return of_list
 
 
-def pair(*rules: Rule) -> Rule:
+def pair(rules: Sequence[Rule]) -> Rule:
     """A list whose values have a rule each."""
 
     def of_list(value: Any, scrubber: Scrubber) -> Any:
@@ -209,9 +218,8 @@ def fields(where: str, rules: dict[str, Rule]) -> Rule:
             rule = rules.get(key) if isinstance(key, str) else None
             found = rule(one, scrubber) if rule is not None else LEFT_OUT
             if found is LEFT_OUT:
-                scrubber.left_out[
-                    f"{where}.{key if rule is not None or (isinstance(key, str) and is_public(key)) else '…'}"
-                ] += 1
+                known = rule is not None or (isinstance(key, str) and is_public(key))
+                scrubber.left_out[f"{where}.{key if known else '…'}"] += 1
             else:
                 made[key] = found
         return made
@@ -219,23 +227,14 @@ def fields(where: str, rules: dict[str, Rule]) -> Rule:
     return of_object
 
 
-def all_of(rule: Rule, names: str) -> dict[str, Rule]:
-    """The fields with these names, between which there are commas, all with one rule.
-
-    >>> list(all_of(number, "a b,  c"))
-    ['a b', 'c']
-    """
-    return dict.fromkeys(map(str.strip, names.split(",")), rule)
-
-
-def keyed(kind: str, rule: Rule) -> Rule:
-    """An object whose keys are texts of a kind, and whose values all have the rule."""
+def keyed(key_rule: Rule, rule: Rule) -> Rule:
+    """An object whose keys all have a rule, and whose values have another."""
 
     def of_object(value: Any, scrubber: Scrubber) -> Any:
         if not isinstance(value, dict):
             return number(value, scrubber)
-        found = {scrubber.names.text(kind, str(key)): rule(one, scrubber) for key, one in value.items()}
-        return {key: one for key, one in found.items() if one is not LEFT_OUT}
+        found = {key_rule(str(key), scrubber): rule(one, scrubber) for key, one in value.items()}
+        return {key: one for key, one in found.items() if key is not LEFT_OUT and one is not LEFT_OUT}
 
     return of_object
 

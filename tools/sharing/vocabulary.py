@@ -14,8 +14,6 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from crossrank.recording import STOOD
-
 PUBLIC_WORDS = Path(__file__).with_name("public_words.txt")
 _MORE_WORDS = Path(__file__).with_name("more_words.txt")
 """Those of CUDA, ROCm, Kineto, Python's own modules, and ours."""
@@ -116,17 +114,7 @@ ScalarList Float Half Long Byte Char Short BFloat16 Complex ComplexFloat Complex
 Float8_e4m3fnuz Float8_e5m2fnuz Float8_e8m0fnu Float4_e2m1fn_x2 complex quint8 qint8 qint32 std string_view
 string void
 """
-_TYPE_WORDS = frozenset(_TYPE_WORDS_TEXT.split())
-_TYPE_TOKEN = re.compile(r"\w+|[\[\](),<>?:* ]|(.)", re.DOTALL)
-
-
-def _is_type(text: str) -> bool:
-    return all(
-        match.lastindex is None and (not match[0][0].isalnum() or match[0] in _TYPE_WORDS)
-        for match in _TYPE_TOKEN.finditer(text)
-    )
-
-
+_TYPE = rf"(?:\b(?:{'|'.join(_TYPE_WORDS_TEXT.split())})\b|[\[\](),<>?:* ])*"
 _REDUCTIONS = r"sum|avg|product|prod|min|max|band|bor|bxor|premul_sum|AVG|SUM|MIN|MAX|PRODUCT|REDUCE_SCATTER|unused"
 _GROUP = (
     r"\d*|default_pg|default|undefined|(?:(?:mesh|default|pg|group|dp|tp|pp|cp|ep|sp|mp|etp|edp|ddp|"
@@ -143,11 +131,11 @@ PATTERNS = {
         rf"|{_LITERAL}|{_DEVICE}|{_DTYPE}|<None>|<Object>|<Generator>|<Symbol>|{_REDUCTIONS}|Tensor\([^()]*\((?:uninitialized)\)\)|"
         r"nccl|gloo|ucc|mpi|strided|sparse_coo|contiguous_format|preserve_format|channels_last(?:_3d)?"
     ),
+    "type": re.compile(_TYPE),
     "dtype": re.compile(rf"|string|{_DTYPE}|Tensor\({_DTYPE}\)"),
     "group": re.compile(_GROUP, re.IGNORECASE),
     "backend": re.compile(_BACKEND),
     "reduction": re.compile(rf"|{_REDUCTIONS}|op-\d+"),
-    "device": re.compile(rf"|{_DEVICE}"),
     "category": re.compile(
         r"|cpu_op|kernel|gpu_memcpy|gpu_memset|cuda_runtime|cuda_driver|cuda_sync|cuda_event|user_annotation|"
         r"gpu_user_annotation|python_function|ac2g|fwdbwd|async_cpu_to_gpu|async_gpu|Trace|overhead|privateuse1_\w+|"
@@ -167,7 +155,6 @@ PATTERNS = {
         "|hang|window|disable|exit|abort|atexit|exception|job ended|end of the job|minimize|"
         + "|".join(one.name for one in signal.Signals)
     ),
-    "locality": re.compile(r"intra_node|nvlink_domain|cross_node|unknown"),
     "schema": re.compile(r"crossrank-comms \d+"),
     "package": re.compile(r"crossrank|python|torch|cuda|nccl|rccl|driver|kernel|hip"),
     "version": re.compile(
@@ -191,7 +178,6 @@ PATTERNS = {
     "phase": re.compile(r"[A-Za-z]"),
     "unit": re.compile(r"ms|ns|us"),
     "literal": re.compile(rf"|{_LITERAL}"),
-    "stack kind": re.compile("|".join(STOOD)),
     "edge": re.compile(r"open|close"),
     "function": re.compile(
         r"<module>|<lambda>|<listcomp>|<genexpr>|forward|backward|main|run|step|train|__\w+__|_call_impl"
@@ -251,20 +237,7 @@ PUBLIC_FRAME = re.compile(
     r"threading\.py|contextlib\.py|functools\.py"
 )
 
-_MESSAGE_WORDS = """
-a aborted after and at be been by broken caught closed collective connection could did due error errors exited
-failed file for found from got has have in is it last lost ms no not of on open operation or other pair peer
-peers pipe process rank ranks read received refused remote reset seconds send sent socket some tcp that the this
-timed timeout to transport unavailable waiting was watchdog with within write cc gloo nccl ucc c10d out expected
-invalid argument address already use host unreachable system call unhandled internal usage recv sizes size
-tensor dtype shapes match Connection Socket Timeout Timed Broken Read Write Rank Watchdog Operation Some NCCL
-Gloo ProcessGroup ProcessGroupNCCL ProcessGroupGloo TCPStore monitoredBarrier ncclRemoteError ncclSystemError
-ncclInternalError ncclInvalidUsage WorkNCCL OpType SeqNum NumelIn NumelOut ran milliseconds before timing CUDA
-memory wait ALLREDUCE ALLGATHER BROADCAST BARRIER Caught exception exceptions DistBackendError DistNetworkError
-DistStoreError DistError RuntimeError KeyboardInterrupt SystemExit gradients GPU device kernel launch
-asynchronously reported assert triggered
-"""
-WORDS = frozenset(_MESSAGE_WORDS.split()) | {
+WORDS = frozenset(Path(__file__).with_name("message_words.txt").read_text().split()) | {
     name for name in vars(builtins) if name.endswith(("Error", "Exception", "Interrupt", "Warning", "Exit"))
 }
 """Words of messages that stay: what torch.distributed and its backends say when communication fails."""
@@ -279,8 +252,6 @@ def passes(kind: str, text: str) -> bool:
     """Whether a text of a kind says nothing about its user."""
     if len(text) > _LONGEST_TEXT:
         return False
-    if kind == "type":
-        return _is_type(text)
     if kind == "group" and text.isascii() and text.isdecimal():
         return True  # numbers, and addresses in old traces
     return PATTERNS[kind].fullmatch(text) is not None and (kind not in _FREE or is_public(text))

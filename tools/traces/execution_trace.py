@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from crossrank.budget import Budget
-from crossrank.comm import Amount, Count, Group, Int
+from crossrank.comm import Amount, Count, Group, Number
 from crossrank.errors import BROKEN, CrossrankError
+from crossrank.privacy import Privacy
 from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Document, Shape, parse
 
@@ -99,10 +100,10 @@ class ExecutionTrace:
 class IO(msgspec.Struct, gc=False):
     """Inputs or outputs of a node, decoded."""
 
-    values: list[Any] = []
-    shapes: list[Any] = []
-    types: list[str] = []
-    strides: list[Any] = []
+    values: Annotated[list[Any], Privacy.MIXED] = []
+    shapes: Annotated[list[Any], Privacy.SIZE] = []
+    types: Annotated[list[str], Privacy.TYPE] = []
+    strides: Annotated[list[Any], Privacy.SIZE] = []
     """From 1.1.1 on."""
 
 
@@ -111,39 +112,39 @@ class _Attribute(msgspec.Struct, gc=False):
     value: Any = None
 
 
-class _Node(msgspec.Struct, gc=False):
+class TraceNode(msgspec.Struct, gc=False):
     """A node of either layout as it stands in the file."""
 
-    id: Amount
-    name: str
-    ctrl_deps: Int | None = None
-    attrs: msgspec.Raw = _NO_ATTRIBUTES
-    inputs: msgspec.Raw = _NOTHING
-    outputs: msgspec.Raw = _NOTHING
-    parent: Int | None = None
-    rf_id: int = 0
-    fw_parent: int = 0
-    seq_id: int = -1
-    scope: int = 0
-    tid: int = 0
-    fw_tid: int = 0
-    op_schema: msgspec.Raw = _NO_SCHEMA
-    input_shapes: msgspec.Raw = _EMPTY_LIST
-    input_types: msgspec.Raw = _EMPTY_LIST
-    output_shapes: msgspec.Raw = _EMPTY_LIST
-    output_types: msgspec.Raw = _EMPTY_LIST
+    id: Annotated[Amount, Privacy.NUMBER]
+    name: Annotated[str, Privacy.EVENT]
+    ctrl_deps: Number | None = None
+    attrs: Annotated[msgspec.Raw, Privacy.MIXED] = _NO_ATTRIBUTES
+    inputs: Annotated[msgspec.Raw, Privacy.MIXED] = _NOTHING
+    outputs: Annotated[msgspec.Raw, Privacy.MIXED] = _NOTHING
+    parent: Number | None = None
+    rf_id: Annotated[int, Privacy.NUMBER] = 0
+    fw_parent: Annotated[int, Privacy.NUMBER] = 0
+    seq_id: Annotated[int, Privacy.NUMBER] = -1
+    scope: Annotated[int, Privacy.NUMBER] = 0
+    tid: Annotated[int, Privacy.NUMBER] = 0
+    fw_tid: Annotated[int, Privacy.NUMBER] = 0
+    op_schema: Annotated[msgspec.Raw, Privacy.OP_SCHEMA] = _NO_SCHEMA
+    input_shapes: Annotated[msgspec.Raw, Privacy.SIZE] = _EMPTY_LIST
+    input_types: Annotated[msgspec.Raw, Privacy.TYPE] = _EMPTY_LIST
+    output_shapes: Annotated[msgspec.Raw, Privacy.SIZE] = _EMPTY_LIST
+    output_types: Annotated[msgspec.Raw, Privacy.TYPE] = _EMPTY_LIST
 
 
-class _File(msgspec.Struct):
-    nodes: list[_Node]
-    schema: str = ""
-    pid: Count | None = None
-    time: str | None = None
-    start_ts: Count | None = None
-    finish_ts: Count | None = None
+class TraceFile(msgspec.Struct):
+    nodes: list[TraceNode]
+    schema: Annotated[str, Privacy.VERSION] = ""
+    pid: Annotated[Count, Privacy.NUMBER] | None = None
+    time: Annotated[str, Privacy.DAY] | None = None
+    start_ts: Annotated[Count, Privacy.NUMBER] | None = None
+    finish_ts: Annotated[Count, Privacy.NUMBER] | None = None
 
 
-_SHAPE = Shape(what="an execution trace", content=_File, rows="nodes", row=_Node)
+_SHAPE = Shape(what="an execution trace", content=TraceFile, rows="nodes", row=TraceNode)
 _DEEPEST = 64
 """More callers than lie between two nodes that are kept."""
 _FLAT_ATTRIBUTES = (
@@ -198,7 +199,7 @@ class _Nodes:
         self._parents: dict[int, int] = {}
         self._schemas: dict[bytes, msgspec.Raw] = {}
 
-    def take(self, rows: list[_Node]) -> None:
+    def take(self, rows: list[TraceNode]) -> None:
         self.count += len(rows)
         for row in rows:
             if self._keeps is not None:
@@ -227,12 +228,12 @@ class _Nodes:
         return self.nodes
 
 
-def _parent(node: _Node) -> int:
+def _parent(node: TraceNode) -> int:
     parent = (node.parent if node.parent is not None else node.ctrl_deps) or 0
     return 0 if parent == node.id else parent  # torch's own root is its own parent
 
 
-def _host_op(node: _Node) -> HostOp:
+def _host_op(node: TraceNode) -> HostOp:
     nested = node.attrs is not _NO_ATTRIBUTES
     return HostOp(
         id=node.id,

@@ -28,8 +28,9 @@ import orjson
 from msgspec import structs
 
 from crossrank.budget import EXTENTS, MEMBERS, ROWS, VALUES, Budget, BudgetError
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.privacy import Privacy
 from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kept import shared
@@ -41,11 +42,11 @@ _PICKLE = b"\x80"
 _PG_ID = re.compile(r"[0-9]{1,9}")
 _MANY = msgspec.Meta(max_length=1 << 16)
 
-WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS), Privacy.NUMBER]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=32)]
+Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=32), Privacy.SIZE]
 Shapes = Annotated[tuple[Shape, ...], _MANY]
-Dtypes = Annotated[tuple[Text, ...], _MANY]
+Dtypes = Annotated[tuple[Text, ...], _MANY, Privacy.DTYPE]
 Ranks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]], msgspec.Meta(max_length=MOST_RANKS)]
 
 
@@ -64,29 +65,29 @@ class Frame(msgspec.Struct, frozen=True):
 class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One call, or one member of a coalesced call. Times are ns since 1970 and None where they are not known."""
 
-    record_id: Int
-    profiling_name: Text
+    record_id: Number
+    profiling_name: Annotated[Text, Privacy.EVENT]
     """`nccl:all_reduce`, `nccl:send 0->1`: backend, operation, and for P2P the ranks within the group."""
-    process_group: tuple[Text, Text] = ("", "")
+    process_group: Annotated[tuple[Text, Text], Privacy.GROUP] = ("", "")
     """Name and description."""
-    pg_id: Int = -1
-    collective_seq_id: Int = 0
-    p2p_seq_id: Int = 0
-    op_id: Int = -1
+    pg_id: Number = -1
+    collective_seq_id: Number = 0
+    p2p_seq_id: Number = 0
+    op_id: Number = -1
     """Counts the calls of the group, of both kinds."""
-    time_created_ns: Int = 0
+    time_created_ns: Annotated[Int, Privacy.WALL] = 0
     input_sizes: Shapes = ()
     input_dtypes: Dtypes = ()
     output_sizes: Shapes = ()
     output_dtypes: Dtypes = ()
-    state: Text = "scheduled"
-    time_discovered_started_ns: Int | None = None
-    time_discovered_completed_ns: Int | None = None
-    duration_ms: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
+    state: Annotated[Text, Privacy.STATE] = "scheduled"
+    time_discovered_started_ns: Annotated[Int, Privacy.WALL] | None = None
+    time_discovered_completed_ns: Annotated[Int, Privacy.WALL] | None = None
+    duration_ms: Annotated[float, msgspec.Meta(ge=0, le=1e12), Privacy.NUMBER] | None = None
     retired: bool = False
     is_p2p: bool | None = None
     """None in dumps that do not say."""
-    frames: Any = ()
+    frames: Annotated[Any, Privacy.FRAMES] = ()
     """Innermost first, as decoded: `read_frame` checks them, each once."""
 
 
@@ -119,27 +120,27 @@ class Entries:
 class Progress(msgspec.Struct, frozen=True):
     """How far a rank came on one group: sequence numbers, -1 = none. P2P calls put theirs here as well."""
 
-    last_enqueued_collective: Int = -1
-    last_completed_collective: Int = -1
+    last_enqueued_collective: Number = -1
+    last_completed_collective: Number = -1
 
 
 class GroupConfig(msgspec.Struct, frozen=True):
     """A process group as the rank knows it."""
 
-    name: Text = ""
-    desc: Text = ""
-    ranks: str = "[]"
+    name: Annotated[Text, Privacy.GROUP] = ""
+    desc: Annotated[Text, Privacy.GROUP] = ""
+    ranks: Annotated[str, Privacy.NUMBER] = "[]"
 
 
-Frames = Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)]
+Frames = Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES), Privacy.FRAMES]
 
 
 class Raised(msgspec.Struct, frozen=True):
     """An exception that ended a thread, or that it handles, innermost frame first."""
 
-    thread: Text = ""
-    error: Text = ""
-    causes: Annotated[list[Text], _MANY] = []
+    thread: Annotated[Text, Privacy.THREAD] = ""
+    error: Annotated[Text, Privacy.MESSAGE] = ""
+    causes: Annotated[list[Text], _MANY, Privacy.MESSAGE] = []
     """Texts of the exceptions that it was raised from, or while handling them: the direct cause first."""
     frames: Frames = []
 
@@ -147,7 +148,7 @@ class Raised(msgspec.Struct, frozen=True):
 class OwnStack(msgspec.Struct, frozen=True):
     """Where a thread of the process was when our dump was taken, innermost frame first."""
 
-    thread: Text
+    thread: Annotated[Text, Privacy.THREAD]
     frames: Frames
     handles: Raised | None = None
     """The exception that it handles at this moment, in an `except` or a `finally`."""
@@ -156,37 +157,37 @@ class OwnStack(msgspec.Struct, frozen=True):
 class WaitUnderWay(msgspec.Struct, frozen=True, kw_only=True):
     """A wait that is under way."""
 
-    id: Int | None
+    id: Number | None
     """Of the call; None where that is not known."""
-    thread: Text
+    thread: Annotated[Text, Privacy.THREAD]
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """What crossrank adds to a dump that it takes itself."""
 
-    rank: Int
+    rank: Number
     world_size: WorldSize
-    host: Text = ""
-    reason: Text = ""
+    host: Annotated[Text, Privacy.HOST] = ""
+    reason: Annotated[Text, Privacy.REASON] = ""
     """`hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`."""
-    error: Text | None = None
+    error: Annotated[Text, Privacy.MESSAGE] | None = None
     """The text of the first of `exceptions`."""
     exceptions: Annotated[list[Raised], _MANY] = []
     """What ended threads of the process, that of the main thread first."""
-    time_ns: Int
+    time_ns: Annotated[Int, Privacy.WALL]
     """ns since 1970 when it was taken."""
-    clock: dict[str, Int] = {}
+    clock: Annotated[dict[str, Int], Privacy.MIXED] = {}
     """The same moment on both clocks: `t` monotonic, `wall` since 1970."""
     groups: Annotated[list[Group], _MANY] = []
     calls: Annotated[list[CommRecord], _MANY] = []
     """The last calls that were recorded, whether or not they left the node; gloo's P2P is known from here alone."""
     waits: Annotated[list[WaitUnderWay], _MANY] | None = None
     """What threads of Python wait for; None where waits are not followed."""
-    waited: Annotated[list[Int], _MANY] | None = None
+    waited: Annotated[list[Number], _MANY] | None = None
     """Ids of calls that they have waited for: on a GPU their stream has; None in older dumps."""
     moves: bool = False
     """Whether the main thread was seen to move since the last call."""
-    busy: float | None = None
+    busy: Annotated[float, Privacy.NUMBER] | None = None
     """Share of the time since then in which it had a processor."""
     stacks: Annotated[list[OwnStack], _MANY] = []
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from crossrank.budget import MEMBERS, Budget
-from crossrank.comm import MOST_RANKS, Group, Int
+from crossrank.comm import MOST_RANKS, Group, Int, Number
 from crossrank.errors import BROKEN
+from crossrank.privacy import Privacy
 from crossrank.tools.traces.json_document import parse
 
 
-class _Config(msgspec.Struct):
-    pg_name: str | int
-    pg_desc: str = ""
-    backend_config: str = ""
-    group_size: Int | None = None
+class ListedGroup(msgspec.Struct):
+    pg_name: Annotated[str | int, Privacy.GROUP]
+    pg_desc: Annotated[str, Privacy.GROUP] = ""
+    backend_config: Annotated[str, Privacy.BACKEND] = ""
+    group_size: Number | None = None
     """Of an execution trace, which lists no ranks for a group of the whole world."""
-    pg_size: Int = 0
+    pg_size: Number = 0
     """Of a Kineto trace."""
-    ranks: list[Int] | str = []
+    ranks: Annotated[list[Int] | str, Privacy.NUMBER] = []
 
 
 def read_groups(config: Any, budget: Budget) -> Iterator[Group]:
@@ -32,7 +33,7 @@ def read_groups(config: Any, budget: Budget) -> Iterator[Group]:
     rows = list(config.values()) if isinstance(config, dict) else config
     for row in rows if isinstance(rows, Sequence) else ():
         try:
-            given = msgspec.convert(row, _Config, strict=False)
+            given = msgspec.convert(row, ListedGroup, strict=False)
         except BROKEN:
             continue
         ranks = (parse(given.ranks, list[Int]) or []) if isinstance(given.ranks, str) else given.ranks

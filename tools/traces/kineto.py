@@ -11,13 +11,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from crossrank.comm import Group, Int
+from crossrank.comm import Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError
+from crossrank.privacy import Privacy
 from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Document, Shape
 
@@ -124,7 +125,7 @@ class KinetoTrace:
         """See `profiler_iterations`; times are on the clock of the trace."""
         return profiler_iterations((event.name, event.start, event.end) for event in self.host)
 
-    def take(self, rows: list[_Event]) -> None:
+    def take(self, rows: list[Event]) -> None:
         """Put every event where it belongs."""
         for event in rows:
             if event.ph == "X":
@@ -133,7 +134,7 @@ class KinetoTrace:
             elif event.ph not in ("M", "s", "t", "f"):
                 self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
 
-    def _take(self, event: _Event) -> None:
+    def _take(self, event: Event) -> None:
         if event.ts is None or not -_MOST_US <= event.ts < _MOST_US:
             self._untimed.append(event.name)
             return
@@ -147,7 +148,7 @@ class KinetoTrace:
         except BROKEN:
             self._bad_args.append(event.name)
 
-    def _sort(self, event: _Event, start: int, end: int) -> None:
+    def _sort(self, event: Event, start: int, end: int) -> None:
         category, name = event.cat, sys.intern(event.name)
         if category in HOST_CATEGORIES:
             host = _host_args(event.args)
@@ -188,55 +189,55 @@ def profiler_iterations(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[in
     return [*steps, (steps[-1][0] + 1, max(marked)[1])] if steps else []
 
 
-class _Distributed(msgspec.Struct, frozen=True):
-    rank: Int | None = None
-    world_size: Int | None = None
-    pg_config: Any = None
+class DistributedInfo(msgspec.Struct, frozen=True):
+    rank: Number | None = None
+    world_size: Number | None = None
+    pg_config: Annotated[Any, Privacy.MIXED] = None
 
 
 _NO_ARGS = msgspec.Raw(b"{}")
 
 
-class _Event(msgspec.Struct, gc=False):
-    ph: str = ""
-    cat: str = ""
-    name: str = ""
-    pid: Id = None
-    tid: Id = None
-    ts: int | float | None = None
-    dur: int | float | None = None
-    args: msgspec.Raw = _NO_ARGS
+class Event(msgspec.Struct, gc=False):
+    ph: Annotated[str, Privacy.PHASE] = ""
+    cat: Annotated[str, Privacy.CATEGORY] = ""
+    name: Annotated[str, Privacy.EVENT] = ""
+    pid: Annotated[Id, Privacy.LABEL] = None
+    tid: Annotated[Id, Privacy.LABEL] = None
+    ts: Annotated[int | float, Privacy.WALL] | None = None
+    dur: Annotated[int | float, Privacy.NUMBER] | None = None
+    args: Annotated[msgspec.Raw, Privacy.MIXED] = _NO_ARGS
 
 
-class _File(msgspec.Struct):
-    traceEvents: list[_Event]
-    baseTimeNanoseconds: Int = 0
-    distributedInfo: _Distributed = _Distributed()
+class KinetoFile(msgspec.Struct):
+    traceEvents: list[Event]
+    baseTimeNanoseconds: Annotated[Int, Privacy.WALL] = 0
+    distributedInfo: DistributedInfo = DistributedInfo()
 
 
-class _HostArgs(msgspec.Struct, gc=False):
-    rf_id: Int | None = msgspec.field(name="Record function id", default=None)
-    external_id: Int | None = msgspec.field(name="External id", default=None)
-    seq_id: Int = msgspec.field(name="Sequence number", default=-1)
-    collective: msgspec.Raw | UnsetType = msgspec.field(name="Collective name", default=UNSET)
+class HostArgs(msgspec.Struct, gc=False):
+    rf_id: Number | None = msgspec.field(name="Record function id", default=None)
+    external_id: Number | None = msgspec.field(name="External id", default=None)
+    seq_id: Number = msgspec.field(name="Sequence number", default=-1)
+    collective: Annotated[msgspec.Raw, Privacy.API] | UnsetType = msgspec.field(name="Collective name", default=UNSET)
 
 
-class _DeviceArgs(msgspec.Struct, gc=False):
-    device: Id = None
-    stream: Id = None
-    correlation: Int | None = None
-    external_id: Int | None = msgspec.field(name="External id", default=None)
-    kind: str = msgspec.field(name="cuda_sync_kind", default="")
-    wait_on_stream: Id = None
-    record_correlation: Int | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
+class DeviceArgs(msgspec.Struct, gc=False):
+    device: Annotated[Id, Privacy.NUMBER] = None
+    stream: Annotated[Id, Privacy.NUMBER] = None
+    correlation: Number | None = None
+    external_id: Number | None = msgspec.field(name="External id", default=None)
+    kind: Annotated[str, Privacy.SYNC] = msgspec.field(name="cuda_sync_kind", default="")
+    wait_on_stream: Annotated[Id, Privacy.NUMBER] = None
+    record_correlation: Number | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
 
 
-_SHAPE = Shape(what="a Kineto trace", content=_File, rows="traceEvents", row=_Event, bare_list=True)
+_SHAPE = Shape(what="a Kineto trace", content=KinetoFile, rows="traceEvents", row=Event, bare_list=True)
 _MOST_US = float(1 << 53)
 """285 years."""
 
-_host_args = msgspec.json.Decoder(_HostArgs, strict=False).decode
-_device_args = msgspec.json.Decoder(_DeviceArgs, strict=False).decode
+_host_args = msgspec.json.Decoder(HostArgs, strict=False).decode
+_device_args = msgspec.json.Decoder(DeviceArgs, strict=False).decode
 
 
 def read_kineto(path: str) -> KinetoTrace:
@@ -264,7 +265,7 @@ def _nanoseconds(us: float) -> int:
     return whole * 1000 + round((us - whole) * 1000)
 
 
-def _ran_on_device(event: _Event) -> bool:
+def _ran_on_device(event: Event) -> bool:
     """Whether a device ran it: events of a category that is not known name the stream then."""
     if event.cat in ACTIVITY_CATEGORIES or event.cat in _KERNELS:
         return True

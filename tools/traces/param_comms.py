@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Int, operation_of, total_bytes
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Int, Number, operation_of, total_bytes
 from crossrank.dtypes import dtype_of
+from crossrank.privacy import Privacy
 from crossrank.tools.traces.execution_trace import HostOp, attributes, io
 from crossrank.tools.traces.json_document import parse
 
@@ -51,22 +52,22 @@ class ParamComms(msgspec.Struct, kw_only=True):
     tag: int | None = None
 
 
-class _KinetoArgs(msgspec.Struct):
-    collective: str | None = msgspec.field(name="Collective name", default=None)
-    in_elements: Int | None = msgspec.field(name="In msg nelems", default=None)
-    out_elements: Int | None = msgspec.field(name="Out msg nelems", default=None)
-    group_size: Int = msgspec.field(name="Group size", default=0)
-    dtype: str | None = None
-    in_split: Any = msgspec.field(name="In split size", default=None)
-    out_split: Any = msgspec.field(name="Out split size", default=None)
-    pg: str = msgspec.field(name="Process Group Name", default="")
-    desc: str = msgspec.field(name="Process Group Description", default="")
-    ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
-    start: Int | None = msgspec.field(name="Global rank start", default=None)
-    stride: Int | None = msgspec.field(name="Global rank stride", default=None)
-    seq: Int | None = msgspec.field(name="Seq", default=None)
-    source_rank: Int | None = msgspec.field(name="Src Rank", default=None)
-    target_rank: Int | None = msgspec.field(name="Dst Rank", default=None)
+class CollectiveArgs(msgspec.Struct):
+    collective: Annotated[str, Privacy.API] | None = msgspec.field(name="Collective name", default=None)
+    in_elements: Annotated[Int, Privacy.SIZE] | None = msgspec.field(name="In msg nelems", default=None)
+    out_elements: Annotated[Int, Privacy.SIZE] | None = msgspec.field(name="Out msg nelems", default=None)
+    group_size: Number = msgspec.field(name="Group size", default=0)
+    dtype: Annotated[str, Privacy.DTYPE] | None = None
+    in_split: Annotated[Any, Privacy.SIZE] = msgspec.field(name="In split size", default=None)
+    out_split: Annotated[Any, Privacy.SIZE] = msgspec.field(name="Out split size", default=None)
+    pg: Annotated[str, Privacy.GROUP] = msgspec.field(name="Process Group Name", default="")
+    desc: Annotated[str, Privacy.GROUP] = msgspec.field(name="Process Group Description", default="")
+    ranks: Annotated[Any, Privacy.NUMBER] = msgspec.field(name="Process Group Ranks", default=None)
+    start: Number | None = msgspec.field(name="Global rank start", default=None)
+    stride: Number | None = msgspec.field(name="Global rank stride", default=None)
+    seq: Number | None = msgspec.field(name="Seq", default=None)
+    source_rank: Number | None = msgspec.field(name="Src Rank", default=None)
+    target_rank: Number | None = msgspec.field(name="Dst Rank", default=None)
     is_async: bool | None = msgspec.field(name="Is asynchronized op", default=None)
 
 
@@ -112,7 +113,7 @@ def from_node(node: HostOp) -> ParamComms | None:
 
 def from_kineto(args: msgspec.Raw) -> ParamComms | None:
     """What the arguments of a Kineto event say; None where they name no collective."""
-    given = parse(args, _KinetoArgs)
+    given = parse(args, CollectiveArgs)
     if given is None or not given.collective:
         return None
     operation = operation_of(given.collective)

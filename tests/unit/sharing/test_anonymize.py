@@ -9,20 +9,27 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+import polars as pl
 import pytest
 import torch.distributed._functional_collectives
 import torch.distributed.nn.functional
 import zstandard
 
-from crossrank.recording import ReadIssues, file_name, read_chunks
+from crossrank.comm import CommRecord, Group, Locality
+from crossrank.privacy import Privacy
+from crossrank.recording import Header, ReadIssues, file_name, read_chunks
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra.mesh import name_in
 from crossrank.tools.parallel import Fleet
+from crossrank.tools.sharing import kinds
 from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
+from crossrank.tools.sharing.rules import Scrubber, fields
 from crossrank.tools.sharing.vocabulary import passes
+from crossrank.tools.tables import TABLES
 from crossrank.tools.traces.kernels import FAMILIES, KernelFamily, communication_kernel
 from tests.golden.answers import COMMANDS, SEEDS, answer
 from tests.unit.graph.linking.public_traces import needs_traces, public
@@ -269,6 +276,53 @@ def test_a_field_or_file_of_an_unknown_kind_is_counted(job: Path) -> None:
     assert "notes.txt: is of no kind that is known" in notes.why
 
 
+def test_every_field_of_the_structs_of_files_has_a_class() -> None:
+    assert kinds.WITHOUT_CLASS == []
+
+
+def test_columns_of_tables_have_the_classes_of_the_fields_that_they_come_from() -> None:
+    given = [one for struct in (Header, Group, CommRecord) for one in msgspec.structs.fields(struct)]
+    declared = {one.encode_name: privacy for one in given for privacy in Privacy if repr(privacy) in repr(one.type)}
+    columns = [(name, one) for table in TABLES.values() for name, one in table.columns.items()]
+    assert [name for name, one in columns if one.privacy is not declared.get(name, one.privacy)] == []
+    texts = {name for name, one in columns if one.dtype == pl.String() and one.privacy is Privacy.NUMBER}
+    assert texts == {"members"}  # ranks: 0-3,8
+
+
+class Later(msgspec.Struct):
+    """A struct to which somebody added a field."""
+
+    host: Annotated[str, Privacy.HOST]
+    owner: str
+    accounts: dict[str, int]
+    locality: Locality = "unknown"
+
+
+def test_a_field_without_a_class_is_listed_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "WITHOUT_CLASS", [])
+    rule, scrubber = fields("later", kinds.declared(Later)), Scrubber(Pseudonyms(b"key"), coarse=False)
+    assert kinds.WITHOUT_CLASS == ["Later.owner", "Later.accounts"]
+    made = rule({"host": "h", "owner": "alice", "accounts": {"alice": 1}, "locality": "cross_node"}, scrubber)
+    assert made == {"host": scrubber.names.name("host", "h"), "locality": "cross_node"}
+    assert scrubber.left_out == {"later.owner": 1, "later.…": 1}  # no word of torch's: it may be the user's
+    assert rule({"locality": "alice"}, scrubber) == {}
+
+
+def test_what_threads_wait_for_stays_in_a_dump(tmp_path: Path) -> None:
+    thread = SECRETS["thread"]
+    moment = {"rank": 0, "world_size": 2, "time_ns": 5, "waits": [{"id": 7, "thread": thread}], "waited": [3, 4]}
+    moment |= {"moves": True, "busy": 0.5, "stacks": [{"thread": thread, "frames": [], "handles": {"error": "Zeta"}}]}
+    dump = {"version": "2.10", "pg_config": {}, "entries": [], "crossrank": moment}
+    (tmp_path / "rank-0.flight.json").write_text(json.dumps(dump))
+    anonymize([str(tmp_path)], str(tmp_path / "out"), ALONE)
+    kept = json.loads(content_of(tmp_path / "out" / file_name("flight", 0)))["crossrank"]
+    (stack,) = kept["stacks"]
+    assert re.fullmatch(r"thread-\w{12}", stack["thread"])
+    assert kept["waits"] == [{"id": 7, "thread": stack["thread"]}]
+    assert (kept["waited"], kept["moves"], kept["busy"]) == ([3, 4], True, 0.5)
+    assert re.fullmatch(r"x \(text-\w{12}\)", stack["handles"]["error"])
+
+
 def test_a_text_has_one_name_on_all_ranks_and_another_in_the_next_run(job: Path) -> None:
     _, files = made(job)
     headers = [json.loads(files[file_name("comms", rank)].partition("\n")[0])["header"] for rank in (0, 1)]
@@ -500,6 +554,7 @@ KERNELS = (
         ("version", "2.13.0+zetacorp"),
         ("function", "__zetacorp__"),
         ("category", "privateuse1_zetacorp"),
+        ("type", "_zetacorp"),
         ("type", "GenericList[" + "Tensor(long int)," * 40 + "Zetacorp]"),
     ],
 )

@@ -22,13 +22,15 @@ from collections.abc import Iterator
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from crossrank.atomic_file import compressed, whole_file
-from crossrank.comm import Count, Int
+from crossrank.comm import Count, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.privacy import Privacy
 from crossrank.tools.graph.linking.linked_trace import (
     Activity,
     Communication,
@@ -61,48 +63,48 @@ _NO_ARGS = msgspec.Raw(b"{}")
 class IncomingEdge(msgspec.Struct, gc=False, omit_defaults=True):
     """One entry of `deps`: an edge, without the node it belongs to."""
 
-    id: Int
+    id: Number
     kind: EdgeKind
     inferred: bool = False
-    slack_ns: Int | None = None
+    slack_ns: Number | None = None
 
 
 class Node(msgspec.Struct, gc=False, kw_only=True, omit_defaults=True):
     """A host operation, or a GPU activity, which has `cat`. Times are microseconds."""
 
-    id: Int
-    name: str
-    ctrl_deps: Int
-    inputs: msgspec.Raw = _EMPTY
-    outputs: msgspec.Raw = _EMPTY
-    attrs: msgspec.Raw = _EMPTY
-    inclusive_dur: msgspec.Raw | UnsetType = UNSET
-    exclusive_dur: msgspec.Raw | UnsetType = UNSET
-    blocked_dur: msgspec.Raw | UnsetType = UNSET
-    ts: msgspec.Raw | UnsetType = UNSET
-    inter_thread_dep: Int | UnsetType | None = UNSET
-    sync_dep: list[Int] = []
-    cat: str | None = None
-    ph: str | None = None
-    device: Int | str | None = None
-    stream: Int | str | None = None
-    correlation: Int | None = None
-    pg_name: str | None = None
-    unlinked: str | None = None
-    args: msgspec.Raw = _NO_ARGS
+    id: Number
+    name: Annotated[str, Privacy.EVENT]
+    ctrl_deps: Number
+    inputs: Annotated[msgspec.Raw, Privacy.MIXED] = _EMPTY
+    outputs: Annotated[msgspec.Raw, Privacy.MIXED] = _EMPTY
+    attrs: Annotated[msgspec.Raw, Privacy.MIXED] = _EMPTY
+    inclusive_dur: Annotated[msgspec.Raw, Privacy.NUMBER] | UnsetType = UNSET
+    exclusive_dur: Annotated[msgspec.Raw, Privacy.NUMBER] | UnsetType = UNSET
+    blocked_dur: Annotated[msgspec.Raw, Privacy.NUMBER] | UnsetType = UNSET
+    ts: Annotated[msgspec.Raw, Privacy.WALL] | UnsetType = UNSET
+    inter_thread_dep: Number | UnsetType | None = UNSET
+    sync_dep: list[Number] = []
+    cat: Annotated[str, Privacy.CATEGORY] | None = None
+    ph: Annotated[str, Privacy.PHASE] | None = None
+    device: Annotated[Int | str, Privacy.LABEL] | None = None
+    stream: Annotated[Int | str, Privacy.LABEL] | None = None
+    correlation: Number | None = None
+    pg_name: Annotated[str, Privacy.GROUP] | None = None
+    unlinked: Annotated[str, Privacy.REASON] | None = None
+    args: Annotated[msgspec.Raw, Privacy.MIXED] = _NO_ARGS
     comm: Communication | None = None
-    comm_host: Int | None = None
+    comm_host: Number | None = None
     deps: list[IncomingEdge] = []
 
 
 class LinkedFile(msgspec.Struct, kw_only=True):
     """The whole file."""
 
-    schema: str = ""
-    pid: Count | None = None
-    time: str | None = None
-    start_ts: Count | None = None
-    finish_ts: Count | None = None
+    schema: Annotated[str, Privacy.VERSION] = ""
+    pid: Annotated[Count, Privacy.NUMBER] | None = None
+    time: Annotated[str, Privacy.DAY] | None = None
+    start_ts: Annotated[Count, Privacy.NUMBER] | None = None
+    finish_ts: Annotated[Count, Privacy.NUMBER] | None = None
     crossrank: Provenance | None = None
     nodes: list[Node] = []
 

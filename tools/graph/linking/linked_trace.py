@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 import crossrank
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number, is_p2p
+from crossrank.privacy import Privacy
 from crossrank.tools.traces.execution_trace import HostOp as HostOp
 
 EdgeKind = Literal[
@@ -84,13 +85,13 @@ class Communication(msgspec.Struct, gc=False, kw_only=True):
     record: CommRecord
     """`t` is on the clock of the trace, in ns, except where the rank's comms file gave the record."""
     group: Group | None = None
-    origin: str
+    origin: Annotated[str, Privacy.WORD]
     """What the record was read from: a key of `communications.SOURCES`."""
-    host: Int | None = None
+    host: Number | None = None
     """Id of the host node that the record belongs to; None for a kernel without one."""
-    activities: list[Int] = []
+    activities: list[Number] = []
     """Ids of the communication kernels launched for it."""
-    work: Int | None = None
+    work: Number | None = None
     """Id of the host node that is the range of its Work, where a backend without GPU kernels ran it."""
     seq_counted: bool = False
     """`seq` and `p2p_seq` were counted from the start of the trace rather than recorded."""
@@ -167,19 +168,21 @@ class MatchReport:
 class Provenance(msgspec.Struct, kw_only=True):
     """Where a linked trace comes from, as its file has it."""
 
-    version: str = crossrank.__version__
-    rank: Int | None
-    world_size: Int | None
-    schema: str = msgspec.field(name="et_schema")
+    version: Annotated[str, Privacy.VERSION] = crossrank.__version__
+    rank: Number | None
+    world_size: Number | None
+    schema: Annotated[str, Privacy.VERSION] = msgspec.field(name="et_schema")
     """Schema of the execution trace."""
-    base_ns: Int = msgspec.field(name="base_time_ns")
+    base_ns: Annotated[Int, Privacy.WALL] = msgspec.field(name="base_time_ns")
     """Nanoseconds since 1970 at time 0 of the trace."""
-    iterations: list[tuple[Int, Int]] = msgspec.field(name="iterations_ns", default_factory=list)
+    iterations: list[tuple[Number, Annotated[Int, Privacy.WALL]]] = msgspec.field(
+        name="iterations_ns", default_factory=list
+    )
     """(iteration, when it began on the clock of the trace) as the profiler marked them, and the end of the last."""
-    inputs: dict[str, str]
+    inputs: dict[Annotated[str, Privacy.FILE], Annotated[str, Privacy.DIGEST]]
     """File name -> SHA-256 of its uncompressed content."""
     groups: list[Group]
-    report: MatchReport = msgspec.field(name="match")
+    report: Annotated[MatchReport, Privacy.MIXED] = msgspec.field(name="match")
 
     def __post_init__(self) -> None:
         if self.world_size is not None and not 0 < self.world_size <= MOST_RANKS:

@@ -12,12 +12,13 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number, operation_of
+from crossrank.privacy import Privacy
 from crossrank.rank_runs import Run, from_runs
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.nsight.export import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
@@ -63,43 +64,43 @@ class Meaning(msgspec.Struct, frozen=True):
 class _MarkedGroup(Group, frozen=True, kw_only=True):
     """A group as a marker has it, where a large one has runs in the place of ranks."""
 
-    rank_runs: list[Run] = msgspec.field(default_factory=list)
-    left_out: dict[str, int] = msgspec.field(default_factory=dict)
+    rank_runs: Annotated[list[Run], Privacy.NUMBER] = msgspec.field(default_factory=list)
+    left_out: dict[Annotated[str, Privacy.FIELD], Annotated[int, Privacy.NUMBER]] = msgspec.field(default_factory=dict)
 
 
 _ABSENT = "\0"
 
 
-class _Text(CommRecord, frozen=True, kw_only=True):
+class MarkerText(CommRecord, frozen=True, kw_only=True):
     """Every key that any of the texts may have: those of a call, and others."""
 
-    id: Int = 0
-    t: Int = 0
-    op: str = _ABSENT
-    c10d: str = ""
-    pg: str = _ABSENT
-    bytes: Int = -1
-    crossrank: str | None = None
-    rank: Int | None = None
-    world_size: Int | None = None
-    host: str = ""
+    id: Number = 0
+    t: Number = 0
+    op: Annotated[str, Privacy.API] = _ABSENT
+    c10d: Annotated[str, Privacy.API] = ""
+    pg: Annotated[str, Privacy.GROUP] = _ABSENT
+    bytes: Annotated[Int, Privacy.SIZE] = -1
+    crossrank: Annotated[str, Privacy.VERSION] | None = None
+    rank: Number | None = None
+    world_size: Number | None = None
+    host: Annotated[str, Privacy.HOST] = ""
     group: _MarkedGroup | None = None
-    name: str | None = None
-    message_size: float | None = None
-    group_ranks: list[int] | None = None
-    rank_runs: list[Run] = msgspec.field(default_factory=list)
-    left_out: dict[str, int] = msgspec.field(default_factory=dict)
-    peer_rank: int | None = None
-    root_rank: int | None = None
-    correlation_id: Any = None
-    source_line: str | None = None
+    name: Annotated[str, Privacy.API] | None = None
+    message_size: Annotated[float, Privacy.SIZE] | None = None
+    group_ranks: Annotated[list[int], Privacy.NUMBER] | None = None
+    rank_runs: Annotated[list[Run], Privacy.NUMBER] = msgspec.field(default_factory=list)
+    left_out: dict[Annotated[str, Privacy.FIELD], Annotated[int, Privacy.NUMBER]] = msgspec.field(default_factory=dict)
+    peer_rank: Annotated[int, Privacy.NUMBER] | None = None
+    root_rank: Annotated[int, Privacy.NUMBER] | None = None
+    correlation_id: Annotated[Any, Privacy.NUMBER] = None
+    source_line: Annotated[str, Privacy.PLACE] | None = None
 
 
 _OF_CALL = (
     *("op", "api", "c10d", "pg", "inputs", "outputs", "in_split", "out_split"),
     *("dtype", "reduce", "root", "peer", "source", "locality"),
 )
-_decode = msgspec.json.Decoder(_Text).decode
+_decode = msgspec.json.Decoder(MarkerText).decode
 
 
 def meaning_of(text: str) -> Meaning | None:
@@ -139,7 +140,7 @@ def _rank(number: int | None) -> int | None:
     return number if number is not None and 0 <= number < MOST_RANKS else None
 
 
-def _old(marked: _Text) -> Meaning | None:
+def _old(marked: MarkerText) -> Meaning | None:
     operation = operation_of(marked.name or "")
     ranks = [rank for rank in marked.group_ranks or from_runs(marked.rank_runs) or () if 0 <= rank < MOST_RANKS]
     unnamed = marked.left_out.get("ranks")

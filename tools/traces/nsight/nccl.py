@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import lru_cache
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number, operation_of
+from crossrank.privacy import Privacy
 from crossrank.tools.traces.nsight.export import NVTX, STRINGS, Column, Export
 from crossrank.tools.traces.nsight.markers import Ranges
 
@@ -24,12 +26,14 @@ _GROUP_START, _GROUP_END = "ncclGroupStart", "ncclGroupEnd"
 _PER_MEMBER = ("all_gather", "reduce_scatter", "all_to_all")
 
 
-class _Payload(msgspec.Struct):
-    communicator: int | str | None = msgspec.field(name="NCCL communicator ID", default=None)
-    size: Int | None = msgspec.field(name="Message size [bytes]", default=None)
-    peer: Int | None = msgspec.field(name="Peer rank", default=None)
-    ranks: Int | None = msgspec.field(name="No. of ranks", default=None)
-    rank: Int | None = msgspec.field(name="Rank", default=None)
+class Payload(msgspec.Struct):
+    communicator: Annotated[int | str, Privacy.COMMUNICATOR] | None = msgspec.field(
+        name="NCCL communicator ID", default=None
+    )
+    size: Annotated[Int, Privacy.SIZE] | None = msgspec.field(name="Message size [bytes]", default=None)
+    peer: Number | None = msgspec.field(name="Peer rank", default=None)
+    ranks: Number | None = msgspec.field(name="No. of ranks", default=None)
+    rank: Number | None = msgspec.field(name="Rank", default=None)
 
     @property
     def name(self) -> str:
@@ -38,9 +42,9 @@ class _Payload(msgspec.Struct):
         return f"nccl:{identity:x}" if isinstance(identity, int) else f"nccl:{identity or '?'}"
 
 
-_NOTHING = _Payload()
+_NOTHING = Payload()
 
-_decode = msgspec.json.Decoder(_Payload, strict=False).decode
+_decode = msgspec.json.Decoder(Payload, strict=False).decode
 
 
 class NcclRanges:
@@ -117,7 +121,7 @@ class NcclRanges:
         return Group(pg=pg, size=self.sizes.get(pg, 0), desc="NCCL communicator")
 
 
-def _payloads(export: Export, rows: Column) -> dict[int, _Payload]:
+def _payloads(export: Export, rows: Column) -> dict[int, Payload]:
     there = export.columns(NVTX)
     registered = "jsonTextId" in there and export.has(STRINGS)
     texts = ["s.value"] * registered + ["jsonText"] * ("jsonText" in there)
@@ -129,7 +133,7 @@ def _payloads(export: Export, rows: Column) -> dict[int, _Payload]:
     query = f"SELECT n.rowid, {select} FROM {NVTX} AS n {join} WHERE {select} IS NOT NULL AND n.rowid BETWEEN ? AND ?"
 
     @lru_cache(maxsize=1 << 16)
-    def decoded(text: str) -> _Payload | None:
+    def decoded(text: str) -> Payload | None:
         try:
             return _decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError):
