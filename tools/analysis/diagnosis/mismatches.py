@@ -333,7 +333,8 @@ def _parts(shapes: list[list[int]], splits: list[int] | None, record: CommRecord
     elements = [_elements([shape]) for shape in shapes]
     if len(shapes) == 1 and record.c10d == _DIVIDES:
         splits = splits or [1] * size
-    if splits and len(splits) == size and len(shapes) == 1:
+    # A rank that gives nothing has splits of 0, and an empty tensor.
+    if splits and len(splits) == size and len(shapes) == 1 and (any(splits) or not elements[0]):
         return [elements[0] * split // (sum(splits) or 1) for split in splits]
     return elements if len(shapes) == size > 1 else []
 
