@@ -126,7 +126,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False) -> JobTables:
         _note_large_shifts(calls, unmatched)
         calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
     calls, collectives = _measure(replace(found, calls=calls), clocks)
-    collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.implode()))
+    collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.to_list()))
     return JobTables(
         job=job,
         kinds=found.kinds,

@@ -93,7 +93,7 @@ def _without_doubles(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFra
     double = np.unique(made[1:][made[1:] == made[:-1]] // most)
     if not len(double):
         return calls
-    return _join(_leave_out(calls, pl.col("collective").is_in(double), TWICE, unmatched))
+    return _join(_leave_out(calls, pl.col("collective").is_in(double.tolist()), TWICE, unmatched))
 
 
 def _leave_out(calls: pl.DataFrame, out: pl.Series | pl.Expr, why: str, unmatched: Counter[str]) -> pl.DataFrame:
@@ -121,8 +121,9 @@ def part_lanes(calls: pl.DataFrame, usable: pl.Expr, slack_ns: float, unmatched:
     looked_at = usable & ~_APART
     begin, end = (pl.when(looked_at).then(pl.col(name) + pl.col("shift")) for name in ("began_ns", "ended_ns"))
     is_bad = begin.max().over("collective") > end.min().over("collective") + slack_ns
-    parted = _leave_out(calls, _on_bad_lanes(looked_at, is_bad.fill_null(value=False)), SHIFTED, unmatched)
-    return calls if parted["apart"].equals(calls["apart"]) else _join(parted)
+    judged = calls.with_columns(bad=is_bad.fill_null(value=False), looked_at=looked_at)
+    parted = _leave_out(judged, _on_bad_lanes(pl.col("looked_at"), pl.col("bad")), SHIFTED, unmatched)
+    return calls if parted["apart"].equals(calls["apart"]) else _join(parted.drop("bad", "looked_at"))
 
 
 def _renumber_shifted(calls: pl.DataFrame, unlike: pl.Series) -> tuple[pl.DataFrame, pl.Series, pl.Series]:
@@ -217,7 +218,7 @@ def _part_unlike_calls(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataF
     )
     if not len(unlike):
         return calls
-    calls = calls.with_columns(unlike=pl.col("collective").is_in(unlike["collective"].implode()))
+    calls = calls.with_columns(unlike=pl.col("collective").is_in(unlike["collective"].to_list()))
     calls = _leave_out(calls, _on_bad_lanes(~_APART, pl.col("unlike")), SHIFTED, unmatched)
     calls = _leave_out(calls, pl.col("unlike"), DISAGREE, unmatched)
     return _join(calls.drop("unlike"))
@@ -228,4 +229,4 @@ def _unlike_counts(calls: pl.DataFrame) -> pl.Series:
     counted = _COUNTED & ~_APART
     counts = calls.filter(counted).group_by("lane", "rank").len()
     differ = counts.group_by("lane").agg(differ=pl.min("len") < pl.max("len")).filter("differ")
-    return calls.select(counted & pl.col("lane").is_in(differ["lane"].implode())).to_series()
+    return calls.select(counted & pl.col("lane").is_in(differ["lane"].to_list())).to_series()
