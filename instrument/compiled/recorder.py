@@ -25,7 +25,7 @@ from crossrank.errors import one_line
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.call_site import USER, CallSites, Site
 from crossrank.instrument.record.descriptor import Descriptor, GroupState
-from crossrank.instrument.record.op_schema import CallKey, Reader
+from crossrank.instrument.record.op_schema import LONG, CallKey, Reader
 from crossrank.instrument.record.recorder import Call, CallCounts, Recorded, Recorder, Token, span_of
 from crossrank.instrument.record.reductions import name_of_code
 from crossrank.instrument.script_errors import raised_by_script
@@ -236,7 +236,7 @@ def _codes_above(sites: CallSites, frame: FrameType | None) -> Iterator[tuple[Co
 def _key(reader: Reader, words: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> CallKey:
     """The key that `Reader.key` makes of a call's arguments, of the kernel's words for them."""
     given = iter(words)
-    key: list[Any] = []
+    key: list[Any] = [LONG]
     for is_bool in reader.keyed_bools:
         value = next(given)
         key.append(bool(value) if is_bool and value is not None else value)

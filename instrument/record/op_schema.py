@@ -8,7 +8,7 @@ between versions of torch. So `Reader` finds them by *name* in the schema that i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ _PEER = {"send": "dst", "recv": "src"}
 Shapes = tuple[tuple[int, ...], ...]
 
 _Tensor = torch.Tensor
+# First in a key of any number of tensors; without it the key is of one argument or of a pair of tensors.
+LONG = "long"
+
 # The key of everything in a call that is the same when the call is repeated with the same shapes.
 CallKey = tuple[Any, ...]
 
@@ -64,11 +67,49 @@ class Reader:
         self.keyed_bools = tuple(types[at] == "bool" for at in self.keyed)
         self.tensors_at = self.inputs + self.outputs
         self.dummy = position("tensor") if not self.tensors_at else -1
-
-    def key(self, args: Sequence[Any]) -> CallKey | None:
+        self.key: Callable[[Sequence[Any]], CallKey | None] = self._key_of_any
         """What distinguishes a call from others of the op on its group; None for fake and meta tensors."""
+        # The common layouts are read without loops: one list of tensors, one input and one output tensor, none.
+        layout = [types[at] for at in self.tensors_at]
+        if layout == ["List[Tensor]"] and len(self.keyed) == 1:
+            self.key = self._key_of_list
+        elif layout == ["Tensor", "Tensor"] and len(self.keyed) == 1 and self.in_split < 0:
+            self.key = self._key_of_pair
+        elif not layout and len(self.keyed) == 1 and types[self.dummy] == "Tensor":
+            self.key = self._key_of_dummy
+
+    def _key_of_list(self, args: Sequence[Any]) -> CallKey | None:
+        tensors = args[self.tensors_at[0]]
+        if len(tensors) != 1:
+            return self._key_of_any(args)
+        tensor = tensors[0]
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return None
+        position = self.keyed[0]
+        value = args[position] if position < len(args) else self._defaults[position]
+        return (tensor.shape, tensor.dtype, value)
+
+    def _key_of_pair(self, args: Sequence[Any]) -> CallKey | None:
+        at = self.tensors_at
+        first, second = args[at[0]], args[at[1]]
+        if (type(first) is not _Tensor and not _is_real(first)) or first.is_meta:
+            return None
+        if type(second) is not _Tensor and not _is_real(second):
+            return None
+        position = self.keyed[0]
+        value = args[position] if position < len(args) else self._defaults[position]
+        return (first.shape, second.shape, first.dtype, value)
+
+    def _key_of_dummy(self, args: Sequence[Any]) -> CallKey | None:
+        tensor = args[self.dummy]
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return None
+        position = self.keyed[0]
+        return (LONG, args[position] if position < len(args) else self._defaults[position])
+
+    def _key_of_any(self, args: Sequence[Any]) -> CallKey | None:
         count = len(args)
-        key: list[Any] = [args[at] if at < count else self._defaults[at] for at in self.keyed]
+        key: list[Any] = [LONG, *(args[at] if at < count else self._defaults[at] for at in self.keyed)]
         for position in self.tensors_at:
             if not _add_tensors(key, args[position]):
                 return None
@@ -81,11 +122,16 @@ class Reader:
     def call(self, key: CallKey, group_size: int, reduce: str | None) -> OpCall:
         """The call that a key stands for. Slower than making the key, and needed once per distinct one."""
         in_split = out_split = None
-        plain = dict(zip(self.keyed, key, strict=False))
-        rest = list(key[len(self.keyed) :])
-        if self.in_split >= 0:
-            out_split, in_split = rest.pop() or None, rest.pop() or None
-        shapes, dtypes = _split_arguments(rest)
+        if key[0] is LONG:
+            plain = dict(zip(self.keyed, key[1:], strict=False))
+            rest = list(key[1 + len(self.keyed) :])
+            if self.in_split >= 0:
+                out_split, in_split = rest.pop() or None, rest.pop() or None
+            shapes, dtypes = _split_arguments(rest)
+        else:  # the shapes of the only argument or of both, then their dtype, then the one value
+            count = len(self.tensors_at)
+            shapes, dtypes = [(tuple(shape),) for shape in key[:count]], [(key[count],)] * count
+            plain = {self.keyed[0]: key[count + 1]}
         in_shapes = tuple(shape for argument in shapes[: len(self.inputs)] for shape in argument)
         out_shapes = tuple(shape for argument in shapes[len(self.inputs) :] for shape in argument)
         if self._in_place:
