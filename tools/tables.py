@@ -66,6 +66,8 @@ KEYS = {
 }
 """What joins tables. A rank by itself does not know them: in files the tables of one rank are without, and `arrivals`
 has them for each call; in the frames of `crossrank.load` the tables `calls`, `durations` and `waits` have them too."""
+_OP = {"op": Column(_TEXT, "operation", privacy=Privacy.API)}
+_DESC = Column(_TEXT, "description of the group", privacy=Privacy.GROUP)
 _GROUP = {
     "pg": Column(_TEXT, "name of the process group", privacy=Privacy.GROUP),
     "members": Column(_TEXT, "its global ranks, as 0-3,8; empty where they are not known"),
@@ -108,7 +110,7 @@ TABLES = {
             "op": Column(_TEXT, "operation: all_reduce, send, …", privacy=Privacy.API),
             "api": Column(_TEXT, "the public function called; null where C++ called", privacy=Privacy.API),
             **_GROUP,
-            "desc": Column(_TEXT, "description of the group", privacy=Privacy.GROUP),
+            "desc": _DESC,
             "number": Column(
                 _INT, "n-th collective of its rank on the group, or n-th send (receive) to (from) that peer"
             ),
@@ -134,7 +136,7 @@ TABLES = {
         {
             **_RANK,
             **_CALL,
-            "op": Column(_TEXT, "operation", privacy=Privacy.API),
+            **_OP,
             **_GROUP,
             **_SIZE,
             **_SPAN,
@@ -186,7 +188,7 @@ TABLES = {
             **KEYS,
             **_GROUP,
             "number": Column(_INT, "n-th collective of the group"),
-            "op": Column(_TEXT, "operation", privacy=Privacy.API),
+            **_OP,
             "root": Column(_INT, "its root"),
             **_SIZE,
             **_PLACE,
@@ -218,7 +220,7 @@ TABLES = {
             **_RANK,
             **_CALL,
             **KEYS,
-            "op": Column(_TEXT, "operation", privacy=Privacy.API),
+            **_OP,
             "step": Column(_INT, "iteration"),
             "late_ns": Column(_INT, "its communication began so long after that of the first rank, on one clock", "ns"),
             "waiting_ns": Column(_INT, "it waited so long for the last rank", "ns"),
@@ -280,7 +282,6 @@ TABLES = {
 
 _TIMES = pl.Struct(dict.fromkeys(("p50", "p95", "max", "total"), _FLOAT))
 _RATES = pl.Struct(dict.fromkeys(("p5", "p50", "p95", "max"), _FLOAT))
-_LINE = {"source": _PLACE["source"], "op": Column(_TEXT, "operation", privacy=Privacy.API)}
 _SHARES = {
     "computation_ms": Column(_FLOAT, "something computed", "ms"),
     "exposed_ms": Column(_FLOAT, "communication while nothing computed", "ms"),
@@ -294,8 +295,8 @@ ANSWERS = {
         False,
         {
             "op": Column(_TEXT, "operation; sends and receives are send/recv", privacy=Privacy.API),
-            "pg": Column(_TEXT, "name of the process group", privacy=Privacy.GROUP),
-            "desc": Column(_TEXT, "its description", privacy=Privacy.GROUP),
+            "pg": _GROUP["pg"],
+            "desc": _DESC,
             "ranks": Column(_INT, "members of the group"),
             "size_from": Column(_INT, "smallest size of the bucket, S of nccl-tests", "B", privacy=Privacy.SIZE),
             "size_to": Column(_INT, "largest size of the bucket", "B", privacy=Privacy.SIZE),
@@ -371,7 +372,7 @@ ANSWERS = {
                 "where the call was made; (C++) where C++ called, (not known) without a call",
                 privacy=Privacy.PLACE,
             ),
-            "op": Column(_TEXT, "operation", privacy=Privacy.API),
+            **_OP,
             "stood": Column(
                 _TEXT, "in what the host waited: wait, wait_tensor, or the launch itself", privacy=Privacy.WORD
             ),
@@ -384,7 +385,8 @@ ANSWERS = {
         "lines of the user's code, those that cost most time first",
         False,
         {
-            **_LINE,
+            "source": _PLACE["source"],
+            **_OP,
             "calls": Column(_INT, "summed over ranks"),
             "bytes": Column(_INT, "as far as they are known", "B", privacy=Privacy.SIZE),
             "unsized": Column(_INT, "calls of which the bytes are not known"),

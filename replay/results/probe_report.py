@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median, median_low
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,11 +26,11 @@ from crossrank.replay.plan.probe import LEAST_ALIKE, Machine, Probe
 from crossrank.replay.run.messages import RankResult
 from crossrank.text import amount, microseconds, plural, printable, rank_ranges
 from crossrank.tools.output.console import Columns, table_of
+from crossrank.tools.tables import Row
 
 _SHOWN = 20
 _LEAST_OF_RANK = 2
 """Groups of a rank that it is judged by."""
-Row = dict[str, Any]
 
 
 class ProbeReport(msgspec.Struct, kw_only=True):

@@ -123,8 +123,8 @@ def bandwidth(
     return Bandwidth(
         inputs=list(inputs),
         sources=dict(Counter(one.timed_by for one in ranks)),
-        world_size=found.world_size,
-        ranks=found.ranks,
+        world_size=len(found.job.world),
+        ranks=list(found.job.ranks),
         missing_ranks=found.job.missing,
         calls=int(calls["calls"].sum()),
         timed_calls=int(calls.drop_nulls("ended_ns")["calls"].sum()),
@@ -212,13 +212,12 @@ def bandwidth_rows(
 def _groups(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
     """`group`, by which each group of the job counts, with the name, description and members of that one."""
     first = {name: number for number, name in reversed(list(enumerate(classes)))}
-    numbers = [first[classes[number]] if classes else number for number in range(len(found.groups))]
-    rows = [
-        (number, classes[number], "", found.groups[number].size)
-        if classes
-        else (number, found.groups[number].name, found.groups[number].desc, found.groups[number].size)
-        for number in numbers
-    ]
+    counts_as = [first[name] for name in classes] or range(len(found.job.groups))
+    rows = []
+    for number in counts_as:
+        group = found.job.groups[number]
+        name, desc = (classes[number], "") if classes else (group.name, group.desc)
+        rows.append((number, name, desc, group.size))
     schema = {"group": pl.Int64, "pg": pl.String, "desc": pl.String, "ranks": pl.Int64}
     return pl.DataFrame(rows, schema=schema, orient="row")
 

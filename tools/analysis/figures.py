@@ -94,8 +94,8 @@ def figures(
         matched[what] = [sum(pair) for pair in zip(counts, matched.get(what, (0, 0)), strict=True)]
     return Figures(
         inputs=table.inputs,
-        world_size=found.world_size,
-        ranks=len(found.ranks),
+        world_size=len(found.job.world),
+        ranks=len(ranks),
         missing_ranks=rank_ranges(table.missing_ranks),
         nodes=len({one.node for one in ranks if one.node}),
         about=_about(ranks),
@@ -165,12 +165,12 @@ def _classes(found: JobTables) -> list[str]:
     """
     reach = {kind.group: kind.locality.replace("_", " ") for kind in found.kinds if kind.ends is None}
     keys = []
-    for number, group in enumerate(found.groups):
+    for number, group in enumerate(found.job.groups):
         desc = "" if group.desc == "undefined" else group.desc
         keys.append((desc, group.size, "" if desc else reach.get(number, "")))
     count = Counter(keys)
     names = []
-    for key, group in zip(keys, found.groups, strict=True):
+    for key, group in zip(keys, found.job.groups, strict=True):
         desc, size, where = key
         if count[key] > 1:
             names.append(f"{desc or f'groups {where}'.strip()}: {count[key]:,} of {size:,} ranks")

@@ -71,7 +71,8 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 def traffic(found: JobTables) -> Traffic:
     """The map of a job, of at most 128 rows."""
-    world, nodes = found.world_size, _nodes(found.world_size, found.job.ranks)
+    world = len(found.job.world)
+    nodes = _nodes(world, found.job.ranks)
     row_of, labels, what = _rows(world, nodes)
     matrix = np.zeros((len(labels), len(labels)))
     between = 0.0
@@ -97,25 +98,23 @@ def traffic(found: JobTables) -> Traffic:
 def _sent(found: JobTables, lost: Counter[str]) -> Iterator[tuple[int, Places, float, bool]]:
     """(from, to, bytes to each, whether that is a model) over all calls; `lost` gets the S of those of which it is not
     known, by reason."""
-    present = set(found.ranks)
+    ranks, world = found.job.ranks, range(len(found.job.world))
     # Calls of one kind on one rank send the same: each combination is looked at once.
     for rank, number, count in found.calls.group_by("rank", "kind").len().sort("rank", "kind").iter_rows():
         kind = found.kinds[number]
         if kind.ends is None:
-            sent = _of_collective(kind, found.groups[kind.group], rank, found.world_size)
+            sent = _of_collective(kind, found.job.groups[kind.group], rank, len(world))
             if isinstance(sent, str):
                 lost[sent] += kind.bytes * count
             elif sent[1]:
                 yield rank, sent[0], sent[1] * count, True
         # A receive counts where its sender left no file.
-        elif (kind.op == "send" or kind.ends[0] not in present) and all(
-            0 <= end < found.world_size for end in kind.ends
-        ):
+        elif (kind.op == "send" or kind.ends[0] not in ranks) and all(end in world for end in kind.ends):
             yield kind.ends[0], [kind.ends[1]], kind.bytes * count, False
     if found.not_placed:
         lost["batches and uneven all_to_alls without known ends"] += found.not_placed
     for rank, sent_to in found.sent.items():
-        yield from ((rank, [to], size, False) for to, size in sent_to.items() if 0 <= to < found.world_size)
+        yield from ((rank, [to], size, False) for to, size in sent_to.items() if to in world)
 
 
 def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -> str | tuple[Places, float]:

@@ -64,14 +64,15 @@ def waiting_of(found: JobTables) -> Waiting | None:
         return None
     shown, begins, axis = _bins(shown)
     places = range(len(begins))
-    width = -(-(max(found.ranks) + 1) // _MOST_ROWS)
-    blocks = range(0, max(found.ranks) + 1, width)
+    count = max(found.job.ranks) + 1
+    width = -(-count // _MOST_ROWS)
+    blocks = range(0, count, width)
     us = pl.col("wait") / 1000
     of_bin = shown.group_by("bin").agg(us.median(), us.quantile(0.95, "linear").alias("p95"), us.max().alias("max"))
     spread = {place: values for place, *values in of_bin.iter_rows()}
     # A bin in which nobody waited has no values.
     p50, p95, most = ([_tenths(spread[at][n] if at in spread else None) for at in places] for n in range(3))
-    arrived = _arrivals(calls, found.ranks).with_columns(of="collectives")
+    arrived = _arrivals(calls, list(found.job.ranks)).with_columns(of="collectives")
     means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
     mean_of = {(block, place): mean for block, place, mean in means.iter_rows()}
     return Waiting(
@@ -147,7 +148,7 @@ def arrivals(found: JobTables) -> pl.DataFrame:
     """Who arrives first and last, by rank: of how many `collectives` of which all members are known it was the `first`
     and the `last` rank; for how many ns one of its calls waited for another rank, and for how many another waited for
     it (`waiting_ns`, `waited_for_ns`; calls that wait at the same time count once)."""
-    return _arrivals(_calls(found), found.ranks)
+    return _arrivals(_calls(found), list(found.job.ranks))
 
 
 def lateness(found: JobTables) -> pl.DataFrame:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
 from crossrank.tools.commands.options import add_shared, add_source, complain, fleet_of
 from crossrank.tools.job.collectives import JobTables
@@ -22,11 +21,8 @@ def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[st
 
 def read_measured(arguments: argparse.Namespace) -> JobTables:
     """Raises `CrossrankError` where nothing can be used."""
-    wanted = arguments.ranks
-    found = open_job(arguments.path, fleet_of(arguments), wanted, arguments.source, arguments.communication_kernels)
-    if not found.ranks:
-        raise CrossrankError(f"{', '.join(arguments.path)}: holds none of the ranks that --ranks names")
-    return found
+    wanted, source = arguments.ranks, arguments.source
+    return open_job(arguments.path, fleet_of(arguments), wanted, source, arguments.communication_kernels)
 
 
 def complain_of(found: JobTables, arguments: argparse.Namespace) -> int:

@@ -28,7 +28,6 @@ import numpy as np
 import polars as pl
 
 from crossrank.tools.job.clocks import Clocks, align
-from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import SEND_RECV, Launches, launches
 from crossrank.tools.job.matching import match_calls, part_lanes
@@ -66,19 +65,6 @@ class JobTables(Launches):
     """Rank -> what was added to its times to have them on the common clock, in ns."""
     unmatched: dict[str, int]
     """What was left out or could not be compared, and why -> calls."""
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks that were read, ascending."""
-        return sorted(self.job.ranks)
-
-    @property
-    def groups(self) -> list[ProcessGroup]:
-        return self.job.groups
-
-    @property
-    def world_size(self) -> int:
-        return len(self.job.world)
 
     @property
     def timed(self) -> pl.DataFrame:

@@ -31,6 +31,7 @@ CHOICES = ("nsight", "kineto", "flight", "inspector", "comms")
 """What a user may ask for instead of what says most."""
 
 EXPORT = "nsys export --type sqlite"
+NONE_OF_RANKS = "holds none of the ranks that --ranks names"
 
 
 @dataclass
@@ -115,7 +116,7 @@ def _find(
         notes.append(f"{len(logs)} log(s) of NCCL Inspector were left out; --source inspector reads them alone")
     wanted = [rank for rank in by_rank if (ranks is None or rank in ranks) and (rank or 0) < MOST_RANKS]
     if by_rank and not wanted and ranks is not None:
-        raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
+        raise CrossrankError(f"{', '.join(paths)}: {NONE_OF_RANKS}")
     tasks = [one for rank in wanted if (one := _most_telling(rank, by_rank[rank], skipped)) is not None]
     if not tasks:
         asked = f" for --source {source}" if source else ""
@@ -157,15 +158,19 @@ def open_job(
     """The job whose files are at `paths`, all ranks read and matched; the other arguments are those of `find`. Of the
     `ranks` that are asked for some may have no file.
 
-    Raises `CrossrankError` where there is no measurement, no file can be used, or the ranks are of several runs.
+    Raises `CrossrankError` where there is no measurement, no file can be used, none is of such a rank, or the ranks are
+    of several runs.
     """
     found = find(paths, ranks, source, also=also)
-    return job_of(read(found, fleet), found, ranks)
+    traces = [one for one in read(found, fleet) if ranks is None or one.rank in ranks]
+    if not traces:
+        raise CrossrankError(f"{', '.join(paths)}: {NONE_OF_RANKS}")
+    return job_of(traces, found)
 
 
-def job_of(traces: Iterable[RankTrace], found: Measurements, ranks: Collection[int] | None = None) -> JobTables:
-    """Those of the ranks that were asked for, matched."""
-    job = Job.match([one for one in traces if ranks is None or one.rank in ranks])
+def job_of(traces: Sequence[RankTrace], found: Measurements) -> JobTables:
+    """What was read, matched."""
+    job = Job.match(traces)
     job.skipped = found.skipped
     return match_collectives(job)
 

@@ -51,8 +51,8 @@ def measured_kinds(found: JobTables) -> list[MeasuredKind]:
     columns = ("label", "group", "locality", "bytes", "time_ns", "busbw_gb_per_s")
     for op, group, locality, size, time, busbw in frame.select(columns).iter_rows():
         name = "send" if op == SEND_RECV else op
-        if time and size is not None and name in OPERATIONS and found.groups[group].size > 1:
-            times[name, found.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
+        if time and size is not None and name in OPERATIONS and found.job.groups[group].size > 1:
+            times[name, found.job.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
     return [
         MeasuredKind(
             op=op,

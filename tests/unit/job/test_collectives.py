@@ -272,14 +272,14 @@ def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
     for rank in ranks:
         rank.call(100, 200, pg="7")
     found = together(*ranks)
-    assert [group.guessed for group in found.groups if group.name == "7"] == [True]
+    assert [group.guessed for group in found.job.groups if group.name == "7"] == [True]
     assert found.collectives["is_upper_bound"].to_list() == [True]
     world = [Rank(rank, 8).call(100, 200) for rank in range(2)]
     for rank in world:
         rank.times.groups[0] = RankGroup(Group(pg="0", size=0))
     found = together(*world)
     assert (
-        found.groups[0].size,
+        found.job.groups[0].size,
         found.collectives["expected"].to_list(),
         found.collectives["is_upper_bound"].to_list(),
     ) == (8, [8], [True])

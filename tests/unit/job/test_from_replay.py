@@ -56,7 +56,7 @@ def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder:
     )
     assert (found.collectives["ranks"].to_list(), found.collectives["expected"].to_list()) == ([2, 2, 2], [2, 2, 2])
     assert (found.clocks.count, found.clocks.note) == (1, "one clock, measured by the replay to 1.5 us")
-    assert found.world_size == 2
+    assert len(found.job.world) == 2
 
 
 @pytest.mark.parametrize(

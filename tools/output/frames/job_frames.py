@@ -53,7 +53,8 @@ def ranks(found: JobTables) -> pl.DataFrame:
 def with_keys(found: JobTables, calls: Iterable[pl.DataFrame]) -> list[pl.DataFrame]:
     """The tables `calls` of ranks with the columns `KEYS`: the numbers of each call's group, and of the collective or
     transfer that it is part of. Both are null for ranks that do not belong to the job."""
-    launches = pl.concat(_calls(found, p2p=p2p).select("rank", "row", *KEYS) for p2p in (False, True))
+    keys = [pl.col(name).cast(one.dtype) for name, one in KEYS.items()]
+    launches = pl.concat(_calls(found, p2p=p2p).select("rank", "row", *keys) for p2p in (False, True))
     of_rank = launches.partition_by("rank", as_dict=True, include_key=False)
     row, result = pl.col("row"), []
     for frame in calls:
@@ -77,9 +78,9 @@ def _of(found: JobTables, p2p: bool) -> tuple[JobTables, int]:
 def _calls(found: JobTables, *, p2p: bool) -> pl.DataFrame:
     """The launches of collectives, or of transfers, with `KEYS` and what waiting says of each."""
     source, first = _of(found, p2p)
-    launches = source.calls.select("rank", "row", "step", "collective", "kind").hstack(lateness(source))
-    launches = source.about(launches, "group", "op", "is_p2p").filter(is_p2p=p2p)
-    return launches.with_columns(pl.col("collective").cast(pl.Int64) + first)
+    launches = source.calls.select("rank", "row", "step", "kind", pl.col("collective") + first)
+    launches = source.about(launches.hstack(lateness(source)), "group", "op", "is_p2p")
+    return launches.filter(is_p2p=p2p).drop("kind", "is_p2p")
 
 
 def arrivals_by_call(found: JobTables) -> pl.DataFrame:
@@ -96,7 +97,7 @@ def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
     """The table `collectives`, or `transfers`."""
     table = TABLES["transfers" if p2p else "collectives"]
     source, first = _of(found, p2p)
-    groups = [(one.index, *_name(one)) for one in source.groups]
+    groups = [(one.index, *_name(one)) for one in found.job.groups]
     names = pl.DataFrame(groups, schema=table.part("group", "pg", "members"), orient="row")
     lines = pl.lit(pl.Series([one.source and printable(one.source) for one in source.kinds], dtype=pl.String))
     facts = ("op", "group", "root", "locality", "source_rank", "destination_rank", "is_p2p")
@@ -104,10 +105,7 @@ def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
         source.about(source.collectives.with_row_index("collective"), *facts)
         .filter(is_p2p=p2p)
         .join(names, on="group", maintain_order="left")
-        .with_columns(
-            pl.col("collective").cast(pl.Int64) + first,
-            source=lines.gather(pl.col("kind")),
-        )
+        .with_columns(pl.col("collective") + first, source=lines.gather(pl.col("kind")))
     )
 
 

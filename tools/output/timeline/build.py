@@ -83,7 +83,7 @@ def write_timeline(found: JobTables, file: BinaryIO, *, flows: Flows = "first-la
 
 
 def _label(found: JobTables, kind: CallKind) -> str:
-    group = found.groups[kind.group]
+    group = found.job.groups[kind.group]
     name = f"{group.name} {group.desc}".strip() or "unknown group"
     return printable(f"{kind.label} {amount(kind.bytes, unknown=not kind.sized)} · {name}")
 
@@ -161,11 +161,10 @@ def _with_flows(found: JobTables, flows: Flows) -> pl.DataFrame:
     arrows that they are on: one for each collective of several ranks."""
     # Between clocks that were not brought together an arrow would say nothing.
     one_clock = pl.col("comparable") | pl.lit(value=found.clocks.count == 1)
-    calls = found.calls.with_row_index("place").with_columns(
-        on_device=pl.col("placed") & pl.col("ended_ns").is_not_null(), members=pl.len().over("collective")
-    )
+    on_device = pl.col("placed") & pl.col("ended_ns").is_not_null()
+    calls = found.calls.with_row_index("place").with_columns(on_device=on_device)
     arrived = pl.when("on_device").then("began_ns").otherwise("called_ns")
-    shown = calls.with_columns(arrived=arrived).filter((pl.col("members") > 1) & one_clock).drop_nulls("arrived")
+    shown = calls.with_columns(arrived=arrived).filter(one_clock).drop_nulls("arrived")
     shown = shown.sort("collective", "arrived", "rank").with_columns(
         turn=pl.int_range(pl.len()).over("collective"), count=pl.len().over("collective")
     )
@@ -173,7 +172,7 @@ def _with_flows(found: JobTables, flows: Flows) -> pl.DataFrame:
     is_end = (pl.col("turn") == 0) | (pl.col("turn") == pl.col("count") - 1)
     chosen = {"first-last": is_end, "all": pl.lit(value=True), "none": pl.lit(value=False)}[flows]
     shown = shown.filter(chosen & (pl.col("count") > 1)).select("place", flow=pl.col("collective") + 1)
-    return calls.join(shown, on="place", how="left", maintain_order="left").drop("place", "members")
+    return calls.join(shown, on="place", how="left", maintain_order="left").drop("place")
 
 
 def _counters(found: JobTables, calls: pl.DataFrame, zero: int) -> Iterator[tuple[str, str, Ints, Floats]]:
