@@ -1,4 +1,4 @@
-"""Finds the English text of the project: Markdown pages, strings, docstrings, comments and help texts of the product."""
+"""Finds the English text of the project: Markdown pages, strings, docstrings and comments of the product."""
 
 from __future__ import annotations
 
