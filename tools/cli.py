@@ -13,11 +13,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import crossrank
 from crossrank.errors import CrossrankError, unforeseen
@@ -25,36 +26,36 @@ from crossrank.text import printable
 from crossrank.tools.output.console import Printable
 
 COMMANDS = {
-    "inspect": ("tools.commands.inspect:InspectCommand", "what is in a recording, and what is missing"),
+    "inspect": ("tools.commands.inspect:InspectCommand", "show what a recording contains, and what is missing"),
     "watch": (
         "tools.commands.watch:WatchCommand",
-        "a job while it runs: steps, bandwidth, who is late or silent",
+        "follow a running job: steps, bandwidth, ranks that are late or silent",
     ),
-    "convert": ("tools.commands.convert:ConvertCommand", "Chakra traces per rank and a group file, for simulators"),
+    "diagnose": (
+        "tools.commands.diagnose:DiagnoseCommand",
+        "find missing, mismatched or stuck ranks, root cause first",
+    ),
+    "bandwidth": ("tools.commands.bandwidth:BandwidthCommand", "time, algbw, busbw and waiting time per collective"),
+    "timeline": ("tools.commands.timeline:TimelineCommand", "write all ranks to one Perfetto timeline, on one clock"),
+    "report": ("tools.commands.report:ReportCommand", "write one HTML page with the results of all analyses"),
+    "export": ("tools.commands.export:ExportCommand", "write the tables of a job as Parquet, CSV or Arrow files"),
+    "link": ("tools.commands.link:LinkCommand", "join the traces of each rank into one graph of dependencies"),
+    "convert": ("tools.commands.convert:ConvertCommand", "write Chakra traces and process groups for simulators"),
+    "check": ("tools.commands.check:CheckCommand", "check that a simulator can read a Chakra trace"),
     "simulate": (
         "tools.commands.simulate:SimulateCommand",
-        "how long a window takes, and why: as measured, on another network, on more ranks",
+        "predict the time of a window: as recorded, on another network, with more ranks",
     ),
-    "check": ("tools.commands.check:CheckCommand", "does a Chakra trace keep the contract of ASTRA-sim's feeders"),
-    "link": ("tools.commands.link:LinkCommand", "one linked trace per rank: times, GPU, communication, dependencies"),
-    "bandwidth": ("tools.commands.bandwidth:BandwidthCommand", "time, algbw, busbw and waiting per collective"),
-    "timeline": ("tools.commands.timeline:TimelineCommand", "all ranks on one Perfetto timeline, on one clock"),
-    "report": ("tools.commands.report:ReportCommand", "one HTML page of all of it, to hand around"),
-    "export": ("tools.commands.export:ExportCommand", "the tables of a job as Parquet, CSV or Arrow files"),
-    "diagnose": ("tools.commands.diagnose:DiagnoseCommand", "who is missing, mismatched or stuck; root cause first"),
-    "minimize": ("tools.commands.minimize:MinimizeCommand", "a few iterations of a long recording, to hand on"),
-    "anonymize": ("tools.commands.anonymize:AnonymizeCommand", "traces without the names in them, to hand on"),
-    "replay": (
-        "replay.command:ReplayCommand",
-        "the communication again, without the model, measured against the recording",
-    ),
-    "probe": ("replay.probe:ProbeCommand", "the slow rank, host or link, with the sizes of a recording"),
+    "replay": ("replay.command:ReplayCommand", "run the recorded communication again, without the model"),
+    "probe": ("replay.probe:ProbeCommand", "find the slow rank, node or link, with the sizes of a recording"),
+    "minimize": ("tools.commands.minimize:MinimizeCommand", "cut a few steps out of a recording, to share them"),
+    "anonymize": ("tools.commands.anonymize:AnonymizeCommand", "remove the names from traces, to share them"),
     "build-kernel": (
         "instrument.compiled.command:BuildKernelCommand",
-        "the kernel in C++ that records calls, built before a job needs it",
+        "compile the C++ recorder before a job needs it",
     ),
 }
-"""Name -> module of crossrank and its class, and one line for the overview."""
+"""Name -> module of crossrank and its class, and one line for `crossrank --help`."""
 
 _M_MMAP_THRESHOLD = -3
 """malloc.h: blocks of that size and more are mapped by themselves, and unmapped when they are freed."""
@@ -148,25 +149,51 @@ def _safe_streams() -> Iterator[None]:
         yield
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line that suggests the nearest command or option."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` shows how to use it)\n")
+
+
+def _suggest(word: str, names: Iterable[str]) -> str:
+    near = get_close_matches(word, list(names), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments of the subcommand, with its `run`."""
-    overview = argparse.ArgumentParser(
+    """Return the arguments of the subcommand, with its `run`."""
+    overview = _Parser(
         prog="crossrank",
-        description="Answers from recordings of distributed PyTorch jobs.",
-        epilog="exit codes: 0 nothing wrong, 1 a fault was found, 2 the input could not be used",
+        description="Commands for recordings of distributed PyTorch jobs.",
+        epilog="exit codes: 0 nothing is wrong, 1 a fault was found, 2 the input could not be used",
     )
     overview.add_argument("--version", action="version", version=f"crossrank {crossrank.__version__}")
     subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser: argparse.ArgumentParser = overview
     for name, (place, summary) in COMMANDS.items():
-        # Only the one that is called is imported: `crossrank --help` and each command start fast.
-        parser = subparsers.add_parser(name, help=summary)
+        one = subparsers.add_parser(name, help=summary)
         if words[:1] == [name]:
+            # Only the called command is imported, so that `crossrank --help` and each command start fast.
+            parser = one
             module, _, class_name = place.partition(":")
             command: Command = getattr(import_module(f"crossrank.{module}"), class_name)()
             command.add_arguments(parser)
             parser.description = command.__doc__
             parser.set_defaults(run=command.run)
-    return overview.parse_args(words)
+    if not words:
+        overview.print_help()
+        sys.exit(0)
+    if parser is overview and not words[0].startswith("-"):
+        overview.error(f"{printable(words[0])} is not a command{_suggest(words[0], COMMANDS)}")
+    arguments, unknown = overview.parse_known_args(words)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        word = printable(unknown[0])
+        if not word.startswith("-"):
+            parser.error(f"one argument too many: {word}")
+        parser.error(f"{word} is not an option{_suggest(word.partition('=')[0], options)}")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -344,13 +344,6 @@ def test_a_file_named_for_another_rank_is_a_problem(folder: Path, capsys: pytest
     assert err.endswith("rank-7.comms.jsonl.zst: is named for rank 7 and was written by rank 1\n")
 
 
-def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["nothing"])
-    assert caught.value.code == 2
-    assert "invalid choice: 'nothing'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("spots", [[[1]], 7, None, {"a": 1}, [{}]])
 def test_blind_spots_that_are_no_texts_are_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], spots: object
