@@ -43,13 +43,19 @@ def load(
     jobs: int = 1,
     communication_kernels: str = "",
 ) -> LoadedJob:
-    """A job, from a recording, a folder of Kineto traces, flight-recorder dumps or Nsight exports, or files.
+    """Return a job from a recording, or from Kineto traces, flight-recorder dumps or Nsight exports.
 
-    `ranks` are those to read (default: all), `source` is what to take times from (`nsight`, `kineto`, `flight`,
-    `inspector`, `comms`; default: what says most), `jobs` the processes that read. `communication_kernels` is a regular
-    expression: kernels whose names match communicate too. Files are read when the first table is asked for.
+    Files are read when you use the first table.
 
-    Raises `CrossrankError` where nothing is there that could be read.
+    Args:
+        path: A folder or a file, or several.
+        ranks: The ranks to read (default: all).
+        source: The source of times: `nsight`, `kineto`, `flight`, `inspector` or `comms` (default: the best one found).
+        jobs: The number of processes that read.
+        communication_kernels: A regular expression. Kernels whose names match it count as communication too.
+
+    Raises:
+        CrossrankError: No file can be read.
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     wanted = None if ranks is None else set(ranks)
@@ -59,19 +65,19 @@ def load(
 
 @dataclass(frozen=True)
 class Answer:
-    """A table that answers a question, and a figure of it."""
+    """A table that answers a question, with a figure."""
 
     frame: pl.DataFrame
     draw: Callable[[pl.DataFrame], go.Figure] = field(repr=False)
     text: str = ""
-    """The answer in a sentence."""
+    """The answer in one sentence."""
 
     def plot(self) -> go.Figure:
-        """The figure, of plotly."""
+        """Return a plotly figure of the table."""
         return self.draw(self.frame)
 
     def to_pandas(self) -> pd.DataFrame:
-        """The table for pandas, which has to be installed."""
+        """Return the table as a pandas frame. pandas must be installed."""
         return self.frame.to_pandas()
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
@@ -90,9 +96,9 @@ class Answer:
 
 
 class LoadedJob:
-    """All ranks of a job, as polars frames; `crossrank.tools.tables` says what each column means.
+    """All ranks of a job as polars frames. `crossrank.tools.tables` explains each column.
 
-    Frames are made when they are first asked for, and kept.
+    A frame is made when you use it first, and kept.
     """
 
     def __init__(self, paths: list[str], ranks: set[int] | None, found: Measurements, fleet: Fleet) -> None:
@@ -100,6 +106,7 @@ class LoadedJob:
         self._ranks = ranks
         self._fleet = fleet
         self._found = found
+        self._full: dict[str, pl.DataFrame] = {}
 
     @cached_property
     def _traces(self) -> list[RankTrace]:
@@ -107,7 +114,7 @@ class LoadedJob:
         if self._ranks is not None:
             traces = [one for one in traces if one.rank in self._ranks]
         if not traces:
-            raise CrossrankError(f"{', '.join(self._paths)}: holds none of the ranks that are asked for")
+            raise CrossrankError(f"{', '.join(self._paths)}: has none of the requested ranks")
         return traces
 
     @cached_property
@@ -116,7 +123,7 @@ class LoadedJob:
 
     @cached_property
     def _calls(self) -> list[pl.DataFrame]:
-        """The calls of each rank, which other tables are made of."""
+        """The calls of each rank. Other tables are made from them."""
         return job_frames.with_keys(self._tables, map(rank_frames.calls, self._traces))
 
     def _of_ranks(self, table: str) -> pl.DataFrame:
@@ -125,54 +132,68 @@ class LoadedJob:
 
     # --- tables -------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    def table(self, name: str) -> pl.DataFrame:
+        """Return a table with all its columns. `calls`, `collectives` and `transfers` show only the most used ones.
+
+        Raises `CrossrankError` if there is no such table.
+        """
+        if name not in self._full:
+            if name not in _MAKERS:
+                raise CrossrankError(f"table {name!r} is not one of {', '.join(_MAKERS)}")
+            self._full[name] = _MAKERS[name](self)
+        return self._full[name]
+
+    def _main(self, name: str) -> pl.DataFrame:
+        return self.table(name).select(TABLES[name].main)
+
+    @property
     def calls(self) -> pl.DataFrame:
         """Every call of every rank."""
-        return self._of_ranks("calls")
+        return self._main("calls")
 
-    @cached_property
+    @property
     def durations(self) -> pl.DataFrame:
-        """The calls of which a duration was measured."""
-        return self._of_ranks("durations")
+        """Every call with a measured duration."""
+        return self.table("durations")
 
-    @cached_property
+    @property
     def waits(self) -> pl.DataFrame:
-        """When hosts stood still for communication."""
-        return self._of_ranks("waits")
+        """Every wait of a host thread for communication."""
+        return self.table("waits")
 
-    @cached_property
+    @property
     def steps(self) -> pl.DataFrame:
-        """Iterations of every rank."""
-        return self._of_ranks("steps")
+        """Training steps of every rank."""
+        return self.table("steps")
 
-    @cached_property
+    @property
     def collectives(self) -> pl.DataFrame:
         """Collectives, matched over all ranks."""
-        return job_frames.measured(self._tables, p2p=False)
+        return self._main("collectives")
 
-    @cached_property
+    @property
     def transfers(self) -> pl.DataFrame:
         """Sends matched with their receives."""
-        return job_frames.measured(self._tables, p2p=True)
+        return self._main("transfers")
 
-    @cached_property
+    @property
     def groups(self) -> pl.DataFrame:
         """Process groups."""
-        return job_frames.groups(self._tables)
+        return self.table("groups")
 
-    @cached_property
+    @property
     def arrivals(self) -> pl.DataFrame:
-        """How late each rank came to each collective, and how long it waited there."""
-        return job_frames.arrivals_by_call(self._tables)
+        """Arrival and waiting time of each rank at each collective."""
+        return self.table("arrivals")
 
-    @cached_property
+    @property
     def ranks(self) -> pl.DataFrame:
-        """Ranks, and what was read of them."""
-        return job_frames.ranks(self._tables)
+        """Ranks, and what crossrank read of each."""
+        return self.table("ranks")
 
     @property
     def notes(self) -> list[str]:
-        """What could not be read, was left out, or could not be compared, and why."""
+        """What crossrank could not read, skipped, or could not compare, and why."""
         found = self._tables
         counted = Counter(found.unattributed) + Counter(found.unmatched)
         of_files = [text for one in self._traces for text in (*one.notes, *one.problems)]
@@ -181,42 +202,48 @@ class LoadedJob:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def bandwidth(self, by: Collection[str] = BY, line_rate: Sequence[str] = ()) -> Answer:
-        """Times and rates of collectives grouped `by` some of op, group, size, locality and source, as `crossrank
-        bandwidth` has them; `line_rate` as its option."""
+        """Return times and rates of collectives, as `crossrank bandwidth` does.
+
+        `by` names the columns to group by: op, group, size, locality, source. `line_rate` is as the option."""
         unknown = sorted(set(by) - set(KEYS))
         if unknown:
             raise CrossrankError(f"by={unknown[0]!r} is not one of {', '.join(KEYS)}")
         rows = bandwidth_rows(self._tables, list(by), line_rates(line_rate))
-        return Answer(plots.flat(rows), plots.bandwidth, "" if len(rows) else "no bandwidth: no call has a time")
+        return Answer(
+            plots.flat(rows), plots.bandwidth, "" if len(rows) else "no bandwidth: no call has a measured time"
+        )
 
     def diagnose(self) -> Answer:
-        """What is wrong, root cause first, as `crossrank diagnose` says it: `text` is the verdict."""
+        """Return the faults of the job, root cause first, as `crossrank diagnose` does. `text` is the verdict."""
         evidence = read_evidence(find_candidates(self._paths), self._fleet)
         if not evidence.ranks:
-            why = "no diagnosis: there is neither a comms file nor a flight-recorder dump that can be used"
+            why = "no diagnosis: there is no usable comms file or flight-recorder dump"
             return Answer(_findings(None), plots.findings, why)
         diagnosis = diagnose(evidence)[0]
         return Answer(_findings(diagnosis), plots.findings, diagnosis.verdict)
 
     def stragglers(self) -> Answer:
-        """Who arrives first and last, and who is waited for."""
+        """Return how often each rank arrives first and last, and how long others wait for it."""
         frame, left_out = arrivals(self._tables), openings(self._tables)
-        texts = [f"left out: {plural(left_out, 'collective')} with which a rank's window begins"] if left_out else []
+        texts = [f"skipped: {plural(left_out, 'collective')} at the start of a rank's window"] if left_out else []
         if not frame["last"].sum():
             frame = frame.clear()
-            texts.insert(0, "no stragglers: ranks cannot be compared, or none was later than clocks may be apart")
+            texts.insert(
+                0, "no stragglers: ranks cannot be compared, or no rank was later than the error of the clocks"
+            )
         return Answer(frame, plots.stragglers, "; ".join(texts))
 
     def overlap(self) -> Answer:
-        """Computation, communication, exposed communication and idling of every rank and iteration in windows that were
-        traced."""
+        """Return computation, communication, exposed communication and idle time per rank and step in windows."""
         frame = overlap_frame(self._tables)
-        why = "" if len(frame) else "no overlap: no window was traced; record one with TRACING_WINDOW=START:STOP"
+        why = "" if len(frame) else "no overlap: the recording has no window; record one with TRACING_WINDOW=START:STOP"
         return Answer(frame, plots.overlap, why)
 
     def graph(self, rank: int, window: int = 1) -> LinkedTrace:
-        """Everything that a rank did in a window, and why one thing waits for another; linked here where nobody has.
-        Empty where the window was not traced: then its `text` says so."""
+        """Return the operations, kernels and communications of a rank in a window, with their dependencies.
+
+        Links the traces if `crossrank link` has not done so. The result is empty if the window was not recorded: then
+        its `text` says so."""
         for one in self._found.tasks:
             if one.rank != rank:
                 continue
@@ -227,8 +254,8 @@ class LoadedJob:
             if len(linked) >= window > 0:
                 return read_linked(linked[window - 1])
         why = (
-            f"no graph: there is no execution trace with a Kineto trace of rank {rank}, window {window}; record one "
-            "with TRACING_WINDOW=START:STOP"
+            f"no graph: rank {rank} has no execution trace with a Kineto trace of window {window}; record one with "
+            "TRACING_WINDOW=START:STOP"
         )
         return LinkedTrace.nothing(rank, why)
 
@@ -249,15 +276,26 @@ class LoadedJob:
             lines.append("  not read yet")
         if self._found.skipped:
             lines.append(f"  not usable  {plural(len(self._found.skipped), 'file')}: see .notes")
-        return "\n".join([*lines, f"  tables      {', '.join(_TABLE_NAMES)}", f"  answers     {', '.join(_ANSWERS)}"])
+        return "\n".join([*lines, f"  tables      {', '.join(_MAKERS)}", f"  answers     {', '.join(_ANSWERS)}"])
 
 
-_TABLE_NAMES = ("calls", "collectives", "transfers", "arrivals", "steps", "groups", "ranks", "waits", "durations")
+_MAKERS: dict[str, Callable[[LoadedJob], pl.DataFrame]] = {
+    "calls": lambda job: job._of_ranks("calls"),
+    "collectives": lambda job: job_frames.measured(job._tables, p2p=False),
+    "transfers": lambda job: job_frames.measured(job._tables, p2p=True),
+    "arrivals": lambda job: job_frames.arrivals_by_call(job._tables),
+    "steps": lambda job: job._of_ranks("steps"),
+    "groups": lambda job: job_frames.groups(job._tables),
+    "ranks": lambda job: job_frames.ranks(job._tables),
+    "waits": lambda job: job._of_ranks("waits"),
+    "durations": lambda job: job._of_ranks("durations"),
+}
+"""Name of a table -> the function that makes it with all its columns."""
 _ANSWERS = ("bandwidth()", "diagnose()", "stragglers()", "overlap()", "graph(rank)")
 
 
 def _findings(diagnosis: Diagnosis | None) -> pl.DataFrame:
-    """One row per finding: what it is, about whom, and the sentence."""
+    """Return one row per finding."""
 
     def rows(findings: Iterable[Finding], what: str) -> list[tuple[Any, ...]]:
         return [

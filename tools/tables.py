@@ -1,10 +1,10 @@
-"""The tables and their columns: names, types and meanings, which do not change within a version of the format.
+"""The schema of every table. Names, types and meanings do not change within a version of the format.
 
-`TABLES` are what `crossrank.load` and `crossrank export` give, `ANSWERS` what commands make of them.
+`crossrank.load` and `crossrank export` return `TABLES`. Commands answer in `ANSWERS`.
 
-Times are ns since 1970. In tables of one rank they are on its own clock, in those of the job on the clock that all
-ranks were put on. `pg` and `members` together name a process group: several may share the name. What is not known, or
-has no meaning, is null.
+Times are ns since 1970. Tables of one rank use the clock of the rank. Tables of the job use one clock for all ranks.
+`pg` and `members` together identify a process group, because several groups may have the same name. A value that is
+unknown, or has no meaning for the row, is null.
 """
 
 from __future__ import annotations
@@ -30,74 +30,81 @@ class Column(NamedTuple):
     unit: str = ""
     """ns, B (bytes), or GB/s of 1e9 bytes; empty where it has none."""
     privacy: Privacy = Privacy.NUMBER
-    """What its values say of the user; a text has to have a class of its own."""
+    """What the values reveal about the user; text columns need a class."""
 
 
 class TableSchema(NamedTuple):
     meaning: str
     of_rank: bool
-    """It has one part for each rank."""
+    """The table has one part per rank."""
     columns: dict[str, Column]
+    main: tuple[str, ...] = ()
+    """The columns that `crossrank.load` shows, at most a dozen; empty: all. `LoadedJob.table` returns all columns."""
 
     @property
     def schema(self) -> dict[str, Any]:
         return self.part(*self.columns)
 
     def part(self, *names: str) -> dict[str, Any]:
-        """The types of some of its columns."""
+        """Return the types of some columns."""
         return {name: self.columns[name].dtype for name in names}
 
     def select(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """The columns of the table from a frame that has them, in their order, each of its type; also `KEYS`, if the
-        frame has them."""
+        """Return the columns of the table in order, cast to their types, and `KEYS` if the frame has them."""
         columns = self.columns | {name: one for name, one in KEYS.items() if name in frame.columns}
         return frame.select(pl.col(name).cast(one.dtype) for name, one in columns.items())
 
     def rows(self, frame: pl.DataFrame) -> list[Row]:
-        """The same as JSON has it."""
+        """Return `select(frame)` as JSON objects."""
         return self.select(frame).to_dicts()
 
 
 _RANK = {"rank": Column(_INT, "global rank")}
-_CALL = {"call": Column(_INT, "number of the call on its rank, as in its file; by its place where a file has none")}
+_CALL = {
+    "call": Column(_INT, "number of the call on its rank: its id in the file, or its position if the file has no ids")
+}
 KEYS = {
     "group": Column(_INT, "number of the process group, the same in all tables"),
     "collective": Column(_INT, "number of the collective or transfer, the same in all tables"),
 }
-"""What joins tables. A rank by itself does not know them: in files the tables of one rank are without, and `arrivals`
-has them for each call; in the frames of `crossrank.load` the tables `calls`, `durations` and `waits` have them too."""
+"""Columns to join tables on. They need all ranks: exported tables of one rank lack them, and `arrivals` has them for
+each call. With `crossrank.load`, `calls`, `durations` and `waits` have them too."""
 _OP = {"op": Column(_TEXT, "operation", privacy=Privacy.API)}
 _DESC = Column(_TEXT, "description of the group", privacy=Privacy.GROUP)
 _GROUP = {
     "pg": Column(_TEXT, "name of the process group", privacy=Privacy.GROUP),
-    "members": Column(_TEXT, "its global ranks, as 0-3,8; empty where they are not known"),
+    "members": Column(_TEXT, "global ranks of the group, such as 0-3,8; empty if unknown"),
 }
-_SIZE = {"bytes": Column(_INT, "S of nccl-tests: see crossrank/comm.py", "B", privacy=Privacy.SIZE)}
+_SIZE = {"bytes": Column(_INT, "size S of nccl-tests: see crossrank/comm.py", "B", privacy=Privacy.SIZE)}
 _PLACE = {
     "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown", privacy=Privacy.WORD),
-    "source": Column(_TEXT, "file.py:line of the user's code; null where C++ called", privacy=Privacy.PLACE),
-    "step": Column(_INT, "iteration"),
+    "source": Column(
+        _TEXT, "file.py:line of the user's code that made the call; null if C++ made it", privacy=Privacy.PLACE
+    ),
+    "step": Column(_INT, "training step"),
 }
 _SPAN = {
-    "began_ns": Column(_INT, "begin", "ns", privacy=Privacy.WALL),
-    "ended_ns": Column(_INT, "end", "ns", privacy=Privacy.WALL),
-    "duration_ns": Column(_INT, "how long it took", "ns"),
+    "began_ns": Column(_INT, "start time", "ns", privacy=Privacy.WALL),
+    "ended_ns": Column(_INT, "end time", "ns", privacy=Privacy.WALL),
+    "duration_ns": Column(_INT, "duration", "ns"),
 }
 _TIMED_BY = {
-    "timed_by": Column(_TEXT, "what measured it: kineto, nsight, flight, inspector, work, replay", privacy=Privacy.WORD)
+    "timed_by": Column(
+        _TEXT, "source of the time: kineto, nsight, flight, inspector, work, replay", privacy=Privacy.WORD
+    )
 }
 _MEASURED = {
-    "ranks": Column(_INT, "ranks of which times are known"),
-    "expected": Column(_INT, "ranks that take part"),
-    "called_ns": Column(_INT, "the first rank's host made the call", "ns", privacy=Privacy.WALL),
-    "arrived_ns": Column(_INT, "the last rank's communication began", "ns", privacy=Privacy.WALL),
-    "ended_ns": Column(_INT, "the last rank's communication ended", "ns", privacy=Privacy.WALL),
-    "time_ns": Column(_INT, "how long it took from the last arrival", "ns"),
-    "is_upper_bound": Column(_BOOL, "time_ns is an upper bound: not all ranks were seen, or clocks are too far apart"),
+    "ranks": Column(_INT, "ranks with a measured time"),
+    "expected": Column(_INT, "ranks of the group, or 2 for a transfer"),
+    "called_ns": Column(_INT, "when the host of the first rank made the call", "ns", privacy=Privacy.WALL),
+    "arrived_ns": Column(_INT, "last arrival: when communication started on the last rank", "ns", privacy=Privacy.WALL),
+    "ended_ns": Column(_INT, "when communication ended on the last rank", "ns", privacy=Privacy.WALL),
+    "time_ns": Column(_INT, "time from the last arrival to the end", "ns"),
+    "is_upper_bound": Column(_BOOL, "time_ns is an upper bound: ranks are missing, or clocks differ too much"),
     "algbw_gb_per_s": Column(_FLOAT, "bytes / time", "GB/s"),
     "busbw_gb_per_s": Column(_FLOAT, "algbw x the factor of nccl-tests", "GB/s"),
-    "longest_wait_ns": Column(_INT, "how long the first rank waited for the last", "ns"),
-    "last_rank": Column(_INT, "who arrived last"),
+    "longest_wait_ns": Column(_INT, "waiting time of the first rank to arrive", "ns"),
+    "last_rank": Column(_INT, "rank that arrived last"),
 }
 
 TABLES = {
@@ -108,30 +115,46 @@ TABLES = {
             **_RANK,
             **_CALL,
             "op": Column(_TEXT, "operation: all_reduce, send, …", privacy=Privacy.API),
-            "api": Column(_TEXT, "the public function called; null where C++ called", privacy=Privacy.API),
+            "api": Column(
+                _TEXT, "public function that the user called; null if C++ made the call", privacy=Privacy.API
+            ),
             **_GROUP,
             "desc": _DESC,
             "number": Column(
-                _INT, "n-th collective of its rank on the group, or n-th send (receive) to (from) that peer"
+                _INT, "n-th collective of the group on this rank, or n-th send to (receive from) this peer"
             ),
-            "peer": Column(_INT, "the other end of a send or receive"),
+            "peer": Column(_INT, "other rank of a send or receive"),
             "root": Column(_INT, "root of a broadcast, reduce, gather or scatter"),
             **_SIZE,
             "dtype": Column(_TEXT, "element type", privacy=Privacy.DTYPE),
             "reduce": Column(_TEXT, "reduction", privacy=Privacy.REDUCTION),
             "inputs": Column(_TEXT, "shapes of the inputs, as JSON", privacy=Privacy.SIZE),
             "outputs": Column(_TEXT, "shapes of the outputs, as JSON", privacy=Privacy.SIZE),
-            "batch": Column(_INT, "number of the first call of the launch that it went out with"),
+            "batch": Column(_INT, "number of the first call of the same launch"),
             **_PLACE,
-            "thread": Column(_INT, "the system's number of the thread that called"),
+            "thread": Column(_INT, "id of the thread that made the call, as the operating system numbers it"),
             "state": Column(_TEXT, "scheduled, started, retired or completed", privacy=Privacy.STATE),
-            "called_ns": Column(_INT, "the host made the call", "ns", privacy=Privacy.WALL),
+            "called_ns": Column(_INT, "when the host made the call", "ns", privacy=Privacy.WALL),
             **_SPAN,
             **_TIMED_BY,
         },
+        (
+            "rank",
+            "call",
+            "op",
+            "pg",
+            "bytes",
+            "dtype",
+            "peer",
+            "locality",
+            "source",
+            "step",
+            "duration_ns",
+            "collective",
+        ),
     ),
     "durations": TableSchema(
-        "the calls of which a duration was measured",
+        "every call with a measured duration",
         True,
         {
             **_RANK,
@@ -144,40 +167,42 @@ TABLES = {
         },
     ),
     "waits": TableSchema(
-        "when a host stood still for communication",
+        "every wait of a host thread for communication",
         True,
         {
             **_RANK,
-            "call": Column(_INT, "number of the call that it waited for"),
-            "op": Column(_TEXT, "its operation", privacy=Privacy.API),
-            "source": Column(_TEXT, "where it was made", privacy=Privacy.PLACE),
+            "call": Column(_INT, "number of the call that the thread waited for"),
+            "op": Column(_TEXT, "operation of that call", privacy=Privacy.API),
+            "source": Column(_TEXT, "source line of that call", privacy=Privacy.PLACE),
             "stood": Column(
-                _TEXT, "in what the host stood: wait, wait_tensor, or the launch itself", privacy=Privacy.WORD
+                _TEXT,
+                "where the thread waited: wait, wait_tensor, launch (a blocking call), or backward",
+                privacy=Privacy.WORD,
             ),
             **_SPAN,
         },
     ),
     "steps": TableSchema(
-        "iterations of every rank; the last one has no end",
+        "training steps of every rank; the last one has no end",
         True,
-        {**_RANK, "step": Column(_INT, "iteration"), **_SPAN},
+        {**_RANK, "step": Column(_INT, "training step"), **_SPAN},
     ),
     "overlap": TableSchema(
-        "what a rank did with its time in windows that were traced: duration = computation + exposed + memory + idle",
+        "time per rank and step in profiled windows: duration = computation + exposed + memory + idle",
         False,
         {
             **_RANK,
-            "step": Column(_INT, "iteration; null where none are known: the whole window"),
-            "began_ns": Column(_INT, "begin", "ns", privacy=Privacy.WALL),
-            "duration_ns": Column(_INT, "how long it took", "ns"),
-            "computation_ns": Column(_INT, "a kernel (operation of the host) computed", "ns"),
-            "communication_ns": Column(_INT, "a kernel (Work) communicated", "ns"),
-            "exposed_ns": Column(_INT, "communication while nothing computed", "ns"),
-            "memory_ns": Column(_INT, "copies and memsets while neither ran", "ns"),
-            "idle_ns": Column(_INT, "nothing ran", "ns"),
-            "waiting_ns": Column(_INT, "a call waited for another rank", "ns"),
-            "waits_for": Column(_INT, "the rank that was waited for longest"),
-            "waits_for_ns": Column(_INT, "how long", "ns"),
+            "step": Column(_INT, "training step; null if unknown: the row is the whole window"),
+            "began_ns": Column(_INT, "start time", "ns", privacy=Privacy.WALL),
+            "duration_ns": Column(_INT, "duration", "ns"),
+            "computation_ns": Column(_INT, "a kernel ran that computes (without a GPU: an operation)", "ns"),
+            "communication_ns": Column(_INT, "a kernel ran that communicates (without a GPU: a Work)", "ns"),
+            "exposed_ns": Column(_INT, "communication that computation did not overlap", "ns"),
+            "memory_ns": Column(_INT, "copies and memsets that neither overlapped", "ns"),
+            "idle_ns": Column(_INT, "no kernel, copy or operation ran", "ns"),
+            "waiting_ns": Column(_INT, "a call waited for another rank to arrive", "ns"),
+            "waits_for": Column(_INT, "rank that this rank waited for longest"),
+            "waits_for_ns": Column(_INT, "waiting time for that rank", "ns"),
             "measured_on": Column(_TEXT, "device or host", privacy=Privacy.WORD),
         },
     ),
@@ -189,42 +214,72 @@ TABLES = {
             **_GROUP,
             "number": Column(_INT, "n-th collective of the group"),
             **_OP,
-            "root": Column(_INT, "its root"),
+            "root": Column(_INT, "root rank"),
             **_SIZE,
             **_PLACE,
             **_MEASURED,
         },
+        (
+            "collective",
+            "pg",
+            "members",
+            "number",
+            "op",
+            "bytes",
+            "source",
+            "step",
+            "time_ns",
+            "busbw_gb_per_s",
+            "longest_wait_ns",
+            "last_rank",
+        ),
     ),
     "transfers": TableSchema(
-        "sends with their receives, joined pair by pair; batches stand by themselves where files do not number pairs",
+        "sends matched with their receives; a batch is a row of its own if its calls have no numbers",
         False,
         {
             **KEYS,
             **_GROUP,
-            "source_rank": Column(_INT, "sender; null where the file does not tell the two ends"),
-            "destination_rank": Column(_INT, "receiver; null where the file does not tell the two ends"),
-            "number": Column(_INT, "n-th of the pair on the group"),
+            "source_rank": Column(_INT, "sending rank; null if the file does not distinguish the two ends"),
+            "destination_rank": Column(_INT, "receiving rank; null if the file does not distinguish the two ends"),
+            "number": Column(_INT, "n-th transfer of this pair in the group"),
             "calls": Column(
                 _INT,
-                "sends and receives of a rank that have one time together, as those of one launch; then an upper bound",
+                "sends and receives of a rank that share one measured time; if more than 1, time_ns is an upper bound",
             ),
             **_SIZE,
             **_PLACE,
             **_MEASURED,
         },
+        (
+            "collective",
+            "source_rank",
+            "destination_rank",
+            "number",
+            "bytes",
+            "locality",
+            "source",
+            "step",
+            "time_ns",
+            "busbw_gb_per_s",
+            "longest_wait_ns",
+            "last_rank",
+        ),
     ),
     "arrivals": TableSchema(
-        "calls of collectives and transfers: how late the rank came, how long it waited; of a batch the first call",
+        "arrival of each rank at each collective and transfer; for a batch, its first call",
         False,
         {
             **_RANK,
             **_CALL,
             **KEYS,
             **_OP,
-            "step": Column(_INT, "iteration"),
-            "late_ns": Column(_INT, "its communication began so long after that of the first rank, on one clock", "ns"),
-            "waiting_ns": Column(_INT, "it waited so long for the last rank", "ns"),
-            "opens_window": Column(_BOOL, "a rank's window begins with it: its lateness may be that of a profiler"),
+            "step": Column(_INT, "training step"),
+            "late_ns": Column(_INT, "time between the first rank's arrival and this one", "ns"),
+            "waiting_ns": Column(_INT, "waiting time: from this arrival to the last one", "ns"),
+            "opens_window": Column(
+                _BOOL, "first call in the window of a rank; the start of the profiler may have delayed it"
+            ),
         },
     ),
     "groups": TableSchema(
@@ -234,48 +289,48 @@ TABLES = {
             "group": KEYS["group"],
             **_GROUP,
             "desc": Column(_TEXT, "description", privacy=Privacy.GROUP),
-            "size": Column(_INT, "how many members it has"),
+            "size": Column(_INT, "number of ranks"),
             "backend": Column(_TEXT, "backend", privacy=Privacy.BACKEND),
             "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown", privacy=Privacy.WORD),
-            "calls": Column(_INT, "calls on it, summed over ranks"),
+            "calls": Column(_INT, "calls of the group, summed over ranks"),
             "bytes": Column(
                 _INT,
-                "S of nccl-tests, summed over ranks; null where that of a call is not known",
+                "size S of nccl-tests, summed over ranks; null if the size of a call is unknown",
                 "B",
                 privacy=Privacy.SIZE,
             ),
         },
     ),
     "ranks": TableSchema(
-        "ranks and what was read of them",
+        "ranks, and what crossrank read of each",
         False,
         {
             **_RANK,
             "host": Column(_TEXT, "host name", privacy=Privacy.HOST),
-            "node": Column(_TEXT, "what ranks of one machine share", privacy=Privacy.NODE),
-            "path": Column(_TEXT, "the file", privacy=Privacy.PATH),
+            "node": Column(_TEXT, "name of the node; ranks with the same name are on one node", privacy=Privacy.NODE),
+            "path": Column(_TEXT, "file that was read", privacy=Privacy.PATH),
             **_TIMED_BY,
-            "calls": Column(_INT, "calls read"),
-            "steps": Column(_INT, "iterations read"),
-            "clock_shift_ns": Column(_INT, "what is added to its times to have them on the clock of the job", "ns"),
+            "calls": Column(_INT, "number of calls read"),
+            "steps": Column(_INT, "number of training steps read"),
+            "clock_shift_ns": Column(_INT, "offset that aligns the clock of the rank with the clock of the job", "ns"),
             "ended_by": Column(
                 _TEXT,
-                "what ended the process, or the dump was taken for; null where it is not known",
+                "what ended the process, or why the dump was written; null if unknown",
                 privacy=Privacy.REASON,
             ),
-            "problems": Column(_INT, "parts of the file that could not be read"),
+            "problems": Column(_INT, "number of parts of the file that crossrank could not read"),
         },
     ),
     "stragglers": TableSchema(
-        "who arrives first and last, of collectives and transfers of which all members are known",
+        "how often each rank arrives first and last, in collectives and transfers with all ranks present",
         False,
         {
             **_RANK,
-            "collectives": Column(_INT, "it took part in"),
-            "first": Column(_INT, "of them it arrived at first"),
-            "last": Column(_INT, "of them it arrived at last"),
-            "waiting_ns": Column(_INT, "time in which one of its calls waited for another rank", "ns"),
-            "waited_for_ns": Column(_INT, "time in which another rank waited for it", "ns"),
+            "collectives": Column(_INT, "number of collectives and transfers of the rank"),
+            "first": Column(_INT, "how often the rank arrived first"),
+            "last": Column(_INT, "how often the rank arrived last"),
+            "waiting_ns": Column(_INT, "time in which a call of this rank waited for another rank", "ns"),
+            "waited_for_ns": Column(_INT, "time in which another rank waited for this rank", "ns"),
         },
     ),
 }
@@ -283,116 +338,120 @@ TABLES = {
 _TIMES = pl.Struct(dict.fromkeys(("p50", "p95", "max", "total"), _FLOAT))
 _RATES = pl.Struct(dict.fromkeys(("p5", "p50", "p95", "max"), _FLOAT))
 _SHARES = {
-    "computation_ms": Column(_FLOAT, "something computed", "ms"),
-    "exposed_ms": Column(_FLOAT, "communication while nothing computed", "ms"),
-    "memory_ms": Column(_FLOAT, "copies and memsets while neither ran", "ms"),
-    "idle_ms": Column(_FLOAT, "nothing ran", "ms"),
+    "computation_ms": Column(_FLOAT, "computation", "ms"),
+    "exposed_ms": Column(_FLOAT, "communication that computation did not overlap", "ms"),
+    "memory_ms": Column(_FLOAT, "copies and memsets that neither overlapped", "ms"),
+    "idle_ms": Column(_FLOAT, "no kernel, copy or operation ran", "ms"),
 }
 
 ANSWERS = {
     "bandwidth": TableSchema(
-        "collectives that agree in what they are grouped by; null stands for what is not grouped by, or not known",
+        "collectives grouped by some columns; a column is null if it is not grouped by, or unknown",
         False,
         {
             "op": Column(_TEXT, "operation; sends and receives are send/recv", privacy=Privacy.API),
             "pg": _GROUP["pg"],
             "desc": _DESC,
-            "ranks": Column(_INT, "members of the group"),
+            "ranks": Column(_INT, "number of ranks of the group"),
             "size_from": Column(_INT, "smallest size of the bucket, S of nccl-tests", "B", privacy=Privacy.SIZE),
             "size_to": Column(_INT, "largest size of the bucket", "B", privacy=Privacy.SIZE),
             "locality": _PLACE["locality"],
             "source": _PLACE["source"],
-            "collectives": Column(_INT, "how many there are"),
-            "calls": Column(_INT, "calls with times that they are made of, over all ranks"),
-            "bytes": Column(_INT, "the sum of S, as far as it is known", "B", privacy=Privacy.SIZE),
-            "unsized": Column(_INT, "collectives of which the bytes are not known"),
-            "time_us": Column(_TIMES, "times of the collectives, from the last arrival", "us"),
-            "kernel_us": Column(_TIMES, "durations on each rank, waiting for others included", "us"),
-            "waiting_us": Column(_TIMES, "how long each rank waited; null where ranks cannot be compared", "us"),
-            "algbw_gb_per_s": Column(_RATES, "bytes / time over the collectives; 95 % of them reach p5", "GB/s"),
+            "collectives": Column(_INT, "number of collectives"),
+            "calls": Column(_INT, "calls with a measured time, over all ranks"),
+            "bytes": Column(_INT, "sum of the known sizes S", "B", privacy=Privacy.SIZE),
+            "unsized": Column(_INT, "collectives with an unknown size"),
+            "time_us": Column(_TIMES, "time of the collectives, from the last arrival", "us"),
+            "kernel_us": Column(_TIMES, "duration on each rank, with waiting time", "us"),
+            "waiting_us": Column(_TIMES, "waiting time of each rank; null if ranks cannot be compared", "us"),
+            "algbw_gb_per_s": Column(_RATES, "bytes / time; 95 % of the collectives reach p5", "GB/s"),
             "busbw_gb_per_s": Column(_RATES, "algbw x the factor of nccl-tests", "GB/s"),
-            "line_rate_gb_per_s": Column(_FLOAT, "as the user gives it for the locality", "GB/s"),
+            "line_rate_gb_per_s": Column(_FLOAT, "line rate of the locality, from --line-rate", "GB/s"),
             "line_rate_share": Column(_RATES, "busbw / line rate"),
-            "upper_bounds": Column(_INT, "collectives of which the time is an upper bound, and the rates lower ones"),
+            "upper_bounds": Column(_INT, "collectives whose time is an upper bound, so their rates are lower bounds"),
         },
     ),
     "time_of_ranks": TableSchema(
-        "what the time of a rank went to, means over its iterations, or windows where none are known",
+        "time per step of each rank, as a mean over its steps, or over windows if steps are unknown",
         False,
         {
             **_RANK,
-            "iterations": Column(_INT, "how many were looked at"),
-            "duration_ms": Column(_FLOAT, "how long one took", "ms"),
+            "iterations": Column(_INT, "number of steps or windows"),
+            "duration_ms": Column(_FLOAT, "duration of a step or window", "ms"),
             **_SHARES,
-            "communication_ms": Column(_FLOAT, "something communicated", "ms"),
-            "waiting_ms": Column(_FLOAT, "a call waited for another rank; null where none can be compared with", "ms"),
-            "waits_for": Column(_INT, "the rank that came last in most of the waiting"),
+            "communication_ms": Column(_FLOAT, "communication", "ms"),
+            "waiting_ms": Column(_FLOAT, "a call waited for another rank; null if no rank can be compared", "ms"),
+            "waits_for": Column(_INT, "rank that this rank waited for longest"),
         },
     ),
     "time_of_steps": TableSchema(
-        "what the time of an iteration went to, medians over the ranks",
+        "time of each training step, as a median over the ranks",
         False,
-        {"step": Column(_INT, "iteration"), **_SHARES},
+        {"step": Column(_INT, "training step"), **_SHARES},
     ),
     "last": TableSchema(
-        "ranks that others waited for, of collectives of which all members are known; those that cost most first",
+        "ranks that others waited for, most expensive first; counts only collectives with all ranks present",
         False,
         {
             **_RANK,
-            "last": Column(_INT, "collectives in which it came last"),
-            "of": Column(_INT, "those that it took part in"),
-            "cost_ms": Column(_FLOAT, "time in which somebody waited for it; waits at the same time count once", "ms"),
+            "last": Column(_INT, "collectives in which the rank arrived last"),
+            "of": Column(_INT, "collectives of the rank"),
+            "cost_ms": Column(
+                _FLOAT, "time in which any rank waited for this rank; simultaneous waits count once", "ms"
+            ),
         },
     ),
     "waiters": TableSchema(
-        "ranks that waited longest in all",
+        "ranks with the longest total waiting time",
         False,
         {
             **_RANK,
-            "waiting_ms": Column(_FLOAT, "time in which one of its calls waited", "ms"),
-            "first": Column(_INT, "collectives in which it came first"),
-            "of": Column(_INT, "those that it took part in"),
+            "waiting_ms": Column(_FLOAT, "time in which a call of the rank waited", "ms"),
+            "first": Column(_INT, "collectives in which the rank arrived first"),
+            "of": Column(_INT, "collectives of the rank"),
         },
     ),
     "exposed_ranks": TableSchema(
-        "how long hosts stood still for communication, those with most first",
+        "exposed communication on the host of each rank, longest first",
         False,
         {
             **_RANK,
-            "exposed_ms": Column(_FLOAT, "waits of several threads at a time count once", "ms"),
-            "share": Column(_FLOAT, "of the iterations that it is measured in; null where there are none"),
+            "exposed_ms": Column(_FLOAT, "time in which any thread waited; simultaneous waits count once", "ms"),
+            "share": Column(_FLOAT, "share of the duration of the steps; null if there are no steps"),
         },
     ),
     "exposed_lines": TableSchema(
-        "what was launched at a line of the user's code, and waited for, those with most first",
+        "exposed communication on the host by source line, longest first",
         False,
         {
             "source": Column(
                 _TEXT,
-                "where the call was made; (C++) where C++ called, (not known) without a call",
+                "source line of the call; (C++) if C++ made it, (not known) if the wait has no call",
                 privacy=Privacy.PLACE,
             ),
             **_OP,
             "stood": Column(
-                _TEXT, "in what the host waited: wait, wait_tensor, or the launch itself", privacy=Privacy.WORD
+                _TEXT,
+                "where the thread waited: wait, wait_tensor, launch (a blocking call), or backward",
+                privacy=Privacy.WORD,
             ),
-            "waits": Column(_INT, "how many"),
+            "waits": Column(_INT, "number of waits"),
             "exposed_ms": Column(_FLOAT, "summed over ranks and threads", "ms"),
-            "longest_ms": Column(_FLOAT, "the longest", "ms"),
+            "longest_ms": Column(_FLOAT, "longest wait", "ms"),
         },
     ),
     "sources": TableSchema(
-        "lines of the user's code, those that cost most time first",
+        "source lines of the user's code, most time first",
         False,
         {
             "source": _PLACE["source"],
             **_OP,
-            "calls": Column(_INT, "summed over ranks"),
-            "bytes": Column(_INT, "as far as they are known", "B", privacy=Privacy.SIZE),
-            "unsized": Column(_INT, "calls of which the bytes are not known"),
-            "time_ms": Column(_FLOAT, "of the collectives that have times, from the last arrival", "ms"),
-            "waiting_ms": Column(_FLOAT, "summed over ranks", "ms"),
+            "calls": Column(_INT, "number of calls, summed over ranks"),
+            "bytes": Column(_INT, "sum of the known sizes", "B", privacy=Privacy.SIZE),
+            "unsized": Column(_INT, "calls with an unknown size"),
+            "time_ms": Column(_FLOAT, "time of the timed collectives, from the last arrival", "ms"),
+            "waiting_ms": Column(_FLOAT, "waiting time, summed over ranks", "ms"),
         },
     ),
 }
-"""What the commands answer in, in JSON a list of objects."""
+"""The tables that commands print. In JSON, a table is a list of objects."""

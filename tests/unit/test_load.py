@@ -40,15 +40,23 @@ def job() -> LoadedJob:
 
 def test_every_table_has_the_columns_that_are_documented(job: LoadedJob) -> None:
     for name in ATTRIBUTES:
-        assert getattr(job, name).schema == columns_of(name), name
+        assert job.table(name).schema == columns_of(name), name
     assert job.overlap().frame.schema == TABLES["overlap"].schema
     assert job.stragglers().frame.schema == TABLES["stragglers"].schema
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_a_frame_has_at_most_a_dozen_columns_of_its_table(job: LoadedJob, name: str) -> None:
+    frame = getattr(job, name)
+
+    assert len(frame.columns) <= 12
+    assert frame.equals(job.table(name).select(frame.columns))
 
 
 def test_calls_are_those_of_the_comms_files(job: LoadedJob) -> None:
     for rank in (0, 1):
         records = list(CommsFile(str(SEEDS / f"recording/rank-{rank}.comms.jsonl.zst")).records())
-        own = job.calls.filter(rank=rank)
+        own = job.table("calls").filter(rank=rank)
         assert own["call"].to_list() == [one.id for one in records]
         assert own["op"].to_list() == [one.op for one in records]
         assert own["bytes"].to_list() == [one.bytes for one in records]
@@ -60,9 +68,9 @@ def test_calls_are_those_of_the_comms_files(job: LoadedJob) -> None:
 
 def test_each_collective_is_the_calls_of_its_number_on_its_group(job: LoadedJob) -> None:
     key = ["pg", "members", "number", "op"]
-    calls = job.calls.filter(~pl.col("op").is_in(["send", "recv"]))
+    calls = job.table("calls").filter(~pl.col("op").is_in(["send", "recv"]))
     counted = calls.group_by(key).agg(calls=pl.len(), durations=pl.col("duration_ns").count(), size=pl.max("bytes"))
-    joined = job.collectives.join(counted, on=key, how="full", validate="1:1", coalesce=True)
+    joined = job.table("collectives").join(counted, on=key, how="full", validate="1:1", coalesce=True)
     assert joined.select((pl.col("calls") == pl.col("expected")).all()).item()
     assert joined.select((pl.col("durations") == pl.col("ranks")).all()).item()
     assert joined.select((pl.col("size") == pl.col("bytes")).all()).item()
@@ -91,8 +99,8 @@ def test_waits_have_the_call_that_was_waited_for() -> None:
 
 def test_answers_are_those_of_the_commands_and_have_figures(job: LoadedJob) -> None:
     bandwidth = job.bandwidth(by=["op"])
-    collectives = job.collectives.drop_nulls("time_ns").group_by("op").agg(pl.col("time_ns").sum() / 1000)
-    transfers = job.transfers.drop_nulls("time_ns")["time_ns"].sum() / 1000
+    collectives = job.table("collectives").drop_nulls("time_ns").group_by("op").agg(pl.col("time_ns").sum() / 1000)
+    transfers = job.table("transfers").drop_nulls("time_ns")["time_ns"].sum() / 1000
     totals = dict(bandwidth.frame.select("op", "time_us_total").iter_rows())
     for op, us in collectives.iter_rows():
         assert totals.pop(op) == pytest.approx(us, abs=0.01)
@@ -117,7 +125,7 @@ def test_answers_are_those_of_the_commands_and_have_figures(job: LoadedJob) -> N
 def test_a_graph_is_linked_where_nobody_has(job: LoadedJob) -> None:
     graph = job.graph(1)
     assert graph.rank == 1
-    assert {one.record.id for one in graph.communications} <= set(job.calls.filter(rank=1)["call"])
+    assert {one.record.id for one in graph.communications} <= set(job.table("calls").filter(rank=1)["call"])
 
 
 def test_what_cannot_be_answered_is_an_empty_answer_that_says_why(job: LoadedJob) -> None:
@@ -125,12 +133,12 @@ def test_what_cannot_be_answered_is_an_empty_answer_that_says_why(job: LoadedJob
     assert (graph.host, graph.activities, graph.communications) == ([], [], [])
     assert repr(graph) == graph.text
     assert graph.text == (
-        "no graph: there is no execution trace with a Kineto trace of rank 1, window 7; record one with "
+        "no graph: rank 1 has no execution trace with a Kineto trace of window 7; record one with "
         "TRACING_WINDOW=START:STOP"
     )
     dumps = crossrank.load(SEEDS / "flight")
     assert len(dumps.overlap()) == 0
-    assert dumps.overlap().text == "no overlap: no window was traced; record one with TRACING_WINDOW=START:STOP"
+    assert dumps.overlap().text == "no overlap: the recording has no window; record one with TRACING_WINDOW=START:STOP"
     assert dumps.overlap().plot()
 
 
@@ -139,7 +147,7 @@ def test_a_trace_without_comms_files_has_no_diagnosis_and_one_rank_no_stragglers
     alone = crossrank.load(public("nccl_2gpu"))
     assert len(alone.diagnose()) == 0
     assert alone.diagnose().text == (
-        "no diagnosis: there is neither a comms file nor a flight-recorder dump that can be used"
+        "no diagnosis: there is no usable comms file or flight-recorder dump"
     )
     assert alone.diagnose().plot()
     assert len(alone.stragglers()) == 0
@@ -158,15 +166,15 @@ def test_a_trace_without_comms_files_has_no_diagnosis_and_one_rank_no_stragglers
 )
 def test_one_key_joins_the_tables_of_any_input(trace: str) -> None:
     job = crossrank.load(public(trace))
-    made = pl.concat([one.select("collective", "group") for one in (job.collectives, job.transfers)])
+    made = pl.concat([one.select("collective", "group") for one in (job.table("collectives"), job.table("transfers"))])
     assert made["collective"].is_unique().all()
-    joined = job.calls.join(made, on="collective", how="left", validate="m:1")
+    joined = job.table("calls").join(made, on="collective", how="left", validate="m:1")
     assert joined["group"].to_list() == joined["group_right"].to_list()
     assert joined["group"].null_count() == 0
-    assert len(job.calls.join(job.groups, on="group", validate="m:1")) == len(job.calls)
+    assert len(job.table("calls").join(job.groups, on="group", validate="m:1")) == len(job.table("calls"))
     assert job.waits["collective"].null_count() == 0
     assert set(job.arrivals["collective"]) == set(made["collective"])
-    assert len(job.calls.join(job.arrivals, on=["rank", "call"], validate="1:1")) == len(job.arrivals)
+    assert len(job.table("calls").join(job.arrivals, on=["rank", "call"], validate="1:1")) == len(job.arrivals)
 
 
 @needs_traces
@@ -179,9 +187,9 @@ def test_one_key_joins_the_tables_of_any_input(trace: str) -> None:
 )
 def test_no_size_is_0_because_it_is_not_known(trace: str, unknown: int) -> None:
     job = crossrank.load(public(trace))
-    assert job.calls["bytes"].null_count() == unknown
-    assert set(job.calls.filter(bytes=0)["op"]) <= {"barrier"}
-    sums = job.calls.group_by("group").agg(pl.sum("bytes"), unknown=pl.col("bytes").null_count())
+    assert job.table("calls")["bytes"].null_count() == unknown
+    assert set(job.table("calls").filter(bytes=0)["op"]) <= {"barrier"}
+    sums = job.table("calls").group_by("group").agg(pl.sum("bytes"), unknown=pl.col("bytes").null_count())
     of_groups = job.groups.filter(pl.col("calls") > 0).join(sums, on="group", validate="1:1")
     for row in of_groups.iter_rows(named=True):
         assert row["bytes"] == (None if row["unknown"] else row["bytes_right"])
@@ -213,25 +221,25 @@ def test_frames_go_to_arrow_and_pandas(job: LoadedJob) -> None:
 
     table = pyarrow.table(job.bandwidth())
     assert table.num_rows == len(job.bandwidth())
-    assert job.calls.to_pandas()["op"].tolist() == job.calls["op"].to_list()
+    assert job.table("calls").to_pandas()["op"].tolist() == job.table("calls")["op"].to_list()
 
 
 def test_dumps_and_exports_of_nsight_systems_give_the_same_tables(tmp_path: Path) -> None:
     dumps = crossrank.load(SEEDS / "flight")
-    assert dumps.calls.schema == columns_of("calls")
-    assert set(dumps.calls["timed_by"].drop_nulls()) <= {"flight"}
+    assert dumps.table("calls").schema == columns_of("calls")
+    assert set(dumps.table("calls")["timed_by"].drop_nulls()) <= {"flight"}
     assert dumps.diagnose().text == "incomplete"  # a part of a larger job
     write_exports(tmp_path, 3)
     exports = crossrank.load([str(path) for path in sorted(tmp_path.glob("*.sqlite"))])
     assert exports.durations["timed_by"].unique().to_list() == ["nsight"]
-    assert exports.collectives["busbw_gb_per_s"].max() is not None
-    assert exports.diagnose().text.startswith("no diagnosis: there is neither a comms file nor")
+    assert exports.table("collectives")["busbw_gb_per_s"].max() is not None
+    assert exports.diagnose().text.startswith("no diagnosis: there is no usable comms file")
 
 
 @needs_traces
 def test_kineto_traces_give_the_same_tables() -> None:
     job = crossrank.load([public(f"dlrm_8gpu/rank-{rank}.kineto.json.gz") for rank in range(8)])
-    assert (len(job.calls), len(job.collectives)) == (64, 8)
+    assert (len(job.table("calls")), len(job.table("collectives"))) == (64, 8)
     assert job.overlap().frame["waits_for"].mode().item() == 7
     assert job.stragglers().frame.sort("waited_for_ns")["rank"].to_list()[-1] == 7
 
@@ -245,6 +253,7 @@ def test_kineto_traces_give_the_same_tables() -> None:
             lambda: crossrank.load(SEEDS / "recording").bandwidth(by=["colour"]),
             "'colour' is not one of op, group",
         ),
+        (lambda: crossrank.load(SEEDS / "recording").table("events"), "'events' is not one of calls, collectives"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(attempt: object, said: str) -> None:
