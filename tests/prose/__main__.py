@@ -23,7 +23,7 @@ _EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
 def main() -> int:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     allowed = {line for line in _EXCEPTIONS.read_text().splitlines() if line and not line.startswith("#")}
-    texts = [text for text in all_texts() if part in text.file]
+    texts = list(all_texts(part))
     found = [
         f"{text.file}:{text.line}: {complaint}"
         for text in texts

@@ -35,18 +35,14 @@ class Text:
     """`heading`, `page`, `string`, `docstring` or `comment`."""
 
 
-def all_texts(root: Path = ROOT) -> Iterator[Text]:
-    """Every text of the project that `patterns` of this module name."""
-    for pattern in PAGES:
-        for path in sorted(root.glob(pattern)):
-            yield from page_texts(path.relative_to(root).as_posix(), path.read_text())
-    for pattern in CODE:
-        for path in sorted(root.glob(pattern)):
-            if not path.name.endswith("_pb2.py"):
-                yield from code_texts(path.relative_to(root).as_posix(), path.read_text())
-    for pattern in TEMPLATES:
-        for path in sorted(root.glob(pattern)):
-            yield from template_texts(path.relative_to(root).as_posix(), path.read_text())
+def all_texts(part: str = "", root: Path = ROOT) -> Iterator[Text]:
+    """Yield every text of the files whose path contains `part`."""
+    for patterns, read in ((PAGES, page_texts), (CODE, code_texts), (TEMPLATES, template_texts)):
+        for pattern in patterns:
+            for path in sorted(root.glob(pattern)):
+                file = path.relative_to(root).as_posix()
+                if part in file and not file.endswith("_pb2.py"):
+                    yield from read(file, path.read_text())
 
 
 def page_texts(file: str, source: str) -> Iterator[Text]:
