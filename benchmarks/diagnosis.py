@@ -68,7 +68,7 @@ def main() -> None:
 def diagnose(folder: str, jobs: int) -> Cost:
     """Diagnose, and see that the answer is the right one."""
     cost = run([sys.executable, "-m", "crossrank", "diagnose", folder, "--jobs", str(jobs)])
-    if "suspects   rank 1\n" not in cost.said or "missing_rank" not in cost.said:
+    if "culprit    rank 1\n" not in cost.said or "missing_rank" not in cost.said:
         raise SystemExit(f"the answer is wrong:\n{cost.said}")
     return cost
 

@@ -151,7 +151,7 @@ class Hangs:
         pausing, was_pausing = _pausing(session.files.recording), self._was_pausing
         self._was_pausing = bool(pausing)
         if pausing or was_pausing:  # every rank has its patience once more after a pause
-            log.info("crossrank: rank %s said that it pauses: no hang is reported", rank_ranges(pausing))
+            log.info("crossrank: rank %s announced a pause, so no hang is reported", rank_ranges(pausing))
             return COUNT_ANEW
         session.dumps.write("hang")
         if session.current_world() is None:  # it has destroyed its group: those that wait see to the verdict
@@ -181,7 +181,7 @@ class Hangs:
         self._said = None
         if verdict.replace(path, OVER):
             log.warning(
-                "crossrank: communication goes on after all; the verdict above is over, and %s says so",
+                "crossrank: communication continues, so the verdict above no longer applies; %s is updated",
                 path,
                 extra=ONE_RANK,
             )
@@ -269,7 +269,7 @@ class _Silence:
             return False
         path = folder / VERDICT
         earlier = verdict.read(path) if (_changed(path) or 0) > self._since else None
-        silence = f"no communication for {self._seconds:.3g} s (rank {session.facts.rank})"
+        silence = f"no communication on rank {session.facts.rank} for {self._seconds:.3g} s"
         try:
             self._refuse_part_of_job()
             text, content = verdict.diagnose(folder, session.facts.world_size)
@@ -278,7 +278,7 @@ class _Silence:
             verdict.publish(path, content, SLOW if doubt else None)
         except CrossrankError as error:
             log.warning(
-                "crossrank: %s: %s; `crossrank diagnose %s` shows from what every rank did last who waits for whom",
+                "crossrank: %s: %s; run `crossrank diagnose %s` to see which rank waits for which",
                 *(silence, error, folder),
                 extra=ONE_RANK,
             )
@@ -290,17 +290,17 @@ class _Silence:
         if doubt and not is_over:
             self.has_said = True
             log.warning(
-                "crossrank: %s: %s; the job is said to hang after %.3g s:\n%s",
+                "crossrank: %s: %s; crossrank reports a hang after %.3g s:\n%s",
                 *(doubt, silence, self._far, text),
                 extra=ONE_RANK,
             )
         elif found.is_hang:
-            state = "hung, and goes on" if is_over else "hangs"
+            state = "hung, and continues" if is_over else "hangs"
             self.has_said = not is_over
-            log.warning("crossrank: the job %s: %s; %s says:\n%s", state, silence, path, text, extra=ONE_RANK)
+            log.warning("crossrank: the job %s: %s. Verdict (%s):\n%s", state, silence, path, text, extra=ONE_RANK)
         elif not is_over:
             log.warning(
-                "crossrank: %s, and no rank waits for another: %s has what every rank did last (verdict: %s)",
+                "crossrank: %s, and no rank waits for another; %s has the last calls of every rank (verdict: %s)",
                 *(silence, folder, found.verdict),
                 extra=ONE_RANK,
             )
@@ -316,8 +316,8 @@ class _Silence:
                 here.add(node)
         if apart := sorted(rank for rank, place in places.items() if place[0] not in here):
             raise CrossrankError(
-                f"{self._folder} holds nothing of rank {rank_ranges(apart)}: gather what other nodes have in folders "
-                "of their own, or name one that all share"
+                f"{self._folder} has no files of rank {rank_ranges(apart)}: copy the files of the other nodes into it, "
+                "or use a folder that all nodes share"
             )
 
     def _wait_for_dumps(self) -> None:
@@ -343,7 +343,7 @@ class _Silence:
         if found is None or not found.is_hang or self._is_over() or completed() != self._completed:
             return
         log.error(
-            "crossrank: rank %d ends with exit code %d, for the job hangs (TRACING_ON_HANG=abort)",
+            "crossrank: rank %d ends with exit code %d because the job hangs (TRACING_ON_HANG=abort)",
             *(self._session.facts.rank, EXIT_CODE),
         )
         latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has looked

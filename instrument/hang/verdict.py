@@ -50,11 +50,11 @@ class Verdict(msgspec.Struct):
         waited_for = {rank for one in self.findings for rank in one.get("culprit_ranks", ())}
         moving = {rank for one in self.findings for rank in one.get("moving_ranks", ())}
         if self.verdict == "incomplete":
-            return "ranks wait, and evidence of others is missing"
+            return "ranks wait, and evidence of other ranks is missing"
         if all(not one.get("culprit_ranks") and one.get("kind") in _OF_SOMEBODY for one in self.findings):
-            return "ranks wait, and nothing says for whom"
+            return "ranks wait, and it is unknown for which rank"
         if waited_for and waited_for <= moving and all(one.get("culprit_ranks") for one in self.findings):
-            return f"rank {rank_ranges(sorted(waited_for))} is slow: its main thread moves while others wait"
+            return f"rank {rank_ranges(sorted(waited_for))} is slow: its main thread is running while other ranks wait"
         return ""
 
     def says_as(self, other: Verdict) -> bool:
@@ -130,9 +130,11 @@ def diagnose(folder: Path, world_size: int) -> tuple[str, bytes]:
             if done.returncode in (0, 1):
                 return done.stdout.rstrip(), read_small(output)
     except (OSError, subprocess.SubprocessError) as error:
-        raise CrossrankError(f"it could not be diagnosed here ({one_line(error)})") from error
+        raise CrossrankError(f"crossrank could not diagnose it here ({one_line(error)})") from error
     said = done.stderr.strip().splitlines()
-    raise CrossrankError(f"it could not be diagnosed here ({said[-1] if said else f'exit code {done.returncode}'})")
+    raise CrossrankError(
+        f"crossrank could not diagnose it here ({said[-1] if said else f'exit code {done.returncode}'})"
+    )
 
 
 def publish(path: Path, content: bytes, verdict: str | None = None) -> None:
@@ -146,4 +148,4 @@ def publish(path: Path, content: bytes, verdict: str | None = None) -> None:
         else:
             _write_as(path, content, verdict)
     except OSError as error:
-        raise CrossrankError(f"{path} could not be written ({one_line(error)})") from error
+        raise CrossrankError(f"cannot write {path} ({one_line(error)})") from error

@@ -48,7 +48,7 @@ def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(tmp_path: 
     folder = tmp_path / RECORDING
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: "))
     said = re.fullmatch(
-        r"crossrank: no communication for (\d+\.?\d*) s \(rank 0\), and no rank waits for another: "
+        r"crossrank: no communication on rank 0 for (\d+\.?\d*) s, and no rank waits for another; "
         rf"{folder} has what every rank did last \(verdict: ok\)",
         line,
     )
@@ -210,7 +210,7 @@ def test_one_rank_says_each_silence_once(tmp_path: Path) -> None:
     for go_on in ("go-1", "go-2"):
         assert ranks[0].stderr is not None
         said = (line for line in ranks[0].stderr if line.startswith("crossrank: "))
-        assert next(said).startswith("crossrank: no communication for ")
+        assert next(said).startswith("crossrank: no communication on rank ")
         assert all((tmp_path / RECORDING / f"rank-{rank}.flight.json.zst").exists() for rank in (0, 1))
         (tmp_path / go_on).touch()
     errors = "".join(process.communicate(timeout=30)[1] for process in ranks)
@@ -239,7 +239,7 @@ def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_pat
     ranks = [jobs.start(tmp_path, GROUP_WITH_A_SHORT_TIMEOUT, RANK=str(rank)) for rank in (0, 1)]
     errors = "".join(process.communicate(timeout=40)[1] for process in ranks)
     assert ranks[0].returncode == 1
-    assert re.search(r"crossrank: the job hangs: no communication for (8|9|1[0-5])(\.\d+)? s ", errors)
+    assert re.search(r"crossrank: the job hangs: no communication on rank \d+ for (8|9|1[0-5])(\.\d+)? s\. ", errors)
     assert "Timed out" in errors
     dump, moment = dump_of(tmp_path)
     assert moment.reason == "hang"

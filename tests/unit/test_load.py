@@ -146,9 +146,7 @@ def test_what_cannot_be_answered_is_an_empty_answer_that_says_why(job: LoadedJob
 def test_a_trace_without_comms_files_has_no_diagnosis_and_one_rank_no_stragglers() -> None:
     alone = crossrank.load(public("nccl_2gpu"))
     assert len(alone.diagnose()) == 0
-    assert alone.diagnose().text == (
-        "no diagnosis: there is no usable comms file or flight-recorder dump"
-    )
+    assert alone.diagnose().text == ("no diagnosis: there is no usable comms file or flight-recorder dump")
     assert alone.diagnose().plot()
     assert len(alone.stragglers()) == 0
     assert alone.stragglers().text.startswith("no stragglers: ranks cannot be compared")

@@ -86,7 +86,7 @@ def _print(result: Anonymous, folder: str) -> None:
     if total:
         print_counts("Fields that no rule knows, left out", total.most_common(_SHOWN))
         if len(total) > _SHOWN:
-            print(f"  … and {len(total) - _SHOWN} more: --json has all")
+            print(f"  … and {len(total) - _SHOWN} more (--json shows all)")
     print(f"\nreplaced   {plural(len(result.replaced), 'text')}, and every time of the day")
 
 

@@ -103,7 +103,7 @@ def _missing(summary: Summary) -> Iterator[tuple[str, str]]:
     for warning in summary.warnings[:_MOST_LINES]:
         yield "warning", warning
     if len(summary.warnings) > _MOST_LINES:
-        yield "warning", f"… and {len(summary.warnings) - _MOST_LINES} more: --json has all"
+        yield "warning", f"… and {len(summary.warnings) - _MOST_LINES} more (--json shows all)"
     if unrecognized := summary.unrecognized:
         yield "ignored", f"{len(unrecognized)} file(s) that are no recording's: {', '.join(unrecognized[:5])}"
     if others := summary.other_jobs:

@@ -206,7 +206,7 @@ def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str
     for text, ranks in warnings[:_WARNINGS]:
         print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
     if len(warnings) > _WARNINGS:
-        print(f"\n… and {len(warnings) - _WARNINGS} more warning(s): --json has all")
+        print(f"\n… and {len(warnings) - _WARNINGS} more warnings (--json shows all)")
 
 
 def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:

@@ -160,6 +160,6 @@ def write_output(name: str, content: bytes) -> None:
 
 def complain(*texts: str, most: int = sys.maxsize) -> None:
     """Print the first `most` texts on stderr, and how many more there are."""
-    more = [f"… and {len(texts) - most} more: --json has all"] if len(texts) > most else []
+    more = [f"… and {len(texts) - most} more (--json shows all)"] if len(texts) > most else []
     for text in (*texts[:most], *more):
         print(f"crossrank: {printable(text)}", file=sys.stderr)

@@ -76,7 +76,7 @@ def print_bandwidth(result: Bandwidth) -> None:
     print_counts("Not compared across ranks", result.not_compared.items())
     if result.unattributed_ms:
         print(f"  {result.unattributed_ms:,.3f} ms of communication kernels belong to no known call")
-    table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json has all")
+    table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json shows all")
     table.print("Collectives and transfers, those that took longest in all first")
     if any(row["upper_bounds"] for row in result.rows):
         print(f"  {BOUNDS}")

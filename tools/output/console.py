@@ -82,7 +82,7 @@ def table_of(
     columns: Columns[Item],
     *,
     limit: int = sys.maxsize,
-    more: str = "--json has all",
+    more: str = "--json shows all",
     id: str = "",
     choices: int = 0,
 ) -> Table:
@@ -90,7 +90,7 @@ def table_of(
     return Table(
         columns=[name for name, _ in columns],
         rows=[[cell(item) for _, cell in columns] for item in items[:limit]],
-        more=f"… and {len(items) - limit:,} more: {more}" if len(items) > limit else "",
+        more=f"… and {len(items) - limit:,} more ({more})" if len(items) > limit else "",
         id=id,
         choices=choices,
     )
@@ -123,7 +123,7 @@ def print_notes(notes: Iterable[str], most: int = 8) -> None:
     for note in different[:most]:
         print(f"\nnote       {printable(note)}")
     if len(different) > most:
-        print(f"\n… and {len(different) - most} more notes: --json has all")
+        print(f"\n… and {len(different) - most} more notes (--json shows all)")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

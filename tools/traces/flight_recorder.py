@@ -249,7 +249,7 @@ def decode_flight_dump(
     content = _decode(path, data, budget)
     if not isinstance(content, dict) or not any(name in content for name in ("version", "pg_config", "entries")):
         raise NoDumpError(
-            f"{path}: is no flight-recorder dump: it lacks version, pg_config and entries", unrecognized=True
+            f"{path}: is not a flight-recorder dump: it lacks version, pg_config and entries", unrecognized=True
         )
 
     def convert(value: Any, into: Any, what: str) -> Any:
@@ -447,7 +447,7 @@ def _decode(path: str, data: bytes, budget: Budget) -> Any:
             raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
     if data.lstrip()[:1] != b"{":
         lacks = "it starts neither as a pickle nor as JSON"
-        raise NoDumpError(f"{path}: is no flight-recorder dump: {lacks}", unrecognized=True)
+        raise NoDumpError(f"{path}: is not a flight-recorder dump: {lacks}", unrecognized=True)
     budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
     try:
         return orjson.loads(data)

@@ -130,7 +130,7 @@ def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
     assert not lacking(
         diagnosis_page(a_diagnosis()),
         "Verdict: error 2 of 2 ranks read; 3 collectives, 6 calls on 1 group(s) compared. Suspects: rank 1.",
-        "1. missing_rank: a rank has not made a collective that the others wait in",
+        "1. missing_rank: a rank has not made a collective, and other ranks wait in it",
         "call all_reduce #4 of group world [0] (rank 0-1)",
         "culprit rank 1",
         "rank 1, culprit its last call step (train.py:1)",
@@ -176,7 +176,7 @@ def test_ranks_of_a_large_job_share_cells() -> None:
 
 def test_a_table_says_how_many_rows_it_leaves_out() -> None:
     table = table_of([1, 2, 3], [("#n", lambda one: one)], limit=2)
-    assert (table.rows, table.more) == ([[1], [2]], "… and 1 more: --json has all")
+    assert (table.rows, table.more) == ([[1], [2]], "… and 1 more (--json shows all)")
     assert table_of([1, 2], [("#n", lambda one: one)], limit=2).more == ""
 
 

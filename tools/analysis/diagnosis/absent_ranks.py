@@ -36,37 +36,37 @@ def find_silent_ranks(search: Search) -> None:
             if _went_astray(search, op):
                 culprits, exception = set(op.waiting), None
                 text = (
-                    f"{rank_text(culprits)} never made such a call before, and {rank_text(absent)} does not answer it; "
-                    f"others wait for {rank_text(culprits)} as always"
+                    f"{rank_text(culprits)} made this call for the first time, and {rank_text(absent)} does not answer "
+                    f"it; other ranks wait for {rank_text(culprits)} in their usual calls"
                 )
         elif on_gloo and len(absent) > 1 and all(ranks[rank].ending.unseen for rank in absent):
             kind = "dump_missing"
             text = (
-                f"{rank_text(absent)} ended without a word; gloo aborts every process that is sent more "
-                "than it asked for, so that one of them may have ended the others"
+                f"{rank_text(absent)} ended without an error message; gloo aborts a process that receives more "
+                "than it asked for, so one of them may have ended the others"
             )
         elif _is_extra(search, op, absent):
             kind, culprits = EXTRA, set(op.waiting)
             text = (
-                f"{rank_text(culprits)} made this call alone; the {len(absent)} other members made none after "
-                f"#{op.seq - 1} and wait for nothing. If they should have made it, they are late"
+                f"only {rank_text(culprits)} made this call; the {len(absent)} other ranks of the group made no call "
+                f"after #{op.seq - 1} and do not wait. If they should have made it, they are late"
             )
         elif _may_wait_unseen(search, op, absent):
             kind, culprits = "not_recorded", set()
             text = (
-                f"{rank_text(absent)} has not made this call. It may wait for a communicator to be made: torch's own "
-                "dumps do not show that"
+                f"{rank_text(absent)} has not made this call. It may wait for a new communicator: torch's own dumps "
+                "do not show that"
             )
         else:
             kind, text, exception = MISSING, *_how_they_stopped(search, op, absent)
             if stale := {rank for rank in absent if missed_ends.get(rank, 0) >= CLEARLY_STALE}:
                 text += (
-                    f"; {rank_text(stale)} also notices no end of calls that are over on the others: "
+                    f"; {rank_text(stale)} also has calls unfinished that finished on the other ranks: "
                     "its GPU or its watchdog is stuck"
                 )
         for rank in sorted(op.absent & search.may_wait_for_a_thread.keys()):
             senders = rank_text(search.may_wait_for_a_thread[rank])
-            text += f"; rank {rank} has not made it either: a thread of it receives from {senders}"
+            text += f"; rank {rank} has not made it either: one of its threads receives from {senders}"
         waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
         search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
 
@@ -148,10 +148,10 @@ def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
         how = "while others were in" if rank in op.passed else "without answering" if op.is_p2p else "without making"
         return f"left the job ({why}) {how} this call"
     if trace.source == "comms" and not trace.dump.has_no_entries and any(one.source == "flight" for one in ranks):
-        return "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
+        return "wrote no dump, and its comms file ends before this call: it died, or did not notice the hang"
     if op.is_p2p:
-        return "made no call that answers it and waits for nothing itself"
-    return "stopped making calls before it and waits for nobody"
+        return "made no matching call, and does not wait in another one"
+    return "never made this call, and does not wait in another one"
 
 
 def _exception_of(search: Search, rank: int) -> str | None:
@@ -175,8 +175,8 @@ def find_stale_ranks(search: Search) -> None:
     for rank in sorted(stale.difference(*(root.culprit_ranks for root in search.roots))):
         rows = job.unnoticed[rank]
         text = (
-            f"rank {rank} goes on making calls, but notices no end of {len(rows)} calls that are over on the others: "
-            "its GPU or its watchdog is stuck"
+            f"rank {rank} still makes calls, but {len(rows)} of its calls are unfinished that finished on the other "
+            "ranks: its GPU or its watchdog is stuck"
         )
         finding = finding_at(job, rank, rows[0], "not_completed", culprit_ranks=[rank], text=text)
         search.add_root(finding, since=job.moment(rank, rows[0]))
@@ -192,13 +192,13 @@ def find_unrecorded_waits(search: Search) -> None:
         return
     culprits = silent if len(silent) == 1 else set()
     stuck = [op for op in search.left() if op.awaited & (waiting | silent)]
-    text = f"{rank_text(waiting)} waits inside torch.distributed for what is no call, such as a new group"
+    text = f"{rank_text(waiting)} waits inside torch.distributed, but not in a call; for example, it creates a group"
     finding = finding_on(
         search.world,
         MISSING if silent else "opposite_order",
         culprit_ranks=sorted(culprits),
         waiting_ranks=sorted(waiting.union(*(op.waiting for op in stuck)) - culprits),
-        text=text + (f"; {rank_text(silent)} waits for nobody" if silent else ""),
+        text=text + (f"; {rank_text(silent)} does not wait" if silent else ""),
     )
     search.add_root(finding, stuck)
 
@@ -209,10 +209,10 @@ def find_lacking_ranks(search: Search) -> None:
     for op, absent in search.by_most_waited_for(set(lacking)):
         here = {rank: lacking.pop(rank) for rank in absent & lacking.keys()}
         for index, (kind, ranks) in enumerate(ranks_by(here).items()):
-            text = f"{rank_text(ranks)} cannot be judged, and others wait for it here"
+            text = f"other ranks wait for {rank_text(ranks)} here, and its state is unknown"
             search.add_root(finding_of(op, kind, culprits=ranks, text=text), [op] if index == 0 else [])
     for kind, ranks in ranks_by(lacking).items():
-        text = f"{rank_text(ranks)} cannot be judged; no other rank waits for it"
+        text = f"the state of {rank_text(ranks)} is unknown; no other rank waits for it"
         search.add_root(finding_on(search.world, kind, culprit_ranks=ranks, text=text))
 
 
@@ -230,7 +230,7 @@ def find_raised_exceptions(search: Search) -> None:
         return
     # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
     unseen = unseen if len(unseen) < len(raised) or not raised else []
-    texts = [f"{rank_text(unseen)} ended without a word"] if unseen else []
+    texts = [f"{rank_text(unseen)} ended without an error message"] if unseen else []
     texts += sorted(f"rank {rank}: {error_text(endings[rank].error)}" for rank in (raised or failed)[:4])
     finding = finding_on(
         search.world,
@@ -246,7 +246,7 @@ def find_raised_exceptions(search: Search) -> None:
 def _add_unended(search: Search, unseen: list[int]) -> None:
     """Ranks without an end, of a job of which all others have ended: it may be complete, but nobody can tell."""
     if len(unseen) < len(search.job.ranks):
-        text = f"{rank_text(unseen)} has no dump, and its comms file has no end: it was killed, or it still runs"
+        text = f"{rank_text(unseen)} has no dump, and its comms file has no last line: it was killed, or it still runs"
         search.add_root(finding_on(search.world, "dump_missing", culprit_ranks=unseen, text=text))
 
 
@@ -266,11 +266,11 @@ def find_unended_calls(search: Search) -> None:
         ended = [other for other in group.ranks if other in job.ranks and job.completed(group, other) >= seq]
         # Without the moment of the dump it may have been taken just before the end was noticed.
         hangs = trace.ending.taken_at is not None and len(ended) * 2 > len(group.ranks)
-        text = f"{rank_text(ended)} saw it end, and on rank {rank} it is {state}"
+        text = f"it finished on {rank_text(ended)}, and on rank {rank} it is {state}"
         if hangs:
             finding = finding_at(job, rank, row, "not_completed", culprit_ranks=[rank], text=text)
         else:
-            text += ": it hangs there, or the dump was taken just before"
+            text += ": it hangs there, or the dump was written just before its end"
             finding = finding_at(job, rank, row, "all_joined_not_completed", waiting_ranks=[rank], text=text)
         search.add_root(finding)
 
@@ -278,10 +278,7 @@ def find_unended_calls(search: Search) -> None:
 def find_unknown_waits(search: Search) -> None:
     """A silent job in which ranks have begun calls, and no wait for one is seen."""
     if search.may_wait_otherwise and not search.roots:
-        text = (
-            f"{rank_text(search.may_wait_otherwise)} has begun calls that are not over; whether it waits for them "
-            "nothing shows"
-        )
+        text = f"{rank_text(search.may_wait_otherwise)} has unfinished calls; whether it waits for them is unknown"
         search.add_root(finding_on(search.world, "not_recorded", text=text))
 
 
@@ -294,9 +291,9 @@ def find_unknown_ends(search: Search) -> None:
     if hung and all(ends_unknown(ranks[rank]) for rank in hung):
         frozen = all(ranks[rank].dump.ends_frozen for rank in hung)
         why = (
-            "torch notes no ends while a group is destroyed"
+            "torch records no ends of calls while it destroys a group"
             if frozen
-            else "the dumps hold no entry of torch's flight recorder"
+            else "the dumps have no entries of torch's flight recorder"
         )
-        text = f"every recorded call was made by all of its ranks; {why}, so nothing says which of them are over"
+        text = f"all ranks made every recorded call; {why}, so it is unknown which calls finished"
         search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=text))

@@ -46,7 +46,7 @@ def diagnose(
         ranks = (rank for rank in finding.culprit_ranks if rank in job.ranks)
         if moving := [rank for rank in ranks if job.ranks[rank].ending.moves]:
             finding.moving_ranks = moving
-            finding.text += f"; {rank_text(moving)} moves meanwhile: it is slow, or in a loop without end"
+            finding.text += f"; {rank_text(moving)} is still running code: it is slow, or in an endless loop"
     found = search.roots + search.consequences
     for finding in found:
         finding.backend = _backend(job, finding)
@@ -119,26 +119,26 @@ def _notes(
     """What the verdict rests on that is not in the dumps, and what of them could not be read."""
     if inferred := sum(group.inferred and len(group.ranks) > 0 for group in job.groups):
         yield (
-            f"the members of {inferred} group(s) are not in the dumps; they are taken from who called on them "
-            "(a member that never did is not seen)"
+            f"the dumps do not list the members of {inferred} group(s); crossrank takes the ranks that made calls on "
+            "them, so it cannot see a member that made none"
         )
     if short:
         yield (
-            f"{rank_text(short)} has more calls open than its ring holds: the one that it is stuck in "
-            "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
+            f"{rank_text(short)} has more unfinished calls than its recorder keeps, so the call that it waits in may "
+            "be lost, and it is named as no culprit; increase TORCH_FR_BUFFER_SIZE"
         )
     if blind := [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]:
         yield (
-            f"the dumps of {rank_text(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
-            "rank that waits in one seems to wait for nobody. crossrank records them"
+            f"torch wrote the dumps of {rank_text(blind)}, on gloo: they lack sends and receives, so a rank that waits "
+            "in one seems not to wait; a recording of crossrank has them"
         )
     if not found and (blind := [rank for rank, one in job.ranks.items() if is_torchs_own(one)]):
         yield (
-            f"the dumps of {rank_text(blind)} are torch's own: they hold no call that waits for its communicator to be "
-            "made, and a rank in one seems to wait for nobody. crossrank records it"
+            f"torch wrote the dumps of {rank_text(blind)}: they lack calls that wait for a new communicator, so a rank "
+            "in one seems not to wait; a recording of crossrank has them"
         )
     if missing:
-        yield (f"{rank_text(missing)} has no usable dump and is taken to have made every call (--allow-missing)")
+        yield (f"{rank_text(missing)} has no usable dump; crossrank assumes that it made every call (--allow-missing)")
     yield from (problem for one in job.ranks.values() for problem in one.named_problems)
 
 

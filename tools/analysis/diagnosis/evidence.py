@@ -84,7 +84,9 @@ def read_evidence(
         results = map_ranks(read_candidate, candidates, fleet, failed=failed)
     evidence = put_together(candidates, results, named=named)
     if any(one.dump.left_out for one in evidence.ranks):
-        evidence.notes.append(f"of every dump what is not over was read, and {last} calls before it (--last)")
+        evidence.notes.append(
+            f"crossrank read only the unfinished calls of each dump and {last} calls before them (--last)"
+        )
     return evidence
 
 
@@ -97,7 +99,7 @@ def put_together(
     comms_files: dict[int, list[RankTrace]] = defaultdict(list)
     for candidate, result in zip(candidates, results, strict=True):
         if isinstance(result, RankTrace) and result.rank is None:
-            evidence.skipped.append(f"{candidate.path}: is a dump, but its name has no rank; rename it to rank_N")
+            evidence.skipped.append(f"{candidate.path}: is a dump without a rank in its name; rename it to rank_N")
         elif isinstance(result, RankTrace):
             (comms_files if result.source == "comms" else dumps)[result.rank or 0].append(result)
     _refuse_several_jobs(dumps)
@@ -112,12 +114,12 @@ def put_together(
         kept = sorted((comms_files if use_comms else dumps)[rank], key=_by_age)
         best = kept.pop() if kept else None
         if comms is not None and (best is None or _went_on(best, comms)):
-            why = "left no dump" if best is None else "went on after its dump"
+            why = "has no dump" if best is None else "made calls after its dump"
             if best is None and comms.filtered and not len(comms):
-                evidence.notes.append(f"rank {rank} left no dump, and no call of its comms file left its node")
+                evidence.notes.append(f"rank {rank} has no dump, and its comms file has no call between nodes")
             else:
                 alone.append(comms)
-                evidence.notes.append(f"rank {rank} {why}, its comms file is used; {_last_call(comms)}")
+                evidence.notes.append(f"rank {rank} {why}, so crossrank uses its comms file; {_last_call(comms)}")
         elif best is not None:
             if comms is not None and best is not comms and best.backend == GLOO:
                 _complete(best, comms)
@@ -125,7 +127,7 @@ def put_together(
                 best.ending.was_ended = comms.ending.reason in CUT_SHORT
             evidence.ranks.append(best)
             evidence.skipped += [
-                f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out" for other in kept
+                f"{other.path}: skipped; {best.path} of the same rank {rank} is newer" for other in kept
             ]
     for comms in alone:
         _count_as_torch_does(comms, evidence.ranks)
@@ -162,9 +164,9 @@ def _read(candidate: FoundFile, last: int | None) -> RankTrace:
     if kind == COMMS:
         return read_comms(path, candidate.rank, steps=None)
     if kind not in (FLIGHT, ""):
-        raise NoDumpError(f"{path}: is {WHAT[kind]}, no flight-recorder dump", unrecognized=True)
+        raise NoDumpError(f"{path}: is {WHAT[kind]}, not a flight-recorder dump", unrecognized=True)
     if not kind and not _looks_like_dump(path):
-        text = f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
+        text = f"{path}: is not a flight-recorder dump: it is neither a pickle nor JSON"
         raise NoDumpError(text, unrecognized=True)
     return read_flight(path, candidate.rank, last=last)
 
@@ -191,8 +193,8 @@ def _refuse_several_jobs(files: dict[int, list[RankTrace]]) -> None:
     for folder, other in combinations(sorted(folders), 2):
         if len(both := folders[folder] & folders[other]) > 1:
             raise CrossrankError(
-                f"{folder} and {other} both hold dumps of {rank_text(both)}: "
-                f"{len(folders)} folders, most likely of several jobs; name the folder of one"
+                f"{folder} and {other} both have dumps of {rank_text(both)}: "
+                f"{len(folders)} folders, probably of several jobs; name the folder of one job"
             )
 
 
@@ -290,7 +292,7 @@ def _count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
 def _last_call(comms: RankTrace) -> str:
     """The last call in a comms file, for a rank that left nothing else."""
     if not len(comms):
-        return "its comms file holds no call"
+        return "its comms file has no call"
     call = comms.record(len(comms) - 1)
     group = comms.groups[comms.calls.group[-1]].group
     frames = stack_of(call)

@@ -27,90 +27,92 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {
     # root causes and consequences
     "missing_rank": Kind(
-        "a rank has not made a collective that the others wait in",
-        "look at what rank {culprits} does instead: its log, its stack (py-spy dump), its GPU (dmesg, Xid)",
-        "look at what rank {culprits} does instead: its log, its stack (py-spy dump)",
+        "a rank has not made a collective, and other ranks wait in it",
+        "check what rank {culprits} is doing: its log, its stack (py-spy dump), its GPU (dmesg, Xid)",
+        "check what rank {culprits} is doing: its log, its stack (py-spy dump)",
     ),
     "extra_collective": Kind(
-        "a rank has made a collective that the majority has not",
-        "look for a call that only rank {culprits} reaches: `if rank == …`, an exception that was handled, a loop "
-        "with one more turn",
+        "a rank made a collective that the majority of ranks did not make",
+        "look for a call that only rank {culprits} makes: behind `if rank == …`, after a handled exception, in a "
+        "loop with one more iteration",
     ),
     "type_mismatch": Kind(
-        "ranks made different operations as one collective",
-        "look for a branch that makes rank {culprits} call something else",
+        "ranks made different operations at the same place in the sequence",
+        "look for a branch in which rank {culprits} calls a different operation",
     ),
     "size_mismatch": Kind(
         "ranks made a collective with different numbers of elements",
-        "compare shapes at that line: uneven batches, a last batch, padding",
+        "compare the shapes at the source line: uneven batches, the last batch, padding",
     ),
     "dtype_mismatch": Kind(
-        "ranks made a collective with different types",
-        "compare types at that line: autocast, a checkpoint loaded in another precision",
+        "ranks made a collective with different data types",
+        "compare the data types at the source line: autocast, a checkpoint in another precision",
     ),
     "root_mismatch": Kind(
         "ranks made a collective with different roots",
-        "compare src= or dst= at that line; they are global ranks",
+        "compare src= or dst= at the source line; they are global ranks",
     ),
-    "reduce_op_mismatch": Kind("ranks made a collective with different reductions", "compare op= at that line"),
+    "reduce_op_mismatch": Kind("ranks made a collective with different reductions", "compare op= at the source line"),
     "opposite_order": Kind(
-        "ranks made their calls in an order in which each waits for the other",
-        "let every rank make these calls in one order",
+        "ranks made their calls in different orders, so that each waits for the other",
+        "make these calls in the same order on every rank",
     ),
     "not_started": Kind(
-        "all ranks made the collective, and on some it never began to run",
-        "look at rank {culprits}: its GPU is busy with, or stuck in, what it was given before",
-        "look at what rank {culprits} does: its log, its stack (py-spy dump)",
+        "all ranks made the collective, but on some GPUs it never started",
+        "check the GPU of rank {culprits}: it is still busy with earlier work, or stuck in it",
+        "check what rank {culprits} is doing: its log, its stack (py-spy dump)",
     ),
     "not_completed": Kind(
-        "the collective is over on other ranks, and on some it does not end",
-        "look at the GPU and the driver of rank {culprits} (dmesg, Xid, nvidia-smi -q)",
-        "look at what rank {culprits} does: its log, its stack (py-spy dump), its network",
+        "the collective finished on some ranks, and does not finish on others",
+        "check the GPU and the driver of rank {culprits} (dmesg, Xid, nvidia-smi -q)",
+        "check what rank {culprits} is doing: its log, its stack (py-spy dump), its network",
     ),
     "all_joined_not_completed": Kind(
-        "all ranks joined the call and it does not end",
-        "either one rank's GPU is stuck in what it was given before, which TRACING_TIMING=1 would show, or the fabric "
-        "or the library has a fault: NCCL_DEBUG=INFO, link counters, switch logs",
-        "look at the logs of these ranks, and at the network between them",
+        "all ranks made the call, and it does not finish",
+        "run again with TRACING_TIMING=1, which shows a GPU that is stuck in earlier work; check the network and "
+        "NCCL: NCCL_DEBUG=INFO, link counters, switch logs",
+        "check the logs of these ranks, and the network between them",
     ),
     "p2p_unmatched": Kind(
-        "a send or receive that the other rank does not answer",
-        "compare the sends and receives of rank {culprits} with those of their peers: one is left out, or comes in "
-        "another order",
+        "a send or receive without a match on the other rank",
+        "compare the sends and receives of rank {culprits} with those of their peers: one is missing, or in another "
+        "order",
     ),
     "p2p_size_mismatch": Kind(
         "a send and its receive have different numbers of elements or types",
-        "compare the shapes that both ends of the pipeline agree on",
+        "compare the shapes and data types at both ends",
     ),
     "p2p_wait_cycle": Kind(
         "ranks wait for each other's sends and receives in a cycle",
-        "see that every send goes to the rank that receives it; else let one side send first, or use batch_isend_irecv",
+        "check the peer of every send and receive; let one side send first, or use batch_isend_irecv",
     ),
     "raised": Kind(
-        "a rank ended with an exception, and no call shows who waits for whom",
-        "look at the log of rank {culprits}: the first exception is the cause of the others",
+        "a rank ended with an exception, and no call shows a wait for it",
+        "read the log of rank {culprits}: the first exception caused the others",
     ),
     "dump_missing": Kind(
         "a rank left no dump",
-        "rank {culprits} died or could not write: look at its log and its exit code",
+        "rank {culprits} died or could not write its dump: check its log and its exit code",
     ),
     "no_entries": Kind(
-        "a rank's dump holds neither calls nor progress",
+        "the dump of a rank is empty",
         "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
     ),
     "not_recorded": Kind(
-        "ranks may wait for others, and the dumps cannot show it",
-        "take the stacks of all ranks (py-spy dump), or record the job with crossrank and torch's flight recorder: "
-        "then the dumps hold them, and which calls are over",
+        "ranks may wait for others, but the dumps cannot show it",
+        "take the stacks of all ranks (py-spy dump), or record the job with crossrank and torch's flight recorder, "
+        "which show stacks and finished calls",
     ),
-    "unreadable_dump": Kind("a rank's dump is not readable", "take the dump of rank {culprits} again, or read its log"),
+    "unreadable_dump": Kind(
+        "the dump of a rank cannot be read", "copy the dump of rank {culprits} again, or read its log"
+    ),
     "refused_dump": Kind(
-        "a rank's dump asks for more than data and was not opened",
-        "find out who wrote the dump of rank {culprits}: a genuine one holds data alone",
+        "the dump of a rank contains code, so crossrank did not open it",
+        "find out who wrote the dump of rank {culprits}: a real dump contains only data",
     ),
     # advisory
-    "in_progress": Kind("a call that was under way when the dumps were taken"),
-    "straggler": Kind("a rank that the others of a group often wait for"),
+    "in_progress": Kind("a call that was running when the dumps were written"),
+    "straggler": Kind("a rank that often arrives last in a group"),
 }
 
 LACKS_EVIDENCE = ("dump_missing", "no_entries", "not_recorded", "unreadable_dump", "refused_dump")

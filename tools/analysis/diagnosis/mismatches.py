@@ -100,8 +100,8 @@ def contradiction(signature: CommRecord, size: int) -> str:
     given, got = _elements(signature.inputs), _elements(signature.outputs)
     whole, shares = (given, got) if op == "reduce_scatter" else (got, given)
     if whole != (shares if op == "all_reduce" else shares * size):
-        return f"{given} elements go in and {got} come out"
-    return f"{signature.dtype} goes in and {signature.out_dtype} comes out" if signature.out_dtype is not None else ""
+        return f"{given} elements in, {got} elements out"
+    return f"{signature.dtype} in, {signature.out_dtype} out" if signature.out_dtype is not None else ""
 
 
 def _is_uneven_by_name(signature: CommRecord) -> bool:
@@ -245,9 +245,9 @@ class _Comparison:
         shifts = {self._shift(seq, rank, largest[0]) for rank in odd} if kind not in (ROOT, REDUCE) else set()
         if shifts == {EXTRA}:
             kind, op = EXTRA, calls[odd[0]].op
-            text = f"{rank_text(odd)} made this call and the others did not; their next calls fit again"
+            text = f"{rank_text(odd)} made this call and the other ranks did not; the next calls match again"
         elif shifts == {MISSING}:
-            kind, text = MISSING, f"{rank_text(odd)} left this call out; its next calls fit the others' again"
+            kind, text = MISSING, f"{rank_text(odd)} skipped this call; its next calls match those of the other ranks"
         return self._mismatch(seq, kind, calls, op, text, odd)
 
     def _is_out_of_turn(self, seq: int, most: list[int], others: list[list[int]]) -> bool:
@@ -320,7 +320,7 @@ class _Comparison:
         )
         if sent == expected:
             return None
-        text = f"the ranks send {sent} elements in all and expect {expected}"
+        text = f"the ranks send {sent} elements in total and expect {expected}"
         return self._mismatch(seq, SIZE, calls, "all_to_all", text)
 
 

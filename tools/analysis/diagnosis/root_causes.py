@@ -197,7 +197,7 @@ def set_aside_what_just_began(search: Search) -> None:
     for op in search.graph.ops:
         age = _age(search, op)
         if age is not None and age < _SURE:
-            text = f"under way for {max(age, 0) / 1e6:.0f} ms when the first of its ranks was dumped"
+            text = f"running for {max(age, 0) / 1e6:.0f} ms when its first rank wrote its dump"
             search.in_progress.append(finding_of(op, "in_progress", text=text))
             search.graph.set_aside(op)
 
@@ -272,8 +272,8 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         search.add_root(finding, behind_it, mismatch.since)
         if gone:
             search.explained |= gone
-            why = "gloo aborts a process that is sent more than it asked for"
-            text = f"{rank_text(gone)} left nothing of this call: {why}"
+            why = "gloo aborts a process that receives more than it asked for"
+            text = f"{rank_text(gone)} has no record of this call: {why}"
             follows = finding_on(group, "dump_missing", **about, waiting_ranks=sorted(gone), text=text, because_of=root)
             search.consequences.append(follows)
 
@@ -344,7 +344,7 @@ def find_closed_ops(search: Search) -> None:
         if op.absent and op.is_p2p:  # two ends of a batch, one of which lacks an answer to the other
             kind = "p2p_unmatched"
             culprits = op.absent if len(op.absent) < len(op.waiting) else set()
-            text = f"{rank_text(op.absent)} made no call that answers one of the other's"
+            text = f"{rank_text(op.absent)} made no matching call"
         elif (op.unknown and not op.is_p2p) or (op.group.inferred and search.may_be_members(op.group)):
             continue
         else:
@@ -357,36 +357,40 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
     if gone := _gone_before_its_end(search, op):
         how = ranks_by({rank: error_text(ranks[rank].ending.error) or ranks[rank].ending.reason for rank in gone})
         texts = [
-            f"{rank_text(those)} left the job ({why})" if why else f"{rank_text(those)} ended without a word"
+            f"{rank_text(those)} left the job ({why})" if why else f"{rank_text(those)} ended without an error message"
             for why, those in how.items()
         ]
-        return MISSING, gone, f"every member made the call; {'; '.join(texts)} before it was over on the others"
+        return MISSING, gone, f"all ranks made the call; {'; '.join(texts)} before it finished on the others"
     if op.passed and len(waiting) * 2 < len(op.group.ranks):
         if all("nccl" in ranks[rank].backend for rank in waiting):
-            return "not_completed", waiting, f"{rank_text(op.passed)} is through; the GPU of the others is stuck"
-        return "not_completed", set(), f"{rank_text(op.passed)} is through"
+            return (
+                "not_completed",
+                waiting,
+                f"it finished on {rank_text(op.passed)}; the GPUs of the other ranks are stuck",
+            )
+        return "not_completed", set(), f"it finished on {rank_text(op.passed)}"
     timed = {rank for rank in waiting if any(ranks[rank].calls.began)}
     idle = {rank for rank in timed if not _has_started(search, rank)}
     if idle and len(idle) < len(timed):
         culprits = idle if len(idle) * 2 < len(waiting) else set()
-        return "not_started", culprits, f"on {rank_text(idle)} it never began to run, on the others it did"
+        return "not_started", culprits, f"it never started on {rank_text(idle)}; it started on the other ranks"
     stale = {rank for rank in waiting if graph.missed_ends.get(rank, 0) >= CLEARLY_STALE}
     if stale and len(stale) * 2 < len(waiting):
-        text = f"{rank_text(stale)} goes on making calls, but notices no end of calls that are over on the others"
+        text = f"{rank_text(stale)} still makes calls, but has calls unfinished that finished on the other ranks"
         return "not_completed", stale, text
-    who = "every member made the call"
+    who = "all ranks made the call"
     if op.group.inferred and op.group.size > len(op.group.ranks):
         here = rank_text(op.group.ranks)
-        return MISSING, set(), f"of the {op.group.size} members {here} made the call; the others are not known"
+        return MISSING, set(), f"{here} of the {op.group.size} ranks made the call; the others are unknown"
     if op.group.inferred:
-        who = "every rank that ever called on this group made the call; whether it has other members is not known"
+        who = "all known ranks of this group made the call; the group may have other members"
     elif any(rank not in ranks for rank in op.group.ranks):
-        who = "every member with a dump made the call"
-    shows = "the dumps do not show who holds it up"
+        who = "all ranks with a dump made the call"
+    shows = "the dumps do not show which rank delays it"
     if all(search.job.held_in.get(rank) == graph.blocked[rank] for rank in waiting):
-        shows = "their hosts are still in it: NCCL connects ranks in the first call that needs it"
+        shows = "their hosts are still in it: NCCL connects ranks in their first call"
     elif all(is_torchs_own(ranks[rank]) for rank in waiting):
-        shows = "who holds it up torch's own dumps cannot tell: they hold neither roots nor which process has ended"
+        shows = "torch's own dumps cannot show which rank delays it: they lack roots and ended processes"
     return "all_joined_not_completed", set(), f"{who}; {shows}"
 
 
@@ -442,7 +446,7 @@ def find_cycles(search: Search) -> None:
         if skipped is not None:
             op, odd = skipped
             kind, stuck = "p2p_unmatched" if op.is_p2p else MISSING, op.waiting
-            text = f"{rank_text(odd)} went past it: {text}"
+            text = f"{rank_text(odd)} skipped it: {text}"
         elif len(p2p) == len(ops):
             kind, stuck, odd = "p2p_wait_cycle", cycle, _odd_in_cycle(search, cycle)
         elif all(_is_being_answered(search, one) for one in p2p):
@@ -515,14 +519,14 @@ def explain_the_rest(search: Search) -> None:
     unexplained = [op for op in ordered if _root_behind(search, op) is None]
     if unexplained:  # something holds these up that the evidence does not show
         op = min(unexplained, key=lambda op: (op.since, -len(op.waiting), op.group.index))
-        text = "the dumps do not show who holds it up"
+        text = "the dumps do not show which rank delays it"
         candidates = search.may_be_members(op.group) if op.group.inferred else set()
         if candidates:
-            text = f"the members of the group are not known; {rank_text(candidates)} may be one, and waits for nobody"
+            text = f"the members of the group are unknown; {rank_text(candidates)} may be one, and does not wait"
         elif op.unknown:
-            text = f"of {rank_text(op.unknown)} it is not known whether it made the call"
+            text = f"it is unknown whether {rank_text(op.unknown)} made the call"
         elif op.awaited:
-            text = f"waits for {rank_text(op.awaited)}, of which nothing more is known"
+            text = f"waits for {rank_text(op.awaited)}, whose state is unknown"
         search.add_root(finding_of(op, _kind_of_rest(op), text=text), [op])
     for op in ordered:
         if op in search.root_of:
@@ -532,7 +536,7 @@ def explain_the_rest(search: Search) -> None:
             op,
             _kind_of_rest(op),
             culprits=op.awaited.difference(op.waiting),
-            text=f"waits for {rank_text(targets)}, which is stuck itself" if targets else "",
+            text=f"waits for {rank_text(targets)}, which also waits" if targets else "",
             because_of=len(search.roots) - 1 if root is None else root,
         )
         search.consequences.append(finding)

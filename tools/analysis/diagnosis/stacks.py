@@ -49,13 +49,13 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ending.traceback))]
     if is_culprit and ending.of_threads:
         ended = ending.of_threads[0]
-        what = f"where its thread {ended.thread} raised {error_text(ended.error)}"
+        what = f"where thread {ended.thread} raised {error_text(ended.error)}"
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))]
     blocked = graph.blocked.get(rank)
     row = blocked if blocked is not None else _row_of(job, finding, rank)
-    what = "the call it is stuck in" if blocked is not None else "its call"
+    what = "the call that it waits in" if blocked is not None else "its call"
     if row is None and len(trace.calls):
-        row, what = len(trace.calls) - 1, "the last call it made"
+        row, what = len(trace.calls) - 1, "its last call"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
     main = _stack_of_culprit(ending) if is_culprit else main_stack(ending)
     # At the end of a recording the main thread is where it ends, and not where the rank was.
@@ -64,7 +64,7 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     of_call = place_of_call(job, rank, row, role, what) if row is not None else None
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
-        where = Place(rank=rank, role=role, what=f"its {name} when it was dumped", frames=frame_texts(main.frames))
+        where = Place(rank=rank, role=role, what=f"its {name} at the time of the dump", frames=frame_texts(main.frames))
         # On a GPU the host goes on while a call waits.
         has_gone_on = row is not None and trace.backend != GLOO and not _is_in(main.frames, job.stack(rank, row))
         places = [of_call, where] if of_call is not None and has_gone_on else [where]

@@ -52,8 +52,8 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
             pg=row.pg,
             pg_ranks=row.pg_ranks,
             waiting_ranks=[rank for rank in one.ranks if rank != row.last_rank],
-            text=f"rank {row.last_rank} came last in {percent(row.last_share)} of {row.collectives} collectives; "
-            f"the first waited {row.wait_ms['p50']:.3g} ms for the last (median)",
+            text=f"rank {row.last_rank} arrived last in {percent(row.last_share)} of {row.collectives} collectives; "
+            f"the first rank waited {row.wait_ms['p50']:.3g} ms for it (median)",
         )
         for one, row in zip(times, found, strict=True)
         if row.last_share > max(_OFTEN, 1.5 / len(one.ranks))
@@ -83,7 +83,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
     """What to add to each rank's times, in ns."""
     offsets: dict[int, int] = {}
     if not any(one.ends.any() for one in times):
-        return {}, ClockAlignment(aligned=False, note="no dump has times of completion: clocks are taken as they are")
+        return {}, ClockAlignment(aligned=False, note="clocks not aligned: no dump has end times of calls")
     by_size = sorted(times, key=lambda one: -len(one.ranks))
     for first in sorted(job.ranks):
         before = len(offsets)
@@ -101,7 +101,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
         excess = np.where(one.ends > 0, (one.arrivals + added).max(axis=0) - added - one.ends, 0)
         residual = max(residual, int(excess.max()))
     moved = {str(rank): offset / 1e6 for rank, offset in sorted(offsets.items()) if offset}
-    note = f"the clocks of {len(moved)} rank(s) were moved" if moved else "no collective contradicts the clocks"
+    note = f"the clocks of {len(moved)} rank(s) were aligned" if moved else "the clocks agree"
     return offsets, ClockAlignment(aligned=True, offset_ms=moved, residual_ms=residual / 1e6, note=note)
 
 

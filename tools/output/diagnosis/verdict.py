@@ -23,13 +23,13 @@ from crossrank.tools.output.console import Table, table_of
 
 _ROWS = 12
 _FRAMES = 16
-_AFTER_EXCEPTION = "look at the log of rank {culprits}: the exception there is the cause"
+_AFTER_EXCEPTION = "read the log of rank {culprits}: its exception is the cause"
 _NAMES_NOBODY = ("raised", "not_recorded", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle")
 """Kinds of findings that need no culprit."""
 _VERDICTS = {
     "ok": "no fault found",
     "error": "a fault was found",
-    "incomplete": "evidence is missing; the rest shows no other fault",
+    "incomplete": "evidence is missing; the rest shows no fault",
 }
 
 
@@ -65,7 +65,7 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
     if finding.culprit_ranks:
         yield "culprit", rank_text(finding.culprit_ranks)
     elif finding.kind not in _NAMES_NOBODY:
-        yield "culprit", "nobody: there is no majority to say who is the odd one"
+        yield "culprit", "unknown: the ranks differ, and there is no majority"
     if finding.waiting_ranks:
         yield "waiting", rank_text(finding.waiting_ranks)
     if finding.text:
@@ -102,11 +102,13 @@ def compared_text(diagnosis: Diagnosis) -> str:
 
 def clocks_text(diagnosis: Diagnosis) -> str:
     """What the waits in the table of stragglers rest on."""
-    text = "wait: from the first rank's call to the last's, by when the CPUs made the calls"
+    text = "wait: from the call of the first rank to the call of the last rank, on the host"
     if diagnosis.clocks is None:
         return text
     residual = diagnosis.clocks.residual_ms
-    return f"{text}; {diagnosis.clocks.note}" + (f"; at worst {milliseconds(residual)} contradict" if residual else "")
+    return f"{text}; {diagnosis.clocks.note}" + (
+        f"; remaining difference up to {milliseconds(residual)}" if residual else ""
+    )
 
 
 def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
@@ -135,10 +137,8 @@ def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     """Print what `chosen` takes: a finding with all that follows from it, where it or any of that is taken."""
     chosen = chosen or Filter()
     print(f"verdict    {diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
-    print(f"ranks      {len(diagnosis.ranks)} of {diagnosis.world_size} read ({rank_ranges(diagnosis.ranks)})")
-    print(f"compared   {compared_text(diagnosis)}")
     if diagnosis.suspect_ranks:
-        print(f"suspects   rank {rank_ranges(diagnosis.suspect_ranks)}")
+        print(f"culprit    rank {rank_ranges(diagnosis.suspect_ranks)}")
     shown = {index for index, finding in enumerate(diagnosis.findings) if chosen.takes_finding(finding)}
     shown |= {
         one.because_of for one in diagnosis.consequences if one.because_of is not None and chosen.takes_finding(one)
@@ -146,17 +146,19 @@ def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     for index in sorted(shown):
         _print_root(index, diagnosis.findings[index], diagnosis)
     if len(shown) < len(diagnosis.findings):
-        print(f"\n{len(diagnosis.findings) - len(shown)} finding(s) are not about {printable(chosen.text)}")
+        print(f"\n{len(diagnosis.findings) - len(shown)} finding(s) do not match {printable(chosen.text)}")
     for finding in list(filter(chosen.takes_finding, diagnosis.advisory))[:_ROWS]:
         print(f"\nnote       {finding.kind} on {printable(finding_group(finding))}: {printable(finding.text)}")
     stragglers = [row for row in diagnosis.stragglers if chosen.takes(row.pg, row.pg_ranks)]
     if stragglers:
-        stragglers_table(stragglers, _ROWS).print("Who comes last")
+        stragglers_table(stragglers, _ROWS).print("Last ranks to arrive")
         print(f"  {clocks_text(diagnosis)}")
     for note in diagnosis.notes[:_ROWS]:
         print(f"\nnote       {printable(note)}")
     if len(diagnosis.notes) > _ROWS:
-        print(f"\n… and {len(diagnosis.notes) - _ROWS} more notes: --json has all")
+        print(f"\n… and {len(diagnosis.notes) - _ROWS} more notes (--json shows all)")
+    print(f"\nread       {len(diagnosis.ranks)} of {diagnosis.world_size} ranks ({rank_ranges(diagnosis.ranks)})")
+    print(f"compared   {compared_text(diagnosis)}")
 
 
 def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
@@ -167,14 +169,14 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
     follow = [one for one in diagnosis.consequences if one.because_of == index]
     if follow:
         waiting = rank_text({rank for one in follow for rank in one.waiting_ranks})
-        print(f"   {'follows':<12} {len(follow)} more call(s) in which {waiting} wait because of it:")
+        print(f"   {'follows':<12} {len(follow)} more call(s) in which {waiting} waits as a result:")
     for one in follow[:_ROWS]:
         print(
             f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {printable(finding_call(one))} of "
-            f"{printable(finding_group(one))}, for rank {rank_ranges(one.culprit_ranks) or '?'}"
+            f"{printable(finding_group(one))}, waiting for rank {rank_ranges(one.culprit_ranks) or '?'}"
         )
     if len(follow) > _ROWS:
-        print(f"   {'':<12} … and {len(follow) - _ROWS} more: --json has all")
+        print(f"   {'':<12} … and {len(follow) - _ROWS} more (--json shows all)")
 
 
 def _print_places(places: Sequence[Place]) -> None:

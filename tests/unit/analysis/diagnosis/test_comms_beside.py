@@ -160,7 +160,7 @@ def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> N
 
     assert roots(found) == [("missing_rank", "default_pg", 2, [2], [0, 1])]
     assert found.notes[0] == (
-        "rank 2 left no dump, its comms file is used; "
+        "rank 2 has no dump, so crossrank uses its comms file; "
         "the last call in its comms file is all_reduce #1 on default_pg [0] at train.py:1"
     )
 

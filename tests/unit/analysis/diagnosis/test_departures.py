@@ -52,7 +52,7 @@ def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_sho
     found = diagnosis_of(tmp_path)
 
     assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
-    assert next_step(found.findings[0]) == "look at the log of rank 2: the exception there is the cause"
+    assert next_step(found.findings[0]) == "read the log of rank 2: its exception is the cause"
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "window", "disable"])

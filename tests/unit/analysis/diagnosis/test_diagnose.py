@@ -77,7 +77,7 @@ def test_a_send_that_nobody_answers_is_found_where_torch_notes_no_ends() -> None
 def test_a_job_that_hangs_where_torch_notes_no_ends_is_not_ok() -> None:
     found = diagnosed(*(frozen(one, *calls(OPEN)) for one in range(4)))
     assert (found.verdict, roots(found)) == ("incomplete", [("not_recorded", "default_pg", None, [], [0, 1, 2, 3])])
-    assert "torch notes no ends while a group is destroyed" in found.findings[0].text
+    assert "torch records no ends of calls while it destroys a group" in found.findings[0].text
 
 
 @pytest.mark.parametrize(("stale", "named"), [((), []), ((1,), [1]), ((0, 1), [])])
@@ -239,4 +239,4 @@ def test_a_rank_whose_first_open_call_fell_out_of_its_ring_is_accused_of_nothing
 
     notes = diagnosed(*ranks).notes
 
-    assert any("has more calls open than its ring holds" in note for note in notes) == lost
+    assert any("has more unfinished calls than its recorder keeps" in note for note in notes) == lost

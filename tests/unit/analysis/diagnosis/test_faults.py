@@ -142,7 +142,7 @@ def forward(odd: int, at: int, call: Call) -> Left:
             ),
             "missing_rank mesh_tp 8 [6] <- [7]; missing_rank mesh_tp 8 [3] <- [2]",
         ),
-        # a rank without an active call waits for nobody
+        # a rank without an active call does not wait
         (job(training(4, 6), (1, 13, CpuStall()), timing=False, dumped=ACTIVE), "missing_rank mesh_tp 8 [1] <- [0]"),
         (job(pipeline(2, 3), dumped=ACTIVE), ""),  # batches are over although their members never say so
         # a stage that stopped, in active dumps

@@ -35,7 +35,7 @@ def test_where_a_file_may_be_missing_nobody_says_that_every_member_made_the_call
     found = diagnosis_of(stuck_on_gloo(tmp_path, without_rank_3(), FOUR, [0, 1, 2]))
 
     assert (found.verdict, found.suspect_ranks) == ("error", [])
-    assert found.findings[0].text.startswith("every rank that ever called on this group made the call; whether it has")
+    assert found.findings[0].text.startswith("all known ranks of this group made the call; the group may have")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_group_of_which_more_members_are_known_to_exist_says_how_many(tmp_path
     found = diagnosis_of(stuck_on_gloo(tmp_path, programs, FOUR, [0]))
 
     assert found.suspect_ranks == []
-    assert found.findings[0].text == "of the 2 members rank 0 made the call; the others are not known"
+    assert found.findings[0].text == "rank 0 of the 2 ranks made the call; the others are unknown"
 
 
 @pytest.mark.parametrize("left", ["nothing", "an unfinished comms file"])
@@ -129,7 +129,9 @@ def test_a_rank_that_went_on_after_a_dump_in_a_pause_is_judged_by_its_comms_file
     found = diagnosis_of(tmp_path)
 
     assert roots(found) == [("missing_rank", "default_pg", 4, [2], [0, 1])]
-    assert found.notes[0].startswith("rank 2 went on after its dump, its comms file is used; the last call in its")
+    assert found.notes[0].startswith(
+        "rank 2 made calls after its dump, so crossrank uses its comms file; the last call in its"
+    )
 
 
 def test_a_rank_that_ended_without_a_word_is_named_where_no_call_shows_why_the_others_failed(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def test_a_ring_that_lost_the_stuck_call_says_so(tmp_path: Path) -> None:
     assert found.verdict == "error"
     assert found.suspect_ranks == []
     assert found.notes == [
-        "rank 0-3 has more calls open than its ring holds: the one that it is stuck in fell out, "
-        "and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
+        "rank 0-3 has more unfinished calls than its recorder keeps, so the call that it waits in may be lost, "
+        "and it is named as no culprit; increase TORCH_FR_BUFFER_SIZE"
     ]
 
 

@@ -84,7 +84,7 @@ def test_a_job_that_hangs_behind_many_calls_needs_the_last_ones_alone(tmp_path: 
     assert [one.dump.left_out for one in evidence.ranks] == [196, 196, 196]
     found = diagnose(evidence)[0]
     assert roots(found) == roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 201, [1], [0, 2])]
-    assert "of every dump what is not over was read, and 4 calls before it (--last)" in found.notes
+    assert "crossrank read only the unfinished calls of each dump and 4 calls before them (--last)" in found.notes
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -66,22 +66,22 @@ def test_what_only_one_call_states_is_no_difference(key: MatchKey, fits: bool) -
     ("made", "size", "text"),
     [
         (record(outputs=[[8]]), 2, ""),
-        (record(outputs=[[9]]), 0, "8 elements go in and 9 come out"),
+        (record(outputs=[[9]]), 0, "8 elements in, 9 elements out"),
         (record(), 2, ""),
         (record(inputs=[], outputs=[[9]]), 2, ""),
         (record(outputs=[[9]], members=PARTS), 2, ""),
         (record("broadcast", outputs=[[9]]), 2, ""),
-        (record(outputs=[[8]], dtype="float32", out_dtype="float16"), 2, "float32 goes in and float16 comes out"),
+        (record(outputs=[[8]], dtype="float32", out_dtype="float16"), 2, "float32 in, float16 out"),
         (record("all_gather", outputs=[[16]]), 2, ""),
-        (record("all_gather", outputs=[[16]]), 3, "8 elements go in and 16 come out"),
+        (record("all_gather", outputs=[[16]]), 3, "8 elements in, 16 elements out"),
         (record("all_gather", outputs=[[16]]), 0, ""),
         (record("all_gather", outputs=[[8], [9]]), 2, ""),
-        (record("all_gather", outputs=[[9], [9]]), 2, "8 elements go in and 18 come out"),
-        (record("all_gather", inputs=[[4], [4]], outputs=[[8], [9]]), 2, "8 elements go in and 17 come out"),
+        (record("all_gather", outputs=[[9], [9]]), 2, "8 elements in, 18 elements out"),
+        (record("all_gather", inputs=[[4], [4]], outputs=[[8], [9]]), 2, "8 elements in, 17 elements out"),
         (record("reduce_scatter", inputs=[[16]], outputs=[[8]]), 2, ""),
         (record("reduce_scatter", c10d="reduce_scatter_v", inputs=[[16]], outputs=[[9]]), 2, ""),
         (record("all_gather", c10d="all_gather_v", inputs=[[3]], outputs=[[16]]), 2, ""),
-        (record("reduce_scatter", inputs=[[8]], outputs=[[16]]), 2, "8 elements go in and 16 come out"),
+        (record("reduce_scatter", inputs=[[8]], outputs=[[16]]), 2, "8 elements in, 16 elements out"),
         (record("reduce_scatter", inputs=[[8], [9]], outputs=[[8]]), 2, ""),
     ],
 )
@@ -119,8 +119,8 @@ def split_all_to_all(sends: list[int], expects: list[int]) -> list[Call]:
     ]
 
 
-LEFT_OUT = "rank 1 left this call out; its next calls fit the others' again"
-TOO_MANY = "rank 1 made this call and the others did not; their next calls fit again"
+LEFT_OUT = "rank 1 skipped this call; its next calls match those of the other ranks"
+TOO_MANY = "rank 1 made this call and the other ranks did not; the next calls match again"
 
 
 @pytest.mark.parametrize(
@@ -164,15 +164,15 @@ TOO_MANY = "rank 1 made this call and the others did not; their next calls fit a
         ),
         (
             (calls("aa"), [call(outputs=[[9]]), *calls("b", 2)], calls("aa")),
-            "size_mismatch all_reduce #1 since 0 by [1] of [0, 1, 2]: rank 1: 8 elements go in and 9 come out",
+            "size_mismatch all_reduce #1 since 0 by [1] of [0, 1, 2]: rank 1: 8 elements in, 9 elements out",
         ),
         (
             (calls("a"), [call(outputs=[[8]], dtype="f", out_dtype="g")], []),
-            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: f goes in and g comes out",
+            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: f in, g out",
         ),
         (
             ([call(outputs=[[9]])], [call(outputs=[[9]])], []),
-            "size_mismatch all_reduce #1 since 0 by [] of [0, 1]: rank 0-1: 8 elements go in and 9 come out",
+            "size_mismatch all_reduce #1 since 0 by [] of [0, 1]: rank 0-1: 8 elements in, 9 elements out",
         ),
         # Another operation, whatever its own sizes say.
         (
@@ -183,7 +183,7 @@ TOO_MANY = "rank 1 made this call and the others did not; their next calls fit a
         ((all_to_all(8, 8), all_to_all(9, 8), []), ""),
         (
             (all_to_all(8, 8), all_to_all(9, 8), all_to_all(8, 8)),
-            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: the ranks send 25 elements in all and expect 24",
+            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: the ranks send 25 elements in total and expect 24",
         ),
         # What one rank has too few another has too many: the sums are equal.
         (

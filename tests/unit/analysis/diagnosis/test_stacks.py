@@ -128,7 +128,7 @@ def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp
     )
     (finding,) = left_by_rank_2(tmp_path, Moment(reason="SIGTERM", after=9, stacks=stacks), Moment(after=9))
 
-    assert finding.places[0].what == "its thread metrics when it was dumped"
+    assert finding.places[0].what == "its thread metrics at the time of the dump"
     assert finding.places[0].frames[0] == "average (metrics.py:9)"
 
 

@@ -74,7 +74,7 @@ def test_the_rank_that_comes_last_is_named_with_what_the_others_wait(tmp_path: P
         )
     ]
     assert found.verdict == "ok"
-    text = "rank 2 came last in 90.0 % of 10 collectives; the first waited 5 ms for the last (median)"
+    text = "rank 2 arrived last in 90.0 % of 10 collectives; the first rank waited 5 ms for it (median)"
     assert found.advisory == [Finding(kind="straggler", **about, waiting_ranks=[0, 1, 3], text=text)]
 
 
@@ -115,7 +115,7 @@ def test_clocks_are_brought_together_over_groups_that_share_a_rank() -> None:
     assert find_stragglers(job(*ranks))[1] == ClockAlignment(
         aligned=True,
         offset_ms={"1": -70.0, "2": -170.0, "3": -269.0},
-        note="the clocks of 3 rank(s) were moved",
+        note="the clocks of 3 rank(s) were aligned",
     )
 
 
@@ -125,10 +125,10 @@ def test_what_no_clock_explains_is_told_and_without_ends_no_clock_is_moved() -> 
 
     drifts = job(rank(0, *made(10, 20, 30, 40, 50)), rank(1, *made(10, 20, 30, 40, 60)))
     assert find_stragglers(drifts)[1] == ClockAlignment(
-        aligned=True, offset_ms={"1": -5e-6}, residual_ms=3e-6, note="the clocks of 1 rank(s) were moved"
+        aligned=True, offset_ms={"1": -5e-6}, residual_ms=3e-6, note="the clocks of 1 rank(s) were aligned"
     )
     unknown = job(*(rank(one, *made(1, 2, 3, 4, 5, ends=False)) for one in (0, 1)))
-    note = "no dump has times of completion: clocks are taken as they are"
+    note = "clocks not aligned: no dump has end times of calls"
     assert find_stragglers(unknown)[1] == ClockAlignment(aligned=False, note=note)
 
 
@@ -177,4 +177,4 @@ def test_clocks_that_no_collective_contradicts_are_left_alone(tmp_path: Path) ->
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, 0.4, 0]))
 
     assert found.clocks is not None
-    assert (found.clocks.offset_ms, found.clocks.note) == ({}, "no collective contradicts the clocks")
+    assert (found.clocks.offset_ms, found.clocks.note) == ({}, "the clocks agree")
