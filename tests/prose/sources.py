@@ -63,7 +63,7 @@ def _words_of(token: Token) -> str:
         if child.type == "text":
             parts.append(child.content)
         elif child.type == "code_inline":
-            parts.append("code")
+            parts.append("Code")
         elif child.type in ("softbreak", "hardbreak"):
             parts.append(" ")
     return "".join(parts)
