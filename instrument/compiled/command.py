@@ -8,17 +8,17 @@ from crossrank.instrument.compiled import build
 
 
 class BuildKernelCommand:
-    """Builds the kernel in C++ that records calls, for the torch and the Python that run this command.
+    """Compile the C++ recorder for the torch and the Python that run this command. Takes about 12 s and needs a C++
+    compiler.
 
-    A job that finds none records in Python, at more cost per call, and has one built for the next job. An image that
-    holds the kernel needs no compiler where it runs: run this while the image is made, with the HOME or XDG_CACHE_HOME
-    that jobs have. It takes about 12 s and needs a C++ compiler; what failed before is tried again.
+    Without it, a job records in Python, which costs more per call, and compiles the recorder for the next job. Run this
+    while you build an image, with the HOME or XDG_CACHE_HOME of your jobs. The image then needs no compiler.
 
-    Exit codes: 0 = the kernel is there, 2 = it cannot be built.
+    Exit code 0: the recorder is ready. 2: it cannot be compiled.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """None."""
+        """Add no arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
         print(build.make(again=True))

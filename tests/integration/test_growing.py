@@ -54,8 +54,8 @@ def test_equal_ranks_are_one_file_on_request(tmp_path: Path, capsys: pytest.Capt
         (["--ranks", "16", "--grow", "tp", "--dims", "tp=8"], "--grow tp: each matrix product would be split further"),
         (["--ranks", "12", "--dims", "dp=4"], "--dims dp=4 makes 4 ranks; the job has 8"),
         (["--ranks", "16", "--grow", "dp", "--dims", "dp=4,tp=2", "--dedupe"], ""),
-        (["--dims", "dp=8"], "--dims is for a job that is written for another number of ranks; give --ranks N"),
-        (["--dedupe"], "--dedupe is for ranks that do the same; give --ranks N with it"),
+        (["--dims", "dp=8"], "--dims needs --ranks N"),
+        (["--dedupe"], "--dedupe needs --ranks N"),
         (["--ranks", "0"], "--ranks 0 is no number of ranks; a job has 1 to 1,048,576"),
     ],
 )

@@ -135,10 +135,10 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
         (
             "kineto_deepep",
             ["communicates", "bandwidth", "overlap", "steps", "basis"],
-            "sizes of calls whose ranks are known",
+            "sizes and ranks of calls",
         ),
         ("dlrm_8gpu", ["communicates", "bandwidth", "waiting", "overlap", "steps", "basis"], "when hosts waited"),
-        ("linear_1gpu", ["communicates", "overlap", "basis"], "how long communication took"),
+        ("linear_1gpu", ["communicates", "overlap", "basis"], "times of communication"),
         ("flight/clean", ["communicates", "traffic", "bandwidth", "diagnosis", "basis"], "a window"),
     ],
 )

@@ -121,10 +121,13 @@ def test_metrics_are_served_here_alone_and_written_to_a_file(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "crossrank: nowhere: is no folder; name the one given as TRACING_DIR, on a file system"),
-        (["."], "crossrank: .: no rank has begun to record; name the folder given as TRACING_DIR"),
-        ([".", "--metrics", "99999"], "'99999' is no port from 0 to 65535"),
-        ([".", "--interval", "0"], "'0' is no number of seconds from 0.1 to 3600"),
+        (
+            ["nowhere"],
+            "crossrank: nowhere: is not a folder; give the folder TRACING_DIR on a local or shared file system",
+        ),
+        (["."], "crossrank: .: no rank has started to record here; give the folder TRACING_DIR"),
+        ([".", "--metrics", "99999"], "'99999' is not a port from 0 to 65535"),
+        ([".", "--interval", "0"], "'0' is not a number of seconds from 0.1 to 3600"),
     ],
 )
 def test_what_cannot_be_watched_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:

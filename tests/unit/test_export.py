@@ -33,15 +33,15 @@ def test_duckdb_and_pandas_read_all_ranks_and_find_what_load_has(tmp_path: Path)
     job = crossrank.load(RECORDING)
     query = f"SELECT rank, op, count(*), sum(bytes) FROM '{tmp_path}/out/calls/*.parquet' GROUP BY ALL ORDER BY ALL"
     database = duckdb.connect()
-    own = job.calls.group_by("rank", "op").agg(pl.len(), pl.sum("bytes")).sort("rank", "op")
+    own = job.table("calls").group_by("rank", "op").agg(pl.len(), pl.sum("bytes")).sort("rank", "op")
     assert database.execute(query).fetchall() == own.rows()
     joined = database.execute(
         f"SELECT count(*) FROM '{tmp_path}/out/calls/*.parquet' JOIN '{tmp_path}/out/collectives/*.parquet' "
         "USING (pg, members, number, op)"
     )
-    assert joined.fetchall() == [(int(job.collectives["expected"].sum()),)]
+    assert joined.fetchall() == [(int(job.table("collectives")["expected"].sum()),)]
     collectives = pd.read_parquet(tmp_path / "out" / "collectives")
-    assert collectives["time_ns"].sum() == job.collectives["time_ns"].sum()
+    assert collectives["time_ns"].sum() == job.table("collectives")["time_ns"].sum()
 
 
 @pytest.mark.parametrize("form", READERS)
@@ -69,7 +69,7 @@ def test_chosen_tables_of_chosen_ranks(tmp_path: Path, capsys: pytest.CaptureFix
         "rank-1.parquet",
         "schema.json",
     ]
-    calls = crossrank.load(RECORDING, ranks=[1]).calls
+    calls = crossrank.load(RECORDING, ranks=[1]).table("calls")
     assert json.loads(capsys.readouterr().out)["rows"] == {
         "calls": len(calls),
         "steps": len(crossrank.load(RECORDING, ranks=[1]).steps),
@@ -99,4 +99,4 @@ def test_a_table_that_there_is_not_is_one_line(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit) as raised:
         export(tmp_path / "out", "--tables", "kalls")
     assert raised.value.code == 2
-    assert "'kalls' is no table; there are calls, durations" in capsys.readouterr().err
+    assert "'kalls' is not one of the tables: calls, durations" in capsys.readouterr().err

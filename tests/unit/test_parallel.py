@@ -147,7 +147,7 @@ def test_a_negative_number_of_processes_is_one_line_and_exit_2(
 ) -> None:
     rank_trace(0).write(tmp_path, 0)
     assert main(["link", str(tmp_path), "--jobs", "-1"]) == 2
-    assert capsys.readouterr().err == "crossrank: --jobs -1 is no number of processes\n"
+    assert capsys.readouterr().err == "crossrank: --jobs -1 is not a number of processes\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -133,7 +133,7 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
         width = -(-(high - low + 1) // _MOST_BINS)
         count = (high - low) // width + 1
         begins = [float(low + width * number) for number in range(count)]
-        return shown.with_columns(bin=(step - low) // width), begins, "iteration"
+        return shown.with_columns(bin=(step - low) // width), begins, "step"
     count = min(_MOST_BINS, shown["collective"].n_unique())
     width = -(-(last - first + 1) // count)
     begins = [round(number * width / 1e6, 3) for number in range(count)]

@@ -1,4 +1,4 @@
-"""`crossrank anonymize`: traces that may leave the house."""
+"""`crossrank anonymize`: traces without names, to share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ _SHOWN = 12
 
 
 class AnonymizeCommand:
-    """Write a recording, or traces of others, with names in the place of what says who ran it and what: hosts, paths,
-    functions and modules of the user's, descriptions, serial numbers, ids, and times of the day moved. The same text
-    has the same name on all ranks, made with a key that is written nowhere. Every command says the same of it, but for
-    names. What no rule knows, a field or a file, is left out and counted. Exit code 1: a file could not be read, or
-    --verify found a replaced text."""
+    """Copy a recording or traces and replace what identifies the user or the model: hosts, paths, functions, modules,
+    descriptions, serial numbers and ids. Times of day are shifted. The same text gets the same new name on all ranks;
+    its key is not stored. Commands give the same results for the copy, except for names. Fields and files without a
+    rule are skipped and counted. Exit code 1: a file cannot be read, or --verify found a replaced text."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("path", nargs="+", help="a recording, a folder of traces, or the files")
+        add("path", nargs="+", help="a recording, a folder of traces, or files")
         add("-o", "--output", required=True, metavar="DIR", help="a new folder")
-        meaning = "round extents of tensors, and bytes, to powers of two; sizes are then no longer those of the job"
+        meaning = "round tensor sizes and bytes to powers of two, which hides the real sizes"
         add("--coarse", action="store_true", help=meaning)
-        add("--verify", action="store_true", help="search the result for every text that was replaced")
+        add("--verify", action="store_true", help="search the result for every replaced text")
         add_shared(parser, "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -42,12 +41,12 @@ class AnonymizeCommand:
             _print(result, arguments.output)
             if found is not None:
                 looked_for = plural(len(searched(result)), "replaced text")
-                print(f"\nverified   {len(found)} of {looked_for} of four characters or more found in the result")
-        complain(*(f"{file.why}; left out" for file in left_out), most=_SHOWN)
+                print(f"\nverified   {len(found)} of {looked_for} with at least 4 characters found in the result")
+        complain(*(f"{file.why}; skipped" for file in left_out), most=_SHOWN)
         # The text itself stays out of logs.
         complain(
             *(
-                f"{path}: has a text that was replaced elsewhere by {result.replaced[text]}"
+                f"{path}: still has a text that is {result.replaced[text]} elsewhere"
                 for text, path in (found or {}).items()
             ),
             most=_SHOWN,
@@ -76,7 +75,7 @@ _COLUMNS: Columns[Row] = (
     ("kind", lambda row: row[0].partition(" ")[2]),
     ("ranks", lambda row: rank_ranges(row[1]) if row[1] else "-"),
     ("#files", lambda row: row[2]),
-    ("#left out", lambda row: row[3]),
+    ("#skipped", lambda row: row[3]),
 )
 
 
@@ -84,14 +83,14 @@ def _print(result: Anonymous, folder: str) -> None:
     table_of(_rows(result), _COLUMNS).print(f"Anonymous files in {folder}")
     total = sum((Counter(file.left_out) for file in result.files), Counter[str]())
     if total:
-        print_counts("Fields that no rule knows, left out", total.most_common(_SHOWN))
+        print_counts("Skipped fields, which have no rule", total.most_common(_SHOWN))
         if len(total) > _SHOWN:
             print(f"  … and {len(total) - _SHOWN} more (--json shows all)")
-    print(f"\nreplaced   {plural(len(result.replaced), 'text')}, and every time of the day")
+    print(f"\nreplaced   {plural(len(result.replaced), 'text')}, and every time of day")
 
 
 def _answer(result: Anonymous, found: dict[str, str] | None) -> dict[str, object]:
-    """What `--json` prints: no text that was replaced."""
+    """Return what `--json` prints, without the replaced texts."""
     return {
         "files": [
             {"kind": one.kind, "rank": one.rank, "output": one.output, "why": one.why, "left_out": one.left_out}

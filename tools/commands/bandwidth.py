@@ -1,4 +1,4 @@
-"""`crossrank bandwidth`: how fast each collective really was, and who waited for whom."""
+"""`crossrank bandwidth`: the speed of each collective, and which rank waited for which."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from crossrank.tools.output.console import as_json
 
 
 class BandwidthCommand:
-    """Time, algbw, busbw and waiting of every collective, by operation, group, size and locality. From Nsight Systems
-    exports (.sqlite), Kineto traces (linked or not), flight-recorder dumps with timing, logs of NCCL Inspector, a
-    recording that holds any of them, or the folder of a replay. The time of a collective runs from the last arrival;
-    rates follow nccl-tests. Says what could not be attributed. Exit code 1: ranks are missing, or a file could not be
-    used."""
+    """Show time, algbw, busbw and waiting time of every collective, by operation, group, size and locality. Reads
+    Nsight Systems exports (.sqlite), Kineto traces, flight-recorder dumps with timing, logs of NCCL Inspector, a
+    recording with any of them, or the folder of a replay. The time of a collective starts at the last arrival. Rates
+    follow nccl-tests. Exit code 1: ranks are missing, or a file is not usable."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        meaning = f"what rows are grouped by, of {','.join(KEYS)} (default {','.join(BY)})"
+        meaning = f"columns to group by: {','.join(KEYS)} (default {','.join(BY)})"
         parser.add_argument("--by", default=",".join(BY), metavar="KEYS", help=meaning)
         add_measured_arguments(parser, [one for one in CHOICES if one != "comms"], "line-rate")
         parser.add_argument("-o", "--output", metavar="FILE", help="write the result as JSON to FILE (bandwidth.json)")
@@ -33,7 +32,7 @@ class BandwidthCommand:
         paths: list[str] = arguments.path
         by = [name for name in arguments.by.split(",") if name]
         if not by or not set(by) <= set(KEYS):
-            raise CrossrankError(f"--by {arguments.by!r}: choose among {', '.join(KEYS)}")
+            raise CrossrankError(f"--by {arguments.by!r}: choose from {', '.join(KEYS)}")
         rates = line_rates(arguments.line_rate)
         found = _of_replay(arguments) if is_replay(paths[0]) and len(paths) == 1 else read_measured(arguments)
         result = bandwidth(found, inputs=paths, by=by, rates=rates)
@@ -50,24 +49,24 @@ class BandwidthCommand:
 
 
 def _of_replay(arguments: argparse.Namespace) -> JobTables:
-    """A replay has been read by its own ranks: there is no work to share, and nothing to choose."""
+    """Read a replay. It has one file, so no option about ranks, sources or workers applies."""
     for name in ("ranks", "source", "cluster"):
         if getattr(arguments, name) is not None:
-            raise CrossrankError(f"{arguments.path[0]}: is a replay, which --{name} is not for; leave it out")
+            raise CrossrankError(f"{arguments.path[0]}: is a replay; remove --{name}")
     return read_replay(arguments.path[0])
 
 
 def _why_none(result: Bandwidth, found: JobTables) -> str:
-    """Why no call has a time, and what to do about it."""
+    """Return why no call has a time, and the next step."""
     if not result.calls:
         hidden = result.unattributed.get(LEFT_OUT)
         return (
             f"0 calls, and {hidden:,} {LEFT_OUT}"
             if hidden
-            else ("holds no communication; name the traces of a job that has some")
+            else ("has no communication; give the traces of a job that communicates")
         )
-    step = "record with TRACING_TIMING=1 or a window (TRACING_WINDOW=START:STOP), or a report of Nsight Systems"
+    step = "record with TRACING_TIMING=1 or a window (TRACING_WINDOW=START:STOP), or with Nsight Systems"
     if all(one.source == "nsight" for one in found.job.ranks.values()):
-        step = "name a recording with a window (TRACING_WINDOW=START:STOP); beside exports: --source kineto"
+        step = "give a recording with a window (TRACING_WINDOW=START:STOP), with --source kineto"
     why = "".join(f" ({note})" for note in result.notes[:2])
-    return f"{result.calls:,} calls, but nothing says how long one took{why}; {step}"
+    return f"{result.calls:,} calls, but none has a measured time{why}; {step}"

@@ -1,4 +1,4 @@
-"""`crossrank check`: does a Chakra trace keep the contract of ASTRA-sim's feeders, and does ASTRA-sim run it?"""
+"""`crossrank check`: whether ASTRA-sim can read and run a Chakra trace."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from crossrank.tools.output.console import Columns, print_counts, print_json, ta
 
 
 class CheckCommand:
-    """Say whether Chakra traces, ours or others', keep the contract of ASTRA-sim's feeders: every dependency names a
-    node of the file and none runs in a cycle, communication nodes have the attributes that are read, groups are
-    integers that the group file defines; and whether ASTRA-sim runs all of it: of several files also, whether the ranks
-    of a group put the same amounts into its collectives. Exit code 1: a trace breaks it. 2: a
-    file cannot be read to its end."""
+    """Check that ASTRA-sim can read and run Chakra traces of any tool: every dependency is a node of the file, there is
+    no cycle, communication nodes have the required attributes, and groups are integers in the group file. With several
+    files, also check that the ranks of a group give the same amounts to its collectives. Exit code 1: a trace breaks a
+    rule. 2: a file cannot be read to its end."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("traces", nargs="+", metavar="FILE.et", help="Chakra traces, plain, gzip or zstd")
-        meaning = f"the communicator groups (default: {GROUPS} beside the first trace)"
+        meaning = f"the file of process groups (default: {GROUPS} in the folder of the first trace)"
         parser.add_argument("--groups", metavar="FILE", help=meaning)
         parser.add_argument("--json", **SHARED["json"])
 
@@ -35,7 +34,7 @@ class CheckCommand:
         for path in arguments.traces:
             try:
                 if is_folder(path):
-                    raise CrossrankError(f"{path}: is a folder; name the files in it, {path}/*.et")
+                    raise CrossrankError(f"{path}: is a folder; give the files in it: {path}/*.et")
                 results.append(check(path, groups))
             except CrossrankError as error:
                 complain(str(error))
@@ -45,7 +44,7 @@ class CheckCommand:
         elif results:
             table_of(results, _COLUMNS).print("Chakra traces")
             notes = sum((result.notes for result in results), Counter[str]())
-            print_counts("Worth knowing", sorted(notes.items()))
+            print_counts("Notes", sorted(notes.items()))
         for result in results:
             for what, count in result.faults.items():
                 complain(f"{result.path}: {what}: {count}, first {result.first[what]}")
@@ -62,7 +61,7 @@ def _groups(given: str | None, first: str) -> dict[str, list[int]] | None:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=dict[str, list[int]])
     except (OSError, msgspec.MsgspecError) as error:
-        raise CrossrankError(f"{path}: is no group file ({error}); name another with --groups") from error
+        raise CrossrankError(f"{path}: is not a group file ({error}); choose another one with --groups") from error
 
 
 def _communications(result: Checked) -> int:
@@ -73,5 +72,5 @@ _COLUMNS: Columns[Checked] = (
     ("file", lambda result: result.path),
     ("#nodes", lambda result: f"{result.nodes:,}"),
     ("#communications", lambda result: f"{_communications(result):,}"),
-    ("contract", lambda result: "broken" if result.faults else "kept"),
+    ("result", lambda result: "faults" if result.faults else "ok"),
 )

@@ -35,44 +35,44 @@ _SHOWN = 16
 
 
 class ConvertCommand:
-    """Write one Chakra trace per rank (chakra.RANK.et) and the communicator groups (comm_groups.json) from a
-    recording, in a form that ASTRA-sim's feeders accept; with --lower astra-sim only of what ASTRA-sim runs; with
-    --ranks N of the job as it would be with so many. Links first, in memory. Exit code 1: a rank failed or lost part of
-    a file, matched less than --min-match, or the ranks of a group disagree on their collectives."""
+    """Write one Chakra trace per rank (chakra.RANK.et) and the process groups (comm_groups.json) of a recording, which
+    ASTRA-sim can read. --lower astra-sim writes only what ASTRA-sim runs. --ranks N writes the job for N ranks. Links
+    the traces first, in memory. Exit code 1: a rank failed, lost part of a file or matched less than --min-match, or
+    the ranks of a group made different collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        meaning = "a recording, any folder of such files, the two files of one rank, or linked traces"
+        meaning = "a recording, a folder of traces, the two files of one rank, or linked traces"
         add("recording", nargs="+", help=meaning)
-        add("-o", "--output", metavar="DIR", help="folder for the traces (default: the input's)")
+        add("-o", "--output", metavar="DIR", help="folder for the traces (default: the folder of the input)")
         meaning = (
-            "all: data_deps hold every dependency, for a reader of data_deps alone (default); data: what is only "
-            "the order of a thread stands in ctrl_deps"
+            "all: write every dependency to data_deps (default); data: write dependencies that are only the order of "
+            "a thread to ctrl_deps"
         )
         add("--deps", choices=("all", "data"), default="all", help=meaning)
         meaning = (
-            "gpu: GPU and communication nodes only, with the dependencies that ran through the host, which then "
-            "takes no time: ASTRA-sim says the overlap of computation and communication of such traces alone"
+            "gpu: write only GPU and communication nodes, with their dependencies through the host, which then takes "
+            "no time; ASTRA-sim reports overlap only for such traces"
         )
         add("--nodes", choices=("all", "gpu"), default="all", help=meaning)
-        meaning = "leave out what a thread did between its operations (default: a node for each such pause)"
+        meaning = "skip the time between the operations of a thread (default: write a node for each such pause)"
         add("--no-pauses", action="store_true", help=meaning)
         meaning = (
-            "write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce "
-            "as reduce_scatter, what a rank does alone as a computation; and let threads and streams that ran side by "
-            "side, which it runs one after the other, not take longer than they did"
+            "write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce as "
+            "reduce_scatter, a collective of one rank as computation; shorten threads and streams that overlap, "
+            "because it runs them one after the other"
         )
         add("--lower", choices=("astra-sim",), help=meaning)
         meaning = (
-            "with --lower: for its roofline, which needs num_ops of every computation on a GPU; what has none is "
-            "written as one of the host, which keeps its measured time"
+            "with --lower: prepare for ASTRA-sim's roofline, which needs num_ops of every computation on a GPU; write "
+            "a computation without num_ops as one of the host, which keeps its measured time"
         )
         add("--roofline", action="store_true", help=meaning)
-        meaning = "write the process groups as a metadata node too, as Chakra's converter does: ASTRA-sim stops at it"
+        meaning = "also write the process groups as a metadata node, as Chakra's converter does; ASTRA-sim refuses it"
         add("--group-node", action="store_true", help=meaning)
-        add("--strict", action="store_true", help="refuse dependencies that run in a cycle")
-        add("--keep-linked", action="store_true", help="write rank-N.linked.json.zst as well")
-        meaning = "with --ranks N: write files that are equal once, with hard links; none then says its rank"
+        add("--strict", action="store_true", help="fail if dependencies form a cycle")
+        add("--keep-linked", action="store_true", help="also write rank-N.linked.json.zst")
+        meaning = "with --ranks N: write equal files only once, as hard links; they then have no rank inside"
         add("--dedupe", action="store_true", help=meaning)
         add_growing(parser)
         add_shared(parser, "min-match", "json")
@@ -89,13 +89,13 @@ class ConvertCommand:
             strict=arguments.strict,
         )
         if options.roofline and not options.lower:
-            raise CrossrankError("--roofline is about what ASTRA-sim runs; give --lower astra-sim with it")
+            raise CrossrankError("--roofline needs --lower astra-sim")
         fleet = fleet_of(arguments)
         grown = grow(inputs, arguments, options, fleet)
         if arguments.dedupe and grown is None:
-            raise CrossrankError("--dedupe is for ranks that do the same; give --ranks N with it")
+            raise CrossrankError("--dedupe needs --ranks N")
         if arguments.dedupe and is_url(arguments.output or arguments.recording[0]):
-            raise CrossrankError("--dedupe makes hard links, which are of local files; name a local folder with -o")
+            raise CrossrankError("--dedupe makes hard links, so it needs a local folder: give one with -o")
         folder = output_folder(arguments.recording, arguments.output)
         results = convert_ranks(
             inputs.pairs,
@@ -126,13 +126,13 @@ class ConvertCommand:
             if grown is not None:
                 print_growth(grown)
             for window in apart:
-                print(f"\nclocks     of the ranks are further apart than window {window} is long; all begin at 0")
+                print(f"\nclocks     differ by more than window {window} is long, so all ranks start at 0")
         written = (
             grown.growth.written.size if grown is not None else 1 + max((one.rank or 0 for one in good), default=0)
         )
         if older := older_files(folder, written):
             complain(
-                f"{folder}: has {older} Chakra trace(s) of other ranks too, which a simulator would count; remove them"
+                f"{folder}: also has {older} Chakra trace(s) of other ranks, which a simulator would read; remove them"
             )
         complain(*inputs.problems, *inputs.notes, *differ)
         is_whole = complain_of_ranks(results, arguments.min_match)
@@ -149,8 +149,8 @@ def _print(results: Sequence[ConvertedRank], folder: str) -> None:
     if gpu_ns := sum(result.converted.gpu_ns for result in results):
         share = sum(result.converted.counted_ns for result in results) / gpu_ns
         print(
-            f"\nnum_ops    stands on what takes {percent(share)} of the computing time on GPUs (products of matrices, "
-            "convolutions, attention); of the rest it is not known, and a roofline needs it of every node"
+            f"\nnum_ops    FLOP counts cover {percent(share)} of GPU compute time (matrix products, convolutions, "
+            "attention)\n           a roofline needs them for every node"
         )
 
 

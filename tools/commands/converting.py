@@ -1,4 +1,4 @@
-"""What `convert` and `simulate` share: the traces of a window, and the job that they are written for."""
+"""The inputs of `convert` and `simulate`, and the options for another number of ranks."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ def _dimensions(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([a-z]\w*)=(\d{1,7})\s*", part)
         if match is None or not int(match[2]) or match[1] in found:
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of dimensions; write it as dp=8,tp=4")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of dimensions; write it as dp=8,tp=4")
         found[match[1]] = int(match[2])
     return found
 
 
 def add_growing(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("for another number of ranks").add_argument
-    meaning = "N: the job as it would be with so many ranks; a list such as 0-7,12: only these ranks of the traces"
+    meaning = "N: write the job for N ranks; a list such as 0-7,12: read only these ranks"
     add("--ranks", type=_number_or_list, metavar="N", help=meaning)
-    meaning = "the dimension that has more, or fewer, then (default dp, data parallelism)"
+    meaning = "the dimension that changes its size (default dp: data parallelism)"
     add("--grow", metavar="DIMENSION", help=meaning)
     meaning = (
-        f"the dimensions of the recorded job, the outermost first, as dp=8,tp=4: {', '.join(KINDS)} (default: found)"
+        f"dimensions of the recorded job, outermost first, such as dp=8,tp=4: {', '.join(KINDS)} (default: detected)"
     )
     add("--dims", type=_dimensions, metavar="LIST", help=meaning)
 
 
 def find_traces(arguments: argparse.Namespace) -> Inputs:
-    """The pairs of traces, or linked traces, that the user names."""
+    """Return the pairs of traces, or the linked traces, that the user names."""
     paths: list[str] = arguments.recording
     ranks = arguments.ranks if isinstance(arguments.ranks, set) else None
     if linked := _linked(paths):
         inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
         if not inputs.pairs:
-            raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
+            raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank in --ranks")
     elif len(paths) > 2:
-        raise CrossrankError(f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces")
+        raise CrossrankError(f"{len(paths)} paths given; give one folder, the two files of one rank, or linked traces")
     else:
         inputs = find_inputs(paths, ranks)
     seen: dict[tuple[int | None, int], RankInput] = {}
@@ -67,13 +67,13 @@ def find_traces(arguments: argparse.Namespace) -> Inputs:
         if other is not pair:
             raise CrossrankError(
                 f"{other.linked or other.et} and {pair.linked or pair.et} are both of rank {pair.rank}; "
-                "name one of them"
+                "give one of them"
             )
     return inputs
 
 
 def _linked(paths: Sequence[str]) -> list[RankInput]:
-    """The inputs where linked traces are named; empty where other files or folders are."""
+    """Return the linked traces; empty if a path is a folder or another kind of file."""
     if any(is_folder(path) for path in paths):
         return []
     files = discover(paths)
@@ -81,25 +81,25 @@ def _linked(paths: Sequence[str]) -> list[RankInput]:
         return []
     for file in files:
         if file.rank is None:
-            raise CrossrankError(f"{file.path}: does not say its rank; name it rank-N.linked.json, .gz or .zst")
+            raise CrossrankError(f"{file.path}: has no rank in its name; rename it to rank-N.linked.json, .gz or .zst")
     return [RankInput(rank=file.rank, window=file.window, et="", kineto="", linked=file.path) for file in files]
 
 
 def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet: Fleet) -> Grown | None:
-    """The job for as many ranks as the user asks for; None where he does not, and the recorded one is written.
+    """Return the job for the number of ranks in --ranks; None without one.
 
-    Raises `CrossrankError` where a rank cannot be read, or nothing says what a new one would do."""
+    Raises `CrossrankError` if a rank cannot be read, or the work of a new rank is unknown."""
     if not isinstance(arguments.ranks, int):
         for name in ("dims", "grow"):
             if getattr(arguments, name) is not None:
-                raise CrossrankError(
-                    f"--{name} is for a job that is written for another number of ranks; give --ranks N"
-                )
+                raise CrossrankError(f"--{name} needs --ranks N")
         return None
     recorded = convert_ranks(inputs.pairs, None, options, fleet)
     for one in recorded:
         if one.error is not None:
-            raise CrossrankError(f"{one.name}: {one.error}; new ranks do what recorded ones do, so all must be whole")
+            raise CrossrankError(
+                f"{one.name}: {one.error}; new ranks copy recorded ranks, so every rank must be readable"
+            )
     growth = grow_ranks(recorded, arguments.dims, arguments.ranks, arguments.grow or "dp")
     return Grown(growth=growth, recorded=recorded)
 
@@ -119,19 +119,19 @@ def print_growth(grown: Grown) -> None:
     growth = grown.growth
     print(f"\nranks      {grown}")
     for one in growth.recorded.dimensions:
-        what = KINDS.get(one.kind, "nothing says what for")
+        what = KINDS.get(one.kind, "purpose unknown")
         print(f"           {one.name:<12} {one.size:>6}  {what}; {one.because}")
     for text, count in growth.rules(one.converted.communications for one in grown.recorded).items():
         print(f"           {plural(count, 'call')} {text}")
 
 
 def complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:
-    """Whether every rank was converted whole and matched well enough; complains of those that were not."""
+    """Return whether every rank was converted completely and matched well enough, and report those that were not."""
     said_of: dict[str, list[str]] = {}
     for result in results:
         for text in filter(None, (result.error, *result.damage, *result.converted.warnings)):
             said_of.setdefault(text, []).append(result.name)
     complain(*(f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}: {text}" for text, names in said_of.items()))
     poor = [r for r in results if r.error is None and min(r.host_rate, r.activity_rate) < least]
-    complain(*(f"{r.name}: matched less than --min-match; `crossrank link` says what and why" for r in poor))
+    complain(*(f"{r.name}: matched less than --min-match; `crossrank link` shows what and why" for r in poor))
     return not poor and not any(result.error is not None or result.damage for result in results)

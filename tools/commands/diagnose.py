@@ -1,4 +1,4 @@
-"""`crossrank diagnose`: which rank, which group, which call."""
+"""`crossrank diagnose`: the rank, group and call that caused a hang."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
 
 
 class DiagnoseCommand:
-    """Match the calls of all ranks and say what is wrong, root cause first: from flight-recorder dumps (pickle or
-    JSON, NCCL, gloo or any backend) or from a recording's own files. Dumps are read as data; nothing in them is run.
-    Exit code 0: healthy. 1: a fault, or a rank without a usable dump. 2: nothing could be used."""
+    """Match the calls of all ranks and show the faults, root cause first. Reads flight-recorder dumps (pickle or JSON,
+    of NCCL, gloo or any backend) or a recording. Runs no code from a dump. Exit code 0: healthy. 1: a fault, or a rank
+    without a usable dump. 2: no usable input."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("path", nargs="+", help="a recording, a folder of dumps (and all below it), or the dumps")
+        add("path", nargs="+", help="a recording, a folder of dumps with its subfolders, or dumps")
         add("-o", "--output", metavar="FILE", help="write the diagnosis as JSON to FILE")
-        add("--html", metavar="FILE", help="write one page that works without a network")
+        add("--html", metavar="FILE", help="write the diagnosis as an HTML page that works without a network")
         meaning = "write groups, memberships, collectives, calls and tracebacks as SQLite tables"
         add("--database", metavar="FILE", help=meaning)
-        add("--print-entries", action="store_true", help="print every call, rank beside rank")
-        add("--groups", nargs="+", metavar="NAME", help="as --ranks, of these groups, by name or description")
-        meaning = "ranks without a usable dump are no fault, and are taken to be where the others are"
+        add("--print-entries", action="store_true", help="print every call, with one column per rank")
+        add(
+            "--groups",
+            nargs="+",
+            metavar="NAME",
+            help="print only findings and calls of these groups (name or description)",
+        )
+        meaning = "accept ranks without a usable dump, and assume that they made every call"
         add("--allow-missing", action="store_true", help=meaning)
-        add("--world-size", type=int, metavar="N", help="ranks of the job, where no file says it")
+        add("--world-size", type=int, metavar="N", help="number of ranks of the job, if no file has it")
         meaning = (
-            f"read of every dump what is not over and the N calls before it (from {WINDOW} on: so many are looked back "
-            "at), and comms files only of ranks that called since: for who waits for whom among thousands of ranks"
+            f"read only the unfinished calls of each dump and the N calls before them (at least {WINDOW}), and comms "
+            "files only of ranks that made calls after their dump; for jobs of thousands of ranks"
         )
         add("--last", type=_count, metavar="N", help=meaning)
         meaning = (
-            "of the findings, notes, stragglers and entries print those of these ranks, 0-7,12, and of what they "
-            "follow from; the verdict, the exit code, --json and files are of all"
+            "print only findings, notes, stragglers and calls of these ranks, for example 0-7,12, with their root "
+            "causes; verdict, exit code, --json and files still cover all ranks"
         )
         add_shared(parser, "json", "ranks", ranks=meaning)
 
@@ -51,9 +56,9 @@ class DiagnoseCommand:
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
         if not any(len(one.calls) or one.dump.has_status for one in job.ranks.values()):
             raise CrossrankError(
-                f"{', '.join(arguments.path)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, did "
-                "the job not communicate, or only by sends and receives on gloo, which torch does not record "
-                "(crossrank does)?"
+                f"{', '.join(arguments.path)}: no dump has a call. Possible reasons: TORCH_FR_BUFFER_SIZE=0, a job "
+                "without communication, or only sends and receives on gloo, which torch does not record (crossrank "
+                "does)"
             )
         _check_filters(job, arguments.ranks, arguments.groups)
         _write(arguments, diagnosis, job)
@@ -74,28 +79,26 @@ def _read(arguments: argparse.Namespace) -> Evidence:
     where = ", ".join(paths)
     candidates = find_candidates(paths)
     if not candidates:
-        raise CrossrankError(
-            f"{where}: holds neither dumps nor comms files; name the folder of the dumps or a recording"
-        )
+        raise CrossrankError(f"{where}: has no dumps and no comms files; give the folder of the dumps or a recording")
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
     named = not any(is_folder(path) for path in paths)
     evidence = read_evidence(candidates, fleet, named=named, last=arguments.last)
     if not evidence.ranks:
-        reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
+        reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump with a known rank"
         raise CrossrankError(
-            f"{where}: nothing to diagnose ({reasons}); name a folder of flight-recorder dumps or a recording"
+            f"{where}: nothing to diagnose ({reasons}); give a folder of flight-recorder dumps or a recording"
         )
     return evidence
 
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and WINDOW <= int(text) < 1 << 31):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of calls from {WINDOW} on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of calls of at least {WINDOW}")
     return int(text)
 
 
 def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -> None:
-    """The files that are asked for."""
+    """Write the files that the options name."""
     if arguments.output is not None:
         write_output(arguments.output, diagnosis.to_json())
     if arguments.html is not None:
@@ -111,8 +114,8 @@ def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -
 def _check_filters(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
     strange = sorted((ranks or set()) - set(job.world))
     if strange:
-        raise CrossrankError(f"--ranks names {strange[0]}; the job has rank {rank_ranges(job.world)}")
+        raise CrossrankError(f"--ranks has {strange[0]}; the job has rank {rank_ranges(job.world)}")
     names = {name for group in job.groups for name in group.pg if name}
     for name in groups or ():
         if name not in names:
-            raise CrossrankError(f"--groups names {name!r}; the groups are {', '.join(sorted(names)[:20])}")
+            raise CrossrankError(f"--groups has {name!r}; the groups are {', '.join(sorted(names)[:20])}")

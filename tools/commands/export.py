@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def _write_csv(frame: pl.DataFrame, path: str) -> None:
-    """As `csv_text` has it, names that come from files are no formulas for a spreadsheet."""
+    """Write CSV. A text that a spreadsheet would run as a formula gets a quote, as in `csv_text`."""
     import polars as pl
 
     texts = [name for name, kind in frame.schema.items() if kind in (pl.String, pl.Categorical, pl.Enum)]
@@ -57,22 +57,22 @@ _WRITERS: dict[str, tuple[str, Callable[[pl.DataFrame, str], object]]] = {
     "csv": ("csv", _write_csv),
     "arrow": ("arrow", lambda frame, path: frame.write_ipc(path)),
 }
-"""Format -> (ending of its files, what writes one)."""
+"""Format -> (extension, function that writes a file)."""
 SCHEMA = "schema.json"
 
 
 class ExportCommand:
-    """Write the tables of a job as Parquet, CSV or Arrow files: DIR/calls/rank-0.parquet, one file for each rank, and
-    DIR/collectives/job.parquet where ranks are matched; schema.json says type, unit and meaning of each column. Each
-    rank is read and written by itself; tables of the job hold the calls of all ranks in memory. Exit code 1: a file
-    could not be used."""
+    """Write the tables of a job as Parquet, CSV or Arrow files. Tables of ranks have one file per rank
+    (DIR/calls/rank-0.parquet), tables of the job one file (DIR/collectives/job.parquet). schema.json has type, unit and
+    meaning of each column. Tables of the job need the calls of all ranks in memory. Exit code 1: a file is not
+    usable."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+        add("path", nargs="+", help="a recording, a folder of traces or exports, or files")
         add("-o", "--output", metavar="DIR", required=True, help="a new folder")
-        add("--format", choices=_WRITERS, default="parquet", help="(default parquet)")
-        meaning = f"only these, for example calls,steps (default: all): {', '.join(TABLES)}"
+        add("--format", choices=_WRITERS, default="parquet", help="file format (default parquet)")
+        meaning = f"tables to write, for example calls,steps (default: all): {', '.join(TABLES)}"
         add("--tables", type=_tables, default=frozenset(TABLES), metavar="LIST", help=meaning)
         add_source(parser, sources.CHOICES)
         add_shared(parser, "ranks", "json")
@@ -112,13 +112,13 @@ def _tables(text: str) -> frozenset[str]:
     names = frozenset(part.strip() for part in text.split(","))
     unknown = sorted(names - TABLES.keys())
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no table; there are {', '.join(TABLES)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of the tables: {', '.join(TABLES)}")
     return names
 
 
 @dataclass(frozen=True)
 class _Export:
-    """What is written, and where to. It goes to the workers."""
+    """The tables to write, and where. Sent to the workers."""
 
     folder: str
     format: str
@@ -138,7 +138,7 @@ class _Export:
             make_folder(join(self.folder, table))
 
     def read_and_write(self, task: RankSources) -> _Written | str:
-        """Runs in a worker: read a file, and write the tables of the ranks in it."""
+        """Read a file and write the tables of its ranks. Runs in a worker."""
         traces = sources.read_task(task)
         if isinstance(traces, str):
             return traces
@@ -150,7 +150,7 @@ class _Export:
         return _Written(traces if self.of_job else list(map(_ends_of, traces)), rows, [])
 
     def write_rank(self, trace: RankTrace) -> Counter[str]:
-        """Write the tables of a rank; the rows of each."""
+        """Write the tables of a rank, and return their numbers of rows."""
         name = f"rank-{trace.rank or 0}"
         if not self.of_rank:
             return Counter()
@@ -158,7 +158,7 @@ class _Export:
         return Counter({table: self.write(OF_RANK[table](trace, made), table, name) for table in self.of_rank})
 
     def write(self, frame: pl.DataFrame, table: str, name: str) -> int:
-        """Write a file of a table; its rows."""
+        """Write one file, and return its number of rows."""
         ending, write = _WRITERS[self.format]
         with output_file(join(self.folder, f"{table}/{name}.{ending}")) as path:
             write(frame, str(path))
@@ -183,16 +183,16 @@ class _Export:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a worker hands in."""
+    """The result of a worker."""
 
     traces: list[RankTrace]
     rows: Counter[str]
     unnamed: list[RankTrace]
-    """Those of which all files together tell the ranks: not written yet."""
+    """Traces whose rank depends on the other files; not written yet."""
 
 
 def _ends_of(trace: RankTrace) -> RankTrace:
-    """What tells that ranks are of one run."""
+    """Return the first and last call of a rank, which show whether ranks are of one run."""
     last = len(trace) - 1
     calls = trace.calls.take(sorted({0, last}) if last >= 0 else [])
     return replace(trace, calls=calls, waits=None, host_waits=HostWaits(), busy=Busy(), unawaited=set(), awaited=set())

@@ -1,4 +1,4 @@
-"""`crossrank inspect`: what is in a recording."""
+"""`crossrank inspect`: the contents of a recording."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CHAKRA = (".et", ".et.gz", ".et.zst")
 
 
 class InspectCommand:
-    """Say what is in a recording: ranks, groups, calls and bytes per operation, the share that leaves a node,
-    the source lines that communicate most, and what is missing or damaged. Bytes are S of nccl-tests, summed
-    over the ranks that made the call. Of a Chakra trace (FILE.et): its metadata and nodes, with --json all of them."""
+    """Show the contents of a recording: ranks, groups, calls and bytes per operation, the share between nodes, the
+    source lines that communicate most, and what is missing or damaged. Bytes are S of nccl-tests, summed over ranks.
+    For a Chakra trace (FILE.et), shows its metadata and first nodes; --json shows all nodes."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        meaning = "the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
+        meaning = "a recording (the folder TRACING_DIR), one comms file, an fsspec URL, or FILE.et"
         parser.add_argument("recording", help=meaning)
-        meaning = "source lines to list (default 10), and four times as many groups"
+        meaning = "number of source lines to list (default 10); lists four times as many groups"
         parser.add_argument("--top", type=_count, default=10, metavar="N", help=meaning)
         add_shared(parser, "json")
 
@@ -53,6 +53,7 @@ class InspectCommand:
 
 
 def _print(summary: Summary, top: int) -> None:
+    _print_lines(_missing(summary))
     _print_lines(_head(summary))
     if summary.by_op:
         table_of(summary.by_op, _OPERATIONS).print("Operations")
@@ -60,12 +61,10 @@ def _print(summary: Summary, top: int) -> None:
         called = sorted((one for one in summary.groups if one["calls"]), key=lambda one: -one["bytes"])
         table_of(called, _GROUPS, limit=4 * top, more="--top").print("Process groups")
         if silent := len(summary.groups) - len(called):
-            print(f"  {plural(silent, 'group')} on which nothing was called: --json has them")
+            print(f"  {plural(silent, 'group')} without a call (--json shows them)")
     if summary.sources:
-        table_of(summary.sources, _SOURCES, limit=top, more="--top").print("Source lines that communicate most")
+        table_of(summary.sources, _SOURCES, limit=top, more="--top").print("Source lines with most bytes")
     table_of(list(summary.files.items()), _FILES).print("Files")
-    print()
-    _print_lines(_missing(summary))
 
 
 def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
@@ -83,45 +82,45 @@ def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "ranks", f"{ranks} on {len(summary.nodes)} node(s) ({nodes}{more})"
     yield "versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
     parts = ", ".join(f"{first}:{stop}" for first, stop in summary.parts)
-    yield "steps", str(summary.steps) + (f", the iterations {parts} of a longer recording" if parts else "")
-    yield "calls", f"{total.calls} recorded, {amount(total.bytes)} (S of nccl-tests, summed over ranks)"
+    yield "steps", str(summary.steps) + (f" (steps {parts} of a longer recording)" if parts else "")
+    yield "calls", f"{total.calls}, {amount(total.bytes)} (size S of nccl-tests, summed over ranks)"
     if filtered := summary.counts.get("filtered"):
-        yield "", f"{filtered} more stayed inside a node and were left out (TRACING=CROSSNODE)"
-    yield "cross-node", f"{_share(total.cross_node_bytes, total.bytes)} of the recorded bytes{unknown}"
+        yield "", f"{filtered} more inside nodes, not recorded (TRACING=CROSSNODE)"
+    yield "cross-node", f"{_share(total.cross_node_bytes, total.bytes)} of the bytes{unknown}"
 
 
 def _missing(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.missing_ranks:
-        yield "missing", f"no comms file of rank {rank_ranges(summary.missing_ranks)}"
+        yield "missing", f"rank {rank_ranges(summary.missing_ranks)} has no comms file"
     if summary.unfinished_ranks:
-        ended = "no end line, the process was killed or still runs; its last half second may lack"
+        ended = "no last line: the process was killed or still runs; its last 0.5 s may be missing"
         yield "unfinished", f"rank {rank_ranges(summary.unfinished_ranks)}: {ended}"
     for ending, ranks in list(summary.endings.items())[:_MOST_ENDINGS]:
-        yield "ended", f"rank {rank_ranges(ranks)} by {ending[:_LONGEST_ENDING]}"
+        yield "ended", f"rank {rank_ranges(ranks)}: {ending[:_LONGEST_ENDING]}"
     for name in summary.cut_off:
-        yield "cut off", f"{name}: the process ended while it was written"
+        yield "cut off", f"{name}: the process ended while it wrote the file"
     for warning in summary.warnings[:_MOST_LINES]:
         yield "warning", warning
     if len(summary.warnings) > _MOST_LINES:
         yield "warning", f"… and {len(summary.warnings) - _MOST_LINES} more (--json shows all)"
     if unrecognized := summary.unrecognized:
-        yield "ignored", f"{len(unrecognized)} file(s) that are no recording's: {', '.join(unrecognized[:5])}"
+        yield "ignored", f"{len(unrecognized)} file(s) of unknown type: {', '.join(unrecognized[:5])}"
     if others := summary.other_jobs:
-        what = "folder(s) of other jobs, an earlier one or processes that ranks started, not counted here"
+        what = "folder(s) of other jobs (earlier ones, or processes that ranks started), not counted"
         yield "others", f"{len(others)} {what}: {', '.join(others[:5])}{', …' if len(others) > 5 else ''}"
     if not (_lacks(summary) or summary.problems):
-        yield "complete", "every rank is there" + ("" if summary.endings else " and ended properly")
+        yield "complete", "every rank is there" + ("" if summary.endings else ", and ended properly")
 
 
 def _lacks(summary: Summary) -> bool:
-    """Whether something that belongs to the recording is not there."""
+    """Return whether a part of the recording is missing."""
     return bool(summary.missing_ranks or summary.unfinished_ranks or summary.cut_off or summary.mixed)
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return number
 
 
@@ -142,7 +141,7 @@ _GROUPS = (
     ("group", itemgetter("pg")),
     ("description", itemgetter("desc")),
     ("#size", itemgetter("size")),
-    ("ranks", lambda row: rank_ranges(row["ranks"]) if row["ranks"] is not None else "not known"),
+    ("ranks", lambda row: rank_ranges(row["ranks"]) if row["ranks"] is not None else "unknown"),
     ("locality", itemgetter("locality")),
     ("#calls", itemgetter("calls")),
     _BYTES,

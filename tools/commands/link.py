@@ -27,24 +27,24 @@ _ROWS = 16
 _WARNINGS = 4
 _NUMBER = re.compile(r"(?<!thread )(?<![\w.])\d{1,18}(?![\w.])")
 _COUNTED = {
-    "host_matched": "Host operations, by how their Kineto event was found",
+    "host_matched": "Matched host operations, by method",
     "edges": "Dependencies, by kind",
-    "communications": "Communications, by where their record comes from",
+    "communications": "Communications, by source of their record",
     "host_unmatched": "Host operations without a Kineto event",
     "kineto_unmatched": "Kineto host events without an operation in the execution trace",
     "activities_unlinked": "GPU activities without a host operation, kept in the graph",
-    "activities_outside": "GPU activities left out",
-    "syncs_unresolved": "Synchronisations that gave no dependency",
+    "activities_outside": "Skipped GPU activities",
+    "syncs_unresolved": "Synchronizations without a dependency",
 }
-"""Counts of a report, and the heading over those of all ranks together."""
+"""Counts of a report -> the heading above their totals."""
 _EXTENSIONS = {"zst": ".zst", "gz": ".gz", "none": ""}
 _GroupKey = tuple[str, tuple[int, ...]]
-"""What makes groups of two ranks the same: their name, unless that is an address, and their members."""
+"""Identifies a group on all ranks: its name, unless that is an address, and its members."""
 
 
 @dataclass(kw_only=True)
 class LinkedRank(RankOutput):
-    """What linking one rank and window gave."""
+    """The result of linking one rank and window."""
 
     nodes: int = 0
     report: MatchReport = field(default_factory=MatchReport)
@@ -54,7 +54,7 @@ class LinkedRank(RankOutput):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRow:
-    """One process group over all ranks that were linked."""
+    """One process group over all linked ranks."""
 
     pg: str
     ranks: tuple[int, ...]
@@ -70,16 +70,18 @@ class GroupRow:
 
 
 class LinkCommand:
-    """Join the execution trace and the Kineto trace of every rank into one linked trace: times for host operations,
-    GPU activities with the operation that launched them, communications with their records, and every dependency
-    with its kind. Says what matched and what did not. Exit code 1: a rank failed, lost part of a file,
-    or matched less than --min-match, or the ranks of a group disagree on their number of collectives."""
+    """Join the execution trace and the Kineto trace of every rank into one linked trace. It has host operations with
+    times, GPU activities with the operation that launched them, communications with their records, and every dependency
+    with its kind. Exit code 1: a rank failed, lost part of a file or matched less than --min-match, or the ranks of a
+    group made different numbers of collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        meaning = "a recording, any folder of such files, or the two files of one rank; plain, gzip or zstd"
+        meaning = "a recording, a folder of traces, or the two files of one rank; plain, gzip or zstd"
         add("recording", nargs="+", help=meaning)
-        add("-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)")
+        add(
+            "-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the folder of the input)"
+        )
         meaning = "compression of the output (default zst)"
         add("--compress", choices=sorted(_EXTENSIONS), default="zst", help=meaning)
         add_shared(parser, "ranks", "min-match", "json")
@@ -87,7 +89,7 @@ class LinkCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.recording
         if len(paths) > 2:
-            raise CrossrankError(f"{len(paths)} paths given; name one folder, or the two files of one rank")
+            raise CrossrankError(f"{len(paths)} paths given; give one folder, or the two files of one rank")
         inputs = find_inputs(paths, arguments.ranks)
         folder = output_folder(paths, arguments.output)
         results = _link_ranks(inputs.pairs, folder, arguments.compress, fleet_of(arguments))
@@ -111,7 +113,7 @@ class LinkCommand:
 
 
 def _link_ranks(inputs: Iterable[RankInput], folder: str, compression: str, fleet: Fleet) -> list[LinkedRank]:
-    """Link every rank; one that fails has its error in its result, and the others are linked all the same."""
+    """Link every rank. The result of a rank that fails has its error."""
     link_one = partial(_link_one, folder=folder, compression=compression)
     return map_ranks(
         link_one,
@@ -125,7 +127,7 @@ def _link_ranks(inputs: Iterable[RankInput], folder: str, compression: str, flee
 def _link_one(given: RankInput, folder: str, compression: str) -> LinkedRank:
     trace = link(given.et, given.kineto, given.comms, rank=given.rank)
     if given.rank is not None and trace.kineto_rank not in (None, given.rank):
-        trace.report.doubts.append(f"rank {given.rank} by its name, {trace.kineto_rank} by what the Kineto trace says")
+        trace.report.doubts.append(f"rank {given.rank} in the file name, {trace.kineto_rank} in the Kineto trace")
     name = file_name(LINKED, trace.rank or 0, given.window).removesuffix(".zst") + _EXTENSIONS[compression]
     path = join(folder, name)
     with writing(path):
@@ -150,7 +152,7 @@ def _calls_by_group(trace: LinkedTrace, *, p2p: bool) -> Counter[_GroupKey]:
 
 
 def _compare_groups(results: Sequence[LinkedRank]) -> list[GroupRow]:
-    """How many collectives every rank made on every group it belongs to."""
+    """Return how many collectives each rank made on each of its groups."""
     users: dict[tuple[int, _GroupKey], set[int]] = defaultdict(set)
     linked = {(result.rank, result.window): result for result in results if result.error is None}
     for (rank, window), result in linked.items():
@@ -174,19 +176,19 @@ def _compare_groups(results: Sequence[LinkedRank]) -> list[GroupRow]:
 
 
 def _faults(result: LinkedRank, least: float) -> Iterator[str]:
-    """Why a rank was not linked, or not as a whole, or matched less than it should."""
+    """Yield why a rank was not linked, not completely, or matched less than `least`."""
     report = result.report
     if result.error is not None:
         yield result.error
     yield from report.damage
-    yield from (f"are these two files of one run? {doubt}" for doubt in report.doubts)
+    yield from (f"the two files may be of different runs: {doubt}" for doubt in report.doubts)
     rate = min(report.host_rate, report.activity_rate)
     if result.error is None and rate < least:
         of_host = report.host_rate <= report.activity_rate
         reasons = report.host_unmatched if of_host else report.activities_unlinked
         reason, count = max(reasons.items(), key=lambda item: item[1])
         what = "operations" if of_host else "GPU activities"
-        yield f"matched {percent(rate)}, less than {percent(least)} (--min-match); {count} {what}: {reason}"
+        yield f"matched {percent(rate)}, less than --min-match {percent(least)}; {count} {what}: {reason}"
 
 
 def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str) -> None:
@@ -196,12 +198,12 @@ def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str
         print_counts(title, sorted(total.items(), key=lambda item: (-item[1], item[0])))
     alone = sum(result.report.communication_kernels_alone for result in linked)
     if alone:
-        print_counts("Communication kernels without a call around them", [("all", alone)])
+        print_counts("Communication kernels without a call", [("all", alone)])
     if groups:
-        table_of(groups, _GROUPS, limit=_ROWS).print("Process groups, over the ranks linked")
+        table_of(groups, _GROUPS, limit=_ROWS).print("Process groups of the linked ranks")
     absent = sorted({rank for row in groups for rank in row.ranks} - {result.rank for result in linked})
     if absent:
-        print(f"\nmissing    rank {rank_ranges(absent)}: of these groups, and not linked here")
+        print(f"\nmissing    rank {rank_ranges(absent)}: in these groups, but not linked")
     warnings = _warnings(linked)
     for text, ranks in warnings[:_WARNINGS]:
         print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
@@ -210,10 +212,9 @@ def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str
 
 
 def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:
-    """Warnings with the ranks that gave them, the most frequent first.
+    """Return each warning with its ranks, most frequent first.
 
-    Those that differ in numbers alone are one: each number becomes the range that it spans, but for a thread's, which
-    says what it is about.
+    Warnings that differ only in numbers are merged, and each number becomes a range. The number of a thread stays.
     """
     found: dict[str, list[tuple[list[int], str]]] = {}
     for result in linked:
@@ -244,7 +245,7 @@ def _counts(row: GroupRow) -> str:
 
 
 def _summary(results: Sequence[LinkedRank], groups: Sequence[GroupRow], inputs: Inputs) -> dict[str, object]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     named = ("rank", "window", "output", "error", "nodes")
     return {
         "ranks": [
@@ -268,14 +269,14 @@ _RANKS: Columns[LinkedRank] = (
     ("#matched", lambda result: percent(result.report.host_rate)),
     ("#GPU", lambda result: f"{sum(result.report.activities.values()) - _left_out(result):,}"),
     ("#linked", lambda result: percent(result.report.activity_rate) if result.report.activities else "-"),
-    ("#left out", lambda result: f"{_left_out(result):,}"),
+    ("#skipped", lambda result: f"{_left_out(result):,}"),
     ("#comms", lambda result: f"{sum(result.report.communications.values()):,}"),
     ("#edges", lambda result: f"{sum(result.report.edges.values()):,}"),
 )
 _GROUPS: Columns[GroupRow] = (
     ("group", _group_name),
-    ("#members", lambda row: len(row.ranks) or "not known"),
-    ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "not known"),
+    ("#members", lambda row: len(row.ranks) or "unknown"),
+    ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "unknown"),
     ("#collectives per rank", _counts),
     ("#sends and receives", lambda row: row.p2p),
 )

@@ -1,4 +1,4 @@
-"""What `bandwidth` and `timeline` begin with: the times of all ranks at the paths that the user names."""
+"""The arguments of `bandwidth` and `timeline`, and the times of all ranks that they read."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from crossrank.tools.job.sources import open_job
 
 
 def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[str], *shared: str) -> None:
-    """The options that `read_measured` reads, and others; `sources` are what the user may choose among."""
-    parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+    """Add the options that `read_measured` reads, and `shared` ones. `sources` are the choices of --source."""
+    parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or files")
     add_source(parser, sources)
-    meaning = "read only these, for example 0-7,12; times of groups with others then include waiting for them"
+    meaning = "read only these ranks, for example 0-7,12; times of groups with other ranks then include waiting time"
     add_shared(parser, "ranks", *shared, "json", ranks=meaning)
 
 
 def read_measured(arguments: argparse.Namespace) -> JobTables:
-    """Raises `CrossrankError` where nothing can be used."""
+    """Return the tables of the job. Raises `CrossrankError` if no file is usable."""
     wanted, source = arguments.ranks, arguments.source
     return open_job(arguments.path, fleet_of(arguments), wanted, source, arguments.communication_kernels)
 
 
 def complain_of(found: JobTables, arguments: argparse.Namespace) -> int:
-    """Report what could not be used, and ranks that are missing where the user did not choose some; the exit code that
-    follows."""
+    """Report skipped files and missing ranks, and return the exit code. With --ranks, no rank counts as missing."""
     complain(*found.job.skipped, most=8)
     missing = found.job.missing if arguments.ranks is None else []
     if missing:
-        complain(f"rank {rank_ranges(missing)} is not there: times of its groups include waiting for it")
+        complain(f"rank {rank_ranges(missing)} is missing: times of its groups include waiting time")
     return 1 if found.job.skipped or missing else 0

@@ -1,4 +1,4 @@
-"""`crossrank minimize`: a few iterations of a long recording, to hand on."""
+"""`crossrank minimize`: a few steps of a long recording, to share."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _ROWS = 16
 
 
 class MinimizeCommand:
-    """Write the iterations A to before B of a recording to a folder of its own, which every command reads: the calls
-    of all ranks with their waits and times, the windows that lie in it as a whole with their traces, and the
-    flight-recorder dumps where the run ends in it. Nothing is renamed. Exit code 1: a part of a file could not be
-    read."""
+    """Copy the steps A to B - 1 of a recording to a new recording: the calls of all ranks with waits and times, the
+    windows inside these steps with their traces, and the flight-recorder dumps if the run ends there. Names do not
+    change. Exit code 1: a part of a file cannot be read."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("recording", help="the folder given as TRACING_DIR, or its fsspec URL")
-        meaning = "the first iteration, and the first that is left out"
+        add("recording", help="the recording: the folder TRACING_DIR, or its fsspec URL")
+        meaning = "the first step, and the first step after the part"
         add("--steps", type=iterations, required=True, metavar="A:B", help=meaning)
         add("-o", "--output", required=True, metavar="DIR", help="a new folder")
         add_shared(parser, "json")
@@ -38,11 +37,11 @@ class MinimizeCommand:
         if arguments.json:
             print_json(result)
         else:
-            table_of(result.ranks, _RANKS, limit=_ROWS).print(f"Iterations {steps[0]}:{steps[1]} in {arguments.output}")
+            table_of(result.ranks, _RANKS, limit=_ROWS).print(f"Steps {steps[0]}:{steps[1]} in {arguments.output}")
             if result.dumps:
-                print(f"\ndumps      {result.dumps} came along as they are: they have calls from before the part too")
+                print(f"\ndumps      {result.dumps} copied unchanged")
             for line in _notes(result):
-                print(f"\nleft out   {line}")
+                print(f"\nskipped    {line}")
         problems = [problem for rank in result.ranks for problem in rank.problems]
         complain(*problems)
         return 1 if problems or result.without_comms else 0
@@ -55,13 +54,12 @@ def _notes(result: Minimized) -> Iterator[str]:
             windows.setdefault((window, (first, last)), []).append(rank.rank)
     for (window, (first, last)), ranks in windows.items():
         yield (
-            f"window {window} of rank {rank_ranges(ranks)}, of the iterations {first} to {last}: the part does not "
-            "have all of them"
+            f"window {window} of rank {rank_ranges(ranks)} (steps {first} to {last}): only part of it is in the part"
         )
     for what, count in sum((Counter(rank.left_out) for rank in result.ranks), Counter[str]()).items():
         yield f"{count:,} {what}"
     if result.dumps_left_out:
-        yield f"{result.dumps_left_out} flight-recorder dump(s), for every rank went on after the part"
+        yield f"{result.dumps_left_out} flight-recorder dump(s), because every rank continued after these steps"
     if result.without_comms:
         yield f"the files of rank {rank_ranges(result.without_comms)}, which has no comms file"
 
@@ -71,7 +69,7 @@ _RANKS: Columns[MinimizedRank] = (
     ("#calls", lambda rank: f"{rank.calls:,}"),
     ("#of", lambda rank: f"{rank.of_calls:,}"),
     ("#windows", lambda rank: len(rank.windows)),
-    ("ends", lambda rank: "with the part" if rank.goes_on else "as the recording" if rank.folder else "not read"),
+    ("ends", lambda rank: "with the part" if rank.goes_on else "with the recording" if rank.folder else "not read"),
     ("#size", lambda rank: amount(rank.size)),
     ("#of", lambda rank: amount(rank.of_size)),
 )

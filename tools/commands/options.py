@@ -1,4 +1,4 @@
-"""What several commands share: options, the fleet and a progress bar for work over ranks, output, complaints."""
+"""Options, progress bars, output files and warnings that several commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crossrank.tools.parallel import Fleet
 
 _DIGITS = 18
 _WORTH_PROCESSES = 8_000_000
-"""Bytes of comms files or dumps below which starting processes takes longer than reading."""
+"""Bytes of comms files or dumps. Below this, starting processes takes longer than reading."""
 
 
 def rank_list(text: str) -> set[int]:
@@ -29,16 +29,16 @@ def rank_list(text: str) -> set[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-7,12")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write it as 0-7,12")
         first, last = int(match[1]), int(match[2] or match[1])
         if last >= MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"{text!r} names a rank above {MOST_RANKS - 1}")
+            raise argparse.ArgumentTypeError(f"{text!r} has a rank above {MOST_RANKS - 1}")
         ranks.update(range(first, last + 1))
     return ranks
 
 
 def iterations(text: str) -> tuple[int, int]:
-    """From the first to before the second.
+    """Return the first step, and the first step after the range.
 
     >>> iterations("100:102")
     (100, 102)
@@ -46,7 +46,7 @@ def iterations(text: str) -> tuple[int, int]:
     first, colon, stop = text.partition(":")
     known = colon and first.isdecimal() and stop.isdecimal() and len(stop) < _DIGITS
     if not (known and int(first) < int(stop)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP, two numbers of which the second is larger")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range START:STOP with START < STOP")
     return int(first), int(stop)
 
 
@@ -56,38 +56,36 @@ def share(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
     return number
 
 
 SHARED: dict[str, dict[str, Any]] = {
-    "ranks": {"type": rank_list, "metavar": "LIST", "help": "only these, for example 0-7,12"},
+    "ranks": {"type": rank_list, "metavar": "LIST", "help": "read only these ranks, for example 0-7,12"},
     "json": {"action": "store_true", "help": "print the result as JSON"},
     "line-rate": {
         "action": "append",
         "default": [],
         "metavar": "[LOCALITY=]RATE",
-        "help": "show the share of it that busbw reaches: 400Gbps, 50GB/s, intra_node=450GB/s; may be given again",
+        "help": "show busbw as a share of this rate: 400Gbps, 50GB/s, intra_node=450GB/s; can be repeated",
     },
     "min-match": {
         "type": share,
         "default": 0.95,
         "metavar": "SHARE",
-        "help": "exit 1 where less of the host operations, or of the GPU activities launched during them, matched "
-        "(default 0.95)",
+        "help": "exit with 1 if a smaller share of host operations or GPU activities is matched (default 0.95)",
     },
-    "jobs": {"type": int, "default": 0, "metavar": "N", "help": "processes (default: one per core)"},
+    "jobs": {"type": int, "default": 0, "metavar": "N", "help": "number of processes (default: one per core)"},
     "cluster": {
         "metavar": "ADDRESS",
-        "help": "a Dask scheduler, or `local` for a cluster of --jobs processes here",
+        "help": "address of a Dask scheduler, or `local` to start one with --jobs processes",
     },
 }
-"""Options that mean the same wherever they are."""
+"""Options that have the same meaning in every command."""
 
 
 def add_shared(parser: argparse.ArgumentParser, *names: str, **meanings: str) -> None:
-    """Add options of `SHARED`, and those about who does the work on the ranks, which `fleet_of` reads. `meanings` are
-    help texts in the place of theirs."""
+    """Add options of `SHARED`, and the options that `fleet_of` reads. `meanings` replaces help texts."""
     workers = parser.add_argument_group("many ranks")
     for name in (*names, "jobs", "cluster"):
         options = SHARED[name] | ({"help": meanings[name]} if name in meanings else {})
@@ -95,41 +93,41 @@ def add_shared(parser: argparse.ArgumentParser, *names: str, **meanings: str) ->
 
 
 def add_source(parser: argparse.ArgumentParser, choices: Sequence[str]) -> None:
-    """The options of what measures communication: which of the files, and which kernels."""
-    parser.add_argument("--source", choices=choices, help="what to take times from (default: what says most)")
+    """Add the options that select the source of times and the kernels that communicate."""
+    parser.add_argument("--source", choices=choices, help="the source of times (default: the best one found)")
     parser.add_argument(
         "--communication-kernels",
         metavar="REGEX",
         default="",
-        help="kernels whose names match communicate too, beside those of NCCL, RCCL, NVSHMEM, DeepEP and others that "
-        "are known",
+        help="count kernels with a matching name as communication too; kernels of NCCL, RCCL, NVSHMEM, DeepEP and "
+        "others always count",
     )
 
 
 def fleet_of(arguments: argparse.Namespace, size: int | None = None) -> Fleet:
-    """The workers that the options name. `size`: bytes to be read, where so few are read faster by one process."""
+    """Return the workers that the options select. One process reads a small input: `size` bytes."""
     if arguments.jobs < 0:
-        raise CrossrankError(f"--jobs {arguments.jobs} is no number of processes")
+        raise CrossrankError(f"--jobs {arguments.jobs} is not a number of processes")
     is_small = size is not None and size <= _WORTH_PROCESSES and arguments.cluster is None
     jobs = arguments.jobs or (1 if is_small else os.cpu_count() or 1)
     return Fleet(jobs=jobs, cluster=arguments.cluster, bar=progress)
 
 
 def output_folder(paths: Sequence[str], output: str | None) -> str:
-    """Folder or URL that the results go to, made where it is not there; that of the input unless one is named."""
+    """Return the folder or URL for the results, and create it. The default is the folder of the input."""
     folder = folder_of(paths[0]) if output is None else output
     make_folder(folder)
     return folder
 
 
 def folder_of(path: str) -> str:
-    """The folder or URL that results about `path` go to, where none is named: itself, or the one it is in."""
+    """Return the default folder or URL for results about `path`: `path` itself, or its parent."""
     return path if is_folder(path) else path.rpartition("/")[0] or "."
 
 
 @contextmanager
 def progress(what: str, count: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal while the block runs; it calls what it is given after each of `count` files."""
+    """Show a progress bar on a terminal. The block calls the yielded function after each of `count` files."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
@@ -138,19 +136,19 @@ def progress(what: str, count: int) -> Iterator[Callable[[], None]]:
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("files"), TimeElapsedColumn())
     with Progress(*columns, console=Console(file=terminal(sys.stderr)), transient=True) as shown:
-        # Of one file it is not known how far it has come.
+        # The progress within one file is unknown.
         bar = shown.add_task(what, total=count if count > 1 else None)
         yield lambda: shown.advance(bar)
 
 
 @contextmanager
 def output_file(name: str) -> Iterator[Path]:
-    """The local name under which the block writes what becomes `name`, local or a URL, whole or not at all."""
+    """Yield a local path. What the block writes there becomes `name` (a path or URL), completely or not at all."""
     try:
         with whole_file(name) as temporary:
             yield temporary
     except OSError as error:
-        raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error
+        raise CrossrankError(f"{name}: cannot be written ({error.strerror}); choose another file") from error
 
 
 def write_output(name: str, content: bytes) -> None:
@@ -159,7 +157,7 @@ def write_output(name: str, content: bytes) -> None:
 
 
 def complain(*texts: str, most: int = sys.maxsize) -> None:
-    """Print the first `most` texts on stderr, and how many more there are."""
+    """Print the first `most` texts to stderr, and the number of the others."""
     more = [f"… and {len(texts) - most} more (--json shows all)"] if len(texts) > most else []
     for text in (*texts[:most], *more):
         print(f"crossrank: {printable(text)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`crossrank report`: one page of all of it."""
+"""`crossrank report`: one page about a job."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ if TYPE_CHECKING:
 
 
 class ReportCommand:
-    """Write one HTML page that works from disk without a network: what the job communicates by operation and group,
-    who sends to whom, source lines, bandwidth by size, who waits for whom over time, iterations, the diagnosis, and how
-    much of it was matched. From recordings, Nsight exports, Kineto traces and flight-recorder dumps. Exit code 1: the
-    diagnosis found a fault, ranks are missing, or a file could not be used."""
+    """Write one HTML page about a job: traffic by operation, group, rank and source line, bandwidth, waiting time,
+    overlap, steps, and the diagnosis. The page works without a network. Reads recordings, Nsight exports, Kineto traces
+    and flight-recorder dumps. Exit code 1: the diagnosis found a fault, ranks are missing, or a file is not usable."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
-        add("-o", "--output", metavar="FILE", help="where to (default: report.html in the folder of the input)")
-        add("--replay", metavar="DIR", help="what crossrank replay -o DIR wrote about this recording")
+        add("path", nargs="+", help="a recording, a folder of traces or exports, or files")
+        add("-o", "--output", metavar="FILE", help="output file (default: report.html in the folder of the input)")
+        add("--replay", metavar="DIR", help="the folder that crossrank replay -o DIR wrote for this recording")
         add_source(parser, sources.CHOICES)
         add_shared(parser, "line-rate", "json")
 
@@ -63,7 +62,7 @@ class ReportCommand:
             _print(output, len(content), found)
         complain(*found.skipped, most=8)
         if found.missing_ranks:
-            complain(f"rank {found.missing_ranks} is not there")
+            complain(f"rank {found.missing_ranks} is missing")
         faulty = found.diagnosis is not None and found.diagnosis.verdict != "ok"
         return 1 if faulty or found.skipped or found.missing_ranks else 0
 
@@ -143,11 +142,11 @@ def _failed(item: _Item, error: CrossrankError) -> _Read:
 def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:
     """The diagnosis, or why there is none."""
     if not candidates:
-        return None, "there is neither a comms file nor a flight-recorder dump"
+        return None, "there is no comms file and no flight-recorder dump"
     try:
         evidence = put_together(candidates, results)
         if not evidence.ranks:
-            return None, "; ".join(evidence.skipped[:3]) or "no file could be used"
+            return None, "; ".join(evidence.skipped[:3]) or "no file is usable"
         return diagnose(evidence)[0], ""
     except CrossrankError as error:
         return None, str(error)
@@ -155,16 +154,16 @@ def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -
 
 def _print(output: str, size: int, found: Figures) -> None:
     print(f"report     {printable(output)}, {amount(size)}")
+    verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
+    print(f"diagnosis  {printable(verdict)}")
     print(
-        f"holds      {found.ranks} of {found.world_size} rank(s), {found.calls:,} calls, "
-        f"{found.bandwidth.timed_calls:,} of them with times; bytes in all: {amount(found.bytes, found.unsized)}"
+        f"contents   {found.ranks} of {found.world_size} rank(s), {found.calls:,} calls "
+        f"({found.bandwidth.timed_calls:,} with times), {amount(found.bytes, found.unsized)}"
     )
     if (exposed := found.exposed) is not None:
         shown = plural(exposed.waits, "wait")
         if exposed.steps:
             median = milliseconds(exposed.per_step_ms)
             least = "at least " if exposed.calls_without else ""
-            shown = f"{least}{percent(exposed.share)} of the iterations, {median} of each at the median"
-        print(f"exposed    {shown}, on the hosts; {plural(exposed.calls_without, 'call')} without a recorded wait")
-    verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
-    print(f"diagnosis  {printable(verdict)}")
+            shown = f"{least}{percent(exposed.share)} of step time, {median} per step (median)"
+        print(f"exposed    {shown}, measured on the hosts; {plural(exposed.calls_without, 'call')} without a wait")

@@ -1,4 +1,4 @@
-"""`crossrank simulate`: how long the windows of a recording take, here or elsewhere."""
+"""`crossrank simulate`: the time of the windows of a recording, here or on another machine."""
 
 from __future__ import annotations
 
@@ -46,40 +46,37 @@ from crossrank.tools.predict.fit import MeasuredKind, fit_network, leave_one_out
 from crossrank.tools.predict.network import ALGORITHMS, Algorithm, Link, Network, bus_bytes, link_of
 
 _FIGURES = ("makespan_ns", "measured_ns", "by_clocks", "error", "critical_ns", "waiting_ns", "joined", "alone")
-"""What `--json` says of a simulation besides how busy its threads and streams are."""
+"""Fields of a simulation in `--json`, besides busy times."""
 T = TypeVar("T")
 
 
 class SimulateCommand:
-    """Play the windows of all ranks of a recording: what runs when, if nothing but dependencies held it back, how long
-    it takes and why. Communications take what they were measured to take, or what a network says (--network,
-    --intra, --inter), and computation --compute times as long. With --ranks N of the job as it would be with so many.
-    Exit code 1: a rank failed or lost part of a file, matched less than --min-match, or the ranks of a group disagree
-    on their collectives."""
+    """Simulate the windows of a recording: when each node runs if only dependencies delay it, how long it takes, and
+    why. A communication takes its measured time, or the time of a modelled network (--network, --intra, --inter).
+    --compute scales computation. --ranks N simulates the job with N ranks. Exit code 1: a rank failed, lost part of a
+    file or matched less than --min-match, or the ranks of a group made different collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        meaning = "a recording, any folder of such files, the two files of one rank, or linked traces"
+        meaning = "a recording, a folder of traces, the two files of one rank, or linked traces"
         parser.add_argument("recording", nargs="+", help=meaning)
         add = parser.add_argument_group("another machine").add_argument
         meaning = (
-            "measured: communications take what they took (default); recorded: what the recording's own collectives "
-            "say, by latency and bandwidth of each operation, which --ranks N takes"
+            "measured: use measured times (default); recorded: use latency and bandwidth per operation, fitted to the "
+            "collectives of the recording (default with --ranks N)"
         )
         add("--network", choices=("measured", "recorded"), help=meaning)
-        meaning = "bus bandwidth, and the latency of a step, inside a node: 300GB/s,2us"
+        meaning = "bus bandwidth, and latency per round, inside a node: 300GB/s,2us"
         add("--intra", type=_link, metavar="RATE[,LATENCY]", help=meaning)
         add("--inter", type=_link, metavar="RATE[,LATENCY]", help="the same between nodes: 400Gbps,8us")
-        meaning = "ranks of a node there (default: groups stay inside a node or cross nodes as they did)"
+        meaning = "ranks per node (default: groups stay inside a node or cross nodes as recorded)"
         add("--per-node", type=_positive(int), metavar="N", help=meaning)
-        meaning = "how collectives are made: in how many steps (default ring)"
+        meaning = "algorithm of collectives, which sets the number of rounds (default ring)"
         add("--algorithm", choices=ALGORITHMS, help=meaning)
-        meaning = "computation takes so many times as long: on GPUs, or on the host where there are none (default 1)"
+        meaning = "multiply the time of computation by FACTOR: on GPUs, or on the host without GPUs (default 1)"
         add("--compute", type=_positive(float), default=1.0, metavar="FACTOR", help=meaning)
-        meaning = "predict each kind of collective from all others, and print by how much that is off"
+        meaning = "predict each kind of collective from the others, and print the error"
         parser.add_argument("--leave-one-out", action="store_true", help=meaning)
-        meaning = (
-            "run ASTRA-sim's analytical backend on the same, and print both (default BINARY: the variable ASTRA_SIM)"
-        )
+        meaning = "also run ASTRA-sim's analytical backend, and print both results (default BINARY: variable ASTRA_SIM)"
         parser.add_argument(
             "--astra-sim", nargs="?", const=os.environ.get("ASTRA_SIM", ""), metavar="BINARY", help=meaning
         )
@@ -93,12 +90,12 @@ class SimulateCommand:
             _refuse_timeline(arguments.timeline)
         if arguments.astra_sim == "":
             raise CrossrankError(
-                "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware, or ASTRA_SIM has it"
+                "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware; give it, or set ASTRA_SIM"
             )
         if arguments.astra_sim is not None and isinstance(arguments.ranks, set):
-            raise CrossrankError("--astra-sim plays the ranks of a whole job, from 0 on; leave out the list of --ranks")
+            raise CrossrankError("--astra-sim simulates all ranks of a job; remove the list of --ranks")
         if arguments.astra_sim is not None and arguments.compute != 1:
-            raise CrossrankError("--astra-sim plays computation as it was measured; leave out --compute")
+            raise CrossrankError("--astra-sim uses measured computation; remove --compute")
         fleet = fleet_of(arguments)
         network, kinds = _network(arguments, fleet)
         predicted = leave_one_out(kinds, arguments.algorithm or "ring") if arguments.leave_one_out else []
@@ -119,16 +116,14 @@ class SimulateCommand:
             if grown is not None:
                 print_growth(grown)
                 if arguments.per_node is None:
-                    print(
-                        "           groups are inside a node, or cross nodes, as they did; --per-node N says otherwise"
-                    )
+                    print("           groups are inside a node, or cross nodes, as recorded; --per-node N changes this")
             if network is not None:
                 print_network(network)
             changed = cost is not None or arguments.compute != 1 or grown is not None
             for window, simulation in simulations.items():
                 print_simulation(window, simulation, changed=changed)
             if grown is not None and cost is None:
-                print(f"\ncommunication takes what it took on {grown.growth.recorded.size} ranks")
+                print(f"\ncommunication takes the time measured on {grown.growth.recorded.size} ranks")
             if beside:
                 print_beside(simulations, beside)
             if arguments.leave_one_out:
@@ -155,26 +150,25 @@ def _positive(kind: Callable[[str], T]) -> Callable[[str], T]:
         except ValueError:
             number = kind("0")
         if not 0 < float(str(number)) < 1e9:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
         return number
 
     return parse
 
 
 def _measured(paths: Sequence[str], fleet: Fleet) -> list[MeasuredKind]:
-    """The times of the recording's own collectives."""
+    """Return the measured times of the collectives of the recording."""
     return measured_kinds(open_job(paths, fleet))
 
 
 def _network(arguments: argparse.Namespace, fleet: Fleet) -> tuple[Network | None, list[MeasuredKind]]:
-    """What communications run on, None where they take what they took; and the times of the recording's own
-    collectives, where they are asked for."""
+    """Return the modelled network, None with measured times; and the times of collectives, if an option needs them."""
     algorithm: Algorithm = arguments.algorithm or "ring"
     given: dict[Locality, Link | None] = {"intra_node": arguments.intra, "cross_node": arguments.inter}
     links = {locality: link for locality, link in given.items() if link is not None}
     if links and arguments.network is not None:
         raise CrossrankError(
-            f"--network {arguments.network} says what communications take; leave out --intra and --inter"
+            f"--network {arguments.network} sets the time of communications; remove --intra and --inter"
         )
     grows = isinstance(arguments.ranks, int) and arguments.network is None and not links
     recorded = arguments.network == "recorded" or grows
@@ -185,20 +179,19 @@ def _network(arguments: argparse.Namespace, fleet: Fleet) -> tuple[Network | Non
         network = fit_network(kinds, algorithm)
         if not network.links:
             raise CrossrankError(
-                f"{arguments.recording[0]}: no collective of several ranks has both a size and a time, so nothing is "
-                "known of its network; say what it is with --intra and --inter, or --network measured"
+                f"{arguments.recording[0]}: no collective of several ranks has both a size and a time, so its "
+                "network is unknown; give --intra and --inter, or --network measured"
             )
         return network, kinds
     if arguments.per_node is not None or (arguments.algorithm is not None and not arguments.leave_one_out):
         raise CrossrankError(
-            "--per-node and --algorithm are about a network, and communications take what they took; name one with "
-            "--intra and --inter, or --network recorded"
+            "--per-node and --algorithm need a modelled network: give --intra and --inter, or --network recorded"
         )
     return None, kinds
 
 
 def _cost(network: Network, per_node: int | None) -> Cost:
-    """What a communication takes on the network."""
+    """Return a function that gives the time of a communication on the network."""
 
     def cost(one: Transfer) -> float | None:
         locality, nodes = one.locality, None
@@ -212,17 +205,17 @@ def _cost(network: Network, per_node: int | None) -> Cost:
 
 
 def _refuse_timeline(timeline: str) -> None:
-    """Refuse before the work what would fail after it."""
+    """Check the output file before the work."""
     if not timeline.endswith((".json", ".json.gz")):
-        raise CrossrankError(f"{timeline}: a timeline is a .json or .json.gz file")
+        raise CrossrankError(f"{timeline}: a timeline must end in .json or .json.gz")
     if os.path.isdir(timeline) or not os.path.isdir(os.path.dirname(timeline) or "."):
-        raise CrossrankError(f"{timeline}: cannot be written; name a file in a folder that exists")
+        raise CrossrankError(f"{timeline}: cannot be written; choose a file in an existing folder")
 
 
 def _simulate(
     results: Sequence[ConvertedRank], cost: Cost | None, arguments: argparse.Namespace
 ) -> dict[int, Simulation]:
-    """Window -> its ranks, played together; written as a timeline as well, those of later windows beside it."""
+    """Simulate each window, and write its timeline. Timelines of later windows are named w2.NAME and so on."""
     windows: dict[int, list[RankGraph]] = {}
     for result in results:
         if result.converted.graph is not None:
@@ -241,7 +234,7 @@ def _simulate(
 def _astra_sim(
     arguments: argparse.Namespace, inputs: Inputs, grown: Grown | None, network: Network | None, fleet: Fleet
 ) -> list[AstraRun]:
-    """What ASTRA-sim makes of each window."""
+    """Run ASTRA-sim on each window."""
     with TemporaryDirectory(prefix="crossrank-") as folder:
         results = convert_ranks(inputs.pairs, folder, Options(lower=True), fleet, grown=grown)
         found = []
@@ -261,7 +254,7 @@ def _answer(
     differ: Sequence[str],
     problems: Sequence[str],
 ) -> dict[str, object]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     return {
         "simulations": [_figures(window, simulation) for window, simulation in simulations.items()],
         "network": None

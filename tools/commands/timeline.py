@@ -20,16 +20,18 @@ from crossrank.tools.output.timeline.build import Flows, Written, write_timeline
 
 
 class TimelineCommand:
-    """Lay all ranks on one timeline, on one clock, for ui.perfetto.dev: a track per rank for its calls, one for its
-    communication on the device, steps, arrows from the first to the last arriver of each collective, and counters of
-    bytes in flight and bus bandwidth. From recordings, Nsight exports, Kineto traces and flight-recorder dumps; calls
-    without times of the device stand where the host made them. Exit code 1: ranks are missing, or a file could not be
-    used."""
+    """Write all ranks to one timeline for ui.perfetto.dev, on one clock. Each rank has its calls, its communication on
+    the device, and its steps. Arrows go from the first to the last rank that arrives at a collective. Counters show
+    bytes in flight and bus bandwidth. Reads recordings, Nsight exports, Kineto traces and flight-recorder dumps. A call
+    without a time on the device is drawn where the host made it. Exit code 1: ranks are missing, or a file is not
+    usable."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        meaning = "where to (default: timeline.pftrace in the folder of the input); .gz compresses"
+        meaning = "output file (default: timeline.pftrace in the folder of the input); .gz compresses it"
         parser.add_argument("-o", "--output", metavar="FILE", help=meaning)
-        meaning = "arrows between the ranks of a collective: first to last arriver (default), through all, or none"
+        meaning = (
+            "arrows of a collective: from the first to the last rank to arrive (default), through all ranks, or none"
+        )
         parser.add_argument("--flows", choices=get_args(Flows), default="first-last", help=meaning)
         add_measured_arguments(parser, CHOICES)
 
@@ -51,10 +53,11 @@ class TimelineCommand:
 
 def _print(output: str, size: int, written: Written, found: JobTables) -> None:
     print(f"timeline   {printable(output)}, {amount(size)}")
+    print("view it at https://ui.perfetto.dev")
     print(
-        f"holds      {written.calls:,} calls (a batch is one), {written.activities:,} measured times, "
-        f"{written.steps:,} steps, of {written.ranks} rank(s); {written.arrows:,} arrows; {written.duration_ms:,.1f} ms"
+        f"contents   {written.ranks} rank(s), {written.steps:,} steps, {written.duration_ms:,.1f} ms, "
+        f"{written.calls:,} calls or batches,"
     )
+    print(f"           {written.activities:,} measured times, {written.arrows:,} arrows")
     print(f"clocks     {alignment_text(found.clocks)}")
-    print("open it in ui.perfetto.dev")
     print_notes(found.job.notes)

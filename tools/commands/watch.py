@@ -24,28 +24,30 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 class WatchCommand:
-    """Show a job while it runs, from its files as they grow in a folder that is shared: iterations, calls and bytes per
-    group, bandwidth (with TRACING_TIMING=1), exposed communication, who comes last and by how much, which ranks are
-    silent. Ctrl-C ends it. Exit code 1: ranks are missing or unheard of, or the job hangs."""
+    """Show a running job from its files in a shared folder: steps, calls and bytes per group, bandwidth (with
+    TRACING_TIMING=1), exposed communication, the last rank of each group, and silent ranks. Ctrl-C ends it. Exit code
+    1: ranks are missing or do not write, or the job hangs."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("recording", help="the folder given as TRACING_DIR")
-        add("--once", action="store_true", help="look once, print and end")
-        add("--json", action="store_true", help="print a line of JSON per look")
-        add("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between looks (default 2)")
-        add("--top", type=int, default=16, metavar="N", help="groups and ranks to list (default 16)")
+        add("recording", help="the recording: the folder TRACING_DIR")
+        add("--once", action="store_true", help="print once, then exit")
+        add("--json", action="store_true", help="print one line of JSON per update")
+        add("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between updates (default 2)")
+        add("--top", type=int, default=16, metavar="N", help="number of groups and ranks to list (default 16)")
         metrics = parser.add_argument_group("Prometheus")
         add = metrics.add_argument
-        add("--metrics", type=_port, metavar="PORT", help="serve metrics on this port; 0 = any that is free")
-        meaning = "the address to serve on (default 127.0.0.1: this machine alone)"
+        add("--metrics", type=_port, metavar="PORT", help="serve metrics on this port; 0 selects a free one")
+        meaning = "address to serve on (default 127.0.0.1: only this machine)"
         add("--host", default="127.0.0.1", metavar="ADDRESS", help=meaning)
-        add("--textfile", metavar="FILE", help="write metrics to FILE at each look, for the node exporter")
+        add("--textfile", metavar="FILE", help="write metrics to FILE at each update, for the node exporter")
 
     def run(self, arguments: argparse.Namespace) -> int:
         folder = arguments.recording
         if is_url(folder) or not os.path.isdir(folder):
-            raise CrossrankError(f"{folder}: is no folder; name the one given as TRACING_DIR, on a file system")
+            raise CrossrankError(
+                f"{folder}: is not a folder; give the folder TRACING_DIR on a local or shared file system"
+            )
         job, metrics = _Job(folder), Metrics()
         _serve(arguments, metrics)
         try:
@@ -63,7 +65,7 @@ class WatchCommand:
 
 
 class _Job:
-    """The files of a recording, looked at again and again."""
+    """The files of a recording, read again at each update."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -71,7 +73,7 @@ class _Job:
         self._files: dict[int, tuple[GrowingFile, LiveFile]] = {}
 
     def look(self) -> Snapshot:
-        """What the files say now. Raises `CrossrankError` where there are none."""
+        """Read what is new, and return the state of the job. Raises `CrossrankError` if there is no comms file."""
         listing = list_recording(self.folder)
         found = listing.of_kind(COMMS)
         for path in (f"{self.folder}/{name}" for name in listing.folders if RANK_FOLDER.fullmatch(name)):
@@ -84,7 +86,7 @@ class _Job:
             if file.rank not in self._files:
                 self._files[file.rank] = GrowingFile(file.path), LiveFile(len(found))
         if not self._files:
-            raise CrossrankError(f"{self.folder}: no rank has begun to record; name the folder given as TRACING_DIR")
+            raise CrossrankError(f"{self.folder}: no rank has started to record here; give the folder TRACING_DIR")
         for growing, rank in self._files.values():
             try:
                 rank.take(growing.look())
@@ -95,7 +97,7 @@ class _Job:
         return snapshot(self.folder, contents, time.time(), self._hang())
 
     def _hang(self) -> str:
-        """What the job's verdict says, as long as no rank has gone on since."""
+        """Return the verdict of the job, unless a rank made a call after it."""
         path = Path(self.folder, VERDICT)
         try:
             written = path.stat().st_mtime
@@ -127,7 +129,7 @@ def _print(arguments: argparse.Namespace, found: Snapshot) -> None:
 
 
 def _serve(arguments: argparse.Namespace, metrics: Metrics) -> None:
-    """Serve metrics where that is asked for."""
+    """Serve metrics if --metrics is given."""
     if arguments.metrics is None:
         return
     try:
@@ -140,12 +142,12 @@ def _serve(arguments: argparse.Namespace, metrics: Metrics) -> None:
         ) from error
     except OSError as error:
         where = f"{arguments.host}:{arguments.metrics}"
-        raise CrossrankError(f"{where}: cannot be listened on ({one_line(error)}); name another port") from error
+        raise CrossrankError(f"{where}: cannot listen there ({one_line(error)}); choose another port") from error
     print(f"metrics    http://{arguments.host}:{server.server_port}/metrics", file=sys.stderr)
 
 
 def _write(arguments: argparse.Namespace, metrics: Metrics) -> None:
-    """Write metrics to a file where that is asked for."""
+    """Write metrics to a file if --textfile is given."""
     if arguments.textfile is None:
         return
     try:
@@ -164,11 +166,11 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
     return seconds
 
 
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
     return int(text)

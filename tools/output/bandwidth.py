@@ -12,7 +12,7 @@ from crossrank.tools.output.console import Table, print_counts, print_notes, tab
 from crossrank.tools.tables import Row
 
 _SHOWN = 24
-BOUNDS = "upper bounds: not all members were seen, several calls shared a launch, or the end is known only from a wait"
+BOUNDS = "upper bounds include waiting time: ranks are missing, calls shared a launch, or only a wait shows the end"
 
 
 def group_text(row: Row) -> str:
@@ -33,53 +33,53 @@ KEYS: dict[str, Column] = {
 def bandwidth_table(
     result: Bandwidth, keys: Sequence[Column], limit: int, *, more: str, id: str = "", choices: int = 0
 ) -> Table:
-    """Rows that took longest first, `keys` before what was measured; see `Table` for the others. There is no column for
-    what no row knows."""
+    """Return the table: rows with most time first, columns `keys` first. Columns without a value are left
+    out. See `Table` for the other arguments."""
     known = [one for one in _MEASURED if any(one[1](row) not in ("", "-") for row in result.rows)]
     columns = [*keys, *known]
     return table_of(result.rows, columns, limit=limit, more=more, id=id, choices=choices)
 
 
 def alignment_text(clocks: Clocks) -> str:
-    """What the times of different ranks rest on."""
+    """Return how the clocks of the ranks were aligned, and the remaining difference."""
     residual = clocks.residual_us
     if residual is None or (clocks.count > 1 and not clocks.collectives):
         return clocks.note
-    far = f"{microseconds(residual['p50'])} us (p50), {microseconds(residual['max'])} us at most"
+    far = f"{microseconds(residual['p50'])} us (p50), {microseconds(residual['max'])} us (max)"
     if clocks.count > 1:
-        return f"{clocks.note}; then the ends of a collective still differ by {far}"
-    return f"{clocks.note}; all ranks end a collective within {far}"
+        return f"{clocks.note}; remaining difference {far}"
+    return f"{clocks.note}; ends of a collective differ by {far}"
 
 
 def print_bandwidth(result: Bandwidth) -> None:
-    """What was measured by what, how much of it found its call, and the table."""
-    lacking = f", {len(result.missing_ranks)} missing" if result.missing_ranks else ""
-    print(f"ranks      {len(result.ranks)} of {result.world_size}{lacking}")
-    for source, count in result.sources.items():
-        print(f"measured   {TIMED_BY[source]} ({count} rank(s))")
+    """Print the time per rank and the table, then how the times were measured and what was not matched."""
     print(
-        f"calls      {result.timed_calls:,} of {result.calls:,} have times; they are {result.timed_collectives:,} "
-        f"collectives, transfers or batches, {result.total_ms:,.3f} ms"
+        f"total      {result.total_ms:,.3f} ms in {result.timed_collectives:,} collectives or transfers "
+        f"({result.timed_calls:,} of {result.calls:,} calls have times)"
     )
-    print(f"clocks     {printable(alignment_text(result.clocks))}")
     if (overlap := result.overlap) is not None:
         computation, exposed, memory, idle = percents(
             (overlap.computation, overlap.exposed, overlap.memory, overlap.idle)
         )
         print(
-            f"time       {computation} computation, {exposed} exposed communication, {memory} copies alone, "
-            f"{idle} idle: of {overlap.windows:,} traced iteration(s) or window(s) of {overlap.of_ranks:,} rank(s), "
-            f"by what the {' or the '.join(overlap.measured_on)} ran"
+            f"time       {computation} computation, {exposed} exposed communication, {memory} copies, {idle} idle\n"
+            f"           in {overlap.windows:,} steps or windows of {overlap.of_ranks:,} rank(s), measured on the "
+            f"{' and the '.join(overlap.measured_on)}"
         )
-    print_counts("Kernels and other activities, by how they found their call", result.attributed.items())
-    print_counts("Not attributed", result.unattributed.items())
-    print_counts("Not compared across ranks", result.not_compared.items())
-    if result.unattributed_ms:
-        print(f"  {result.unattributed_ms:,.3f} ms of communication kernels belong to no known call")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json shows all")
-    table.print("Collectives and transfers, those that took longest in all first")
+    table.print("Collectives and transfers, most time first")
     if any(row["upper_bounds"] for row in result.rows):
         print(f"  {BOUNDS}")
+    lacking = f", {len(result.missing_ranks)} missing" if result.missing_ranks else ""
+    print(f"\nranks      {len(result.ranks)} of {result.world_size}{lacking}")
+    for source, count in result.sources.items():
+        print(f"measured   {TIMED_BY[source]} ({count} rank(s))")
+    print(f"clocks     {printable(alignment_text(result.clocks))}")
+    print_counts("Communication kernels with a call, by method of matching", result.attributed.items())
+    print_counts("Not matched to a call", result.unattributed.items())
+    print_counts("Not compared across ranks", result.not_compared.items())
+    if result.unattributed_ms:
+        print(f"  {result.unattributed_ms:,.3f} ms of communication kernels without a call")
     print_notes(result.notes)
 
 
@@ -90,7 +90,7 @@ def _of(column: str, name: str, text: Callable[[float | None], str]) -> Callable
 _MEASURED: tuple[Column, ...] = (
     ("#collectives", lambda row: f"{row['collectives']:,}"),
     ("#upper bounds", lambda row: row["upper_bounds"] or ""),
-    ("#S in all", lambda row: amount(row["bytes"], row["unsized"])),
+    ("#total S", lambda row: amount(row["bytes"], row["unsized"])),
     ("#time p50", _of("time_us", "p50", microseconds)),
     ("#p95", _of("time_us", "p95", microseconds)),
     ("#max us", _of("time_us", "max", microseconds)),

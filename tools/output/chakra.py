@@ -71,20 +71,20 @@ def _number(value: float | None) -> str:
 
 
 def _counted(on_gpu: Counter[str]) -> str:
-    """What the computations on GPUs say of their floating-point operations and bytes."""
+    """Return a sentence about FLOP counts and bytes of the computations on GPUs."""
     us, flop, size = on_gpu["counted us"], on_gpu["FLOP"], on_gpu["bytes"]
     text = (
-        f"On GPUs: {on_gpu['counted']:,} of {on_gpu['nodes']:,} computations, {percent(us / max(on_gpu['us'], 1))} of "
-        "their time, have a number of floating-point operations (num_ops)"
+        f"FLOP counts (num_ops) exist for {on_gpu['counted']:,} of {on_gpu['nodes']:,} computations on GPUs, "
+        f"{percent(us / max(on_gpu['us'], 1))} of their time"
     )
     if not us:
         return text
     intensity = f", {flop / size:,.1f} FLOP/byte" if size else ""
-    return f"{text}: {flop:,} FLOP, {flop / us / 1e6:,.2f} TFLOP/s over that time, {amount(size)}{intensity}"
+    return f"{text}: {flop:,} FLOP, {flop / us / 1e6:,.2f} TFLOP/s, {amount(size)}{intensity}"
 
 
 def as_dict(node: pb.Node) -> dict[str, Any]:
-    """A node as plain values; fields that are not set are left out."""
+    """Return a node as plain values, without fields that are not set."""
     fields: dict[str, Any] = {"id": node.id, "name": node.name, "type": TYPES.get(node.type) or str(node.type)}
     for name in ("ctrl_deps", "data_deps"):
         if deps := list(getattr(node, name)):

@@ -23,9 +23,9 @@ class Chart:
     traces: Sequence[Trace]
     layout: dict[str, Any] = field(default_factory=dict)
     views: dict[str, Trace] = field(default_factory=dict)
-    """Name of a button -> what it changes in the only trace; the first is shown at the beginning."""
+    """Name of a button -> what it changes in the only trace. The first one is shown first."""
     table: str = ""
-    """Id of a table whose choices hold for the points as well: their `customdata` is what one chooses by."""
+    """Id of a table whose filters also apply to the points, through their `customdata`."""
 
 
 def label(text: str) -> str:
@@ -33,7 +33,7 @@ def label(text: str) -> str:
 
 
 def labels(texts: Sequence[str]) -> list[str]:
-    """Labels of an axis: cut short, unless two would become one."""
+    """Return labels of an axis, shortened unless two would become equal."""
     short = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…" for text in texts]
     return [label(text) for text in (short if len({*short}) == len({*texts}) else texts)]
 
@@ -44,7 +44,7 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def whole_numbers(title: str, values: Sequence[float]) -> dict[str, Any]:
-    """An axis of whole numbers, none of which has two ticks."""
+    """Return an axis of integers with at most one tick per integer."""
     return axis(title, tickformat="d", **({"dtick": 1} if len(values) < 12 else {}))
 
 
@@ -54,7 +54,7 @@ def heatmap(x: Sequence[object], y: Sequence[str], hover: str, **more: Any) -> T
 
 
 def from_zero(values: Sequence[Sequence[float]]) -> Trace:
-    """The colours of a map that begin at 0: one of nothing but 0 is empty, not in the middle of the scale."""
+    """Return the values of a map with colors from 0, so that a map of zeros is empty."""
     return {"z": values, "zmin": 0, "zmax": max((one for row in values for one in row), default=0) or 1}
 
 
@@ -62,7 +62,7 @@ CATEGORIES = {"xaxis": axis(type="category"), "yaxis": axis(type="category", aut
 
 
 def line(name: str, x: Sequence[float], y: Sequence[float | None], unit: str, **style: Any) -> Trace:
-    """Values over iterations or time."""
+    """Return a line of values over steps or time."""
     hover = f"%{{x}}: %{{y:,.1f}} {unit}<extra>{label(name)}</extra>"
     mode = "lines" if len(x) > 60 else "lines+markers"
     return {"type": "scatter", "mode": mode, "name": label(name), "x": x, "y": y, "hovertemplate": hover} | {
@@ -71,14 +71,14 @@ def line(name: str, x: Sequence[float], y: Sequence[float | None], unit: str, **
 
 
 class Rate(NamedTuple):
-    """Bus bandwidth of some collectives."""
+    """Bus bandwidth of a group of collectives."""
 
     op: str
     size: float
-    """Bytes of one, S of nccl-tests."""
+    """Mean bytes of a collective, S of nccl-tests."""
     low: float
     busbw: float
-    """GB/s, the median."""
+    """Median, GB/s."""
     high: float
     text: str
     is_bound: bool
@@ -86,7 +86,7 @@ class Rate(NamedTuple):
 
 
 def bandwidth_chart(id: str, rates: Sequence[Rate], table: str = "", line_rates: Sequence[float] = ()) -> Chart:
-    """Bus bandwidth over the size of a message, both logarithmic, one colour per operation."""
+    """Return a chart of bus bandwidth over message size, both logarithmic, one color per operation."""
     traces = []
     for op in dict.fromkeys(rate.op for rate in rates):
         own = sorted((rate for rate in rates if rate.op == op), key=lambda rate: rate.size)
@@ -115,7 +115,7 @@ def bandwidth_chart(id: str, rates: Sequence[Rate], table: str = "", line_rates:
         | {"label": {"text": f"line rate {significant(rate)} GB/s", "textposition": "end"}}
         for rate in line_rates
     ]
-    x = axis("mean size of a collective, S in bytes", type="log", exponentformat="SI")
+    x = axis("mean size S of a collective, bytes", type="log", exponentformat="SI")
     y = axis("busbw, GB/s", type="log", exponentformat="e")
     layout = {"shapes": lines, "showlegend": True, "xaxis": x, "yaxis": y}
     return Chart(id=id, height=380, traces=traces, layout=layout, table=table)

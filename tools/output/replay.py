@@ -1,4 +1,4 @@
-"""What a replay measured: tables for the console and pages, a page of its own, and the sections of the report."""
+"""The results of a replay: tables for the console and pages, its own page, and the sections of the report."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def _block_columns(what: str) -> Columns[CallTimes]:
         ("#p95", lambda block: microseconds(block.time_us.p95)),
         ("#p99 us", lambda block: microseconds(block.time_us.p99)),
         ("#waiting us", lambda block: microseconds(block.waiting_us.p50)),
-        ("#from first begin to last end us", lambda block: microseconds(block.span_us.p50)),
+        ("#first start to last end us", lambda block: microseconds(block.span_us.p50)),
     )
 
 
-_BLOCKS = {"source": "By source line", "step": "By iteration"}
-"""By the name in `--by`: the title."""
+_BLOCKS = {"source": "By source line", "step": "By step"}
+"""Name in `--by` -> title."""
 _MOST_KINDS = 4
-"""Of operations that did not run, which are named."""
+"""Number of kinds of skipped operations that are named."""
 _FAILURES: Columns[CheckFailure] = (
     ("#rank", lambda one: one.rank),
     ("#call id", lambda one: one.call),
@@ -99,66 +99,66 @@ _FAILURES: Columns[CheckFailure] = (
 
 
 def milliseconds_alone(us: float | None) -> str:
-    """us as ms for a column that says so."""
+    """Return us as ms without a unit."""
     return "-" if us is None else f"{us / 1000:,.2f}"
 
 
 def tables(report: ReplayReport, limit: int) -> dict[str, Table]:
-    """Every table, of each the first `limit` rows; one without rows is of what was not asked for."""
+    """Return every table with its first `limit` rows. A table that was not requested has no rows."""
     comparison, data, check, step = report.comparison, report.data, report.check, report.step
     contents: dict[str, tuple[Sequence[Any], Columns[Any]]] = {
         "rows": (report.rows, _ROWS),
         "source": (report.by_source, _block_columns("source line")),
-        "step": (report.by_step, _block_columns("#iteration")),
+        "step": (report.by_step, _block_columns("#step")),
         "operations": (step.operations if step else (), _OPERATIONS),
         "compared": (comparison.rows if comparison else (), _COMPARED),
         "different": (data.failures if data else (), _FAILURES),
         "failures": (check.failures if check else (), _FAILURES),
     }
-    more = f"{JSON} has all (-o)"
+    more = f"-o DIR writes all to {JSON}"
     return {name: table_of(items, columns, limit=limit, more=more) for name, (items, columns) in contents.items()}
 
 
 def step_lines(step: StepComparison) -> list[str]:
-    """A whole step, replayed against recorded, in sentences."""
+    """Return sentences that compare a replayed step with the recorded steps."""
     lines = [
         f"A step took {milliseconds(step.replayed_ms)} (p95 {milliseconds(step.replayed_p95_ms)}), "
         + (
-            f"{step.ratio:.2f} x the {milliseconds(step.recorded_ms)} recorded without a profiler (median of "
-            f"{plural(step.recorded_steps, 'step')} of ranks outside windows"
-            + (f"; {step.other_steps:,} others made other calls)" if step.other_steps else ")")
+            f"{step.ratio:.2f} x the recorded {milliseconds(step.recorded_ms)} (median of "
+            f"{plural(step.recorded_steps, 'step')} outside windows, without a profiler"
+            + (f"; {step.other_steps:,} other steps made other calls)" if step.other_steps else ")")
             if step.ratio is not None and step.recorded_ms is not None
-            else "and no step outside the windows made the same calls, to compare it with"
+            else "and the recording has no step with the same calls outside windows to compare it with"
         )
     ]
     if step.error is not None and step.own_ratio is not None and step.noise is not None:
         lines.append(
-            f"Its own error is estimated at {percent(step.error)} of a step: without waits a step took "
-            f"{step.own_ratio:.2f} x the recorded time, and medians of steps are known to {percent(step.noise)} "
-            "(95 % interval); what a changed message costs is not in it"
+            f"Estimated error: {percent(step.error)} of a step. Without waits, a step took {step.own_ratio:.2f} x the "
+            f"recorded time, and the 95 % interval of the medians is {percent(step.noise)}. The error of a changed "
+            "message size is not included"
         )
     if rows := step.coverage.left_out:
         idle = [f"{row.operations:,} x {printable(row.name)} ({printable(row.reason)})" for row in rows[:_MOST_KINDS]]
         idle += [f"{len(rows) - _MOST_KINDS} more kinds"] if len(rows) > _MOST_KINDS else []
         lines.append(
-            f"{step.coverage.operations:,} of {step.coverage.recorded_operations:,} operations ran; the others idled: "
+            f"{step.coverage.operations:,} of {step.coverage.recorded_operations:,} operations ran; idle instead: "
             + "; ".join(idle)
         )
     if step.operations_ratio is not None:
         lines.append(
-            f"The operations took {step.operations_ratio:.2f} x their recorded time, both under the profiler: "
-            "where that is not 1, the machine is another one, or busier"
+            f"The operations took {step.operations_ratio:.2f} x their recorded time, both under the profiler; a ratio "
+            "other than 1 means another machine, or other load"
         )
     exposed = f"Exposed communication {milliseconds(step.exposed_ms)} per step"
     if step.recorded_exposed_ms is not None:
-        exposed += f", {milliseconds(step.recorded_exposed_ms)} in the window as recorded"
-    host = f"the host's own time {milliseconds(step.host_ms)}"
+        exposed += f" ({milliseconds(step.recorded_exposed_ms)} in the recorded window)"
+    host = f"host time between operations {milliseconds(step.host_ms)}"
     if step.host_once_ms >= 0.1:
-        host += f", without {milliseconds(step.host_once_ms)} that single steps had more than the others"
+        host += f", without {milliseconds(step.host_once_ms)} of pauses that only single steps had"
     lines.append(f"{exposed}; {host}")
     lines.append(
-        f"Memory: {amount(step.bytes_per_rank)} of tensors per rank as planned, {amount(step.peak_bytes)} at most in "
-        "a process"
+        f"Memory: {amount(step.bytes_per_rank)} planned for the tensors of a rank, peak {amount(step.peak_bytes)} per "
+        "process"
     )
     return lines
 
@@ -166,8 +166,8 @@ def step_lines(step: StepComparison) -> list[str]:
 def batches_text(batches: Batches) -> str:
     time = batches.time_us
     return (
-        f"{batches.calls:,} calls in a row take {microseconds(time.p50)} us on a rank from the first begin to the "
-        f"last end (p95 {microseconds(time.p95)}, p99 {microseconds(time.p99)}; {batches.batches:,} such per pass)"
+        f"{batches.calls:,} calls in a row take {microseconds(time.p50)} us on a rank from the first start to the "
+        f"last end (p95 {microseconds(time.p95)}, p99 {microseconds(time.p99)}; {batches.batches:,} per pass)"
     )
 
 
@@ -181,7 +181,7 @@ def data_text(data: DataComparison) -> str:
     )
     text += f" within {within}; the largest difference is {data.largest_difference:.3g}"
     if data.not_comparable:
-        text += f"; {data.not_comparable:,} could not be compared, for they were saved of another type or size"
+        text += f"; {data.not_comparable:,} could not be compared, because they have another type or size"
     return text
 
 
@@ -191,14 +191,14 @@ def comparison_text(comparison: Comparison) -> str:
         if not comparison.calls
         else (
             f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
-            f"{percent(comparison.error_p95)} at p95; {comparison.without_time:,} call(s) have no recorded time"
+            f"{percent(comparison.error_p95)} p95; {comparison.without_time:,} call(s) without a recorded time"
         )
     )
     if comparison.recorded_end_to_end_us is None:
         return text
     recorded, replayed = comparison.recorded_end_to_end_us, comparison.replayed_end_to_end_us
-    return f"{text}. End to end {milliseconds(recorded / 1000)} recorded (with computation), " + (
-        f"{milliseconds(replayed / 1000)} replayed"
+    return f"{text}. End to end: recorded {milliseconds(recorded / 1000)} (with computation), " + (
+        f"replayed {milliseconds(replayed / 1000)}"
     )
 
 
@@ -206,58 +206,60 @@ def comparison_text(comparison: Comparison) -> str:
 
 
 def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
-    """The tables of one replay; of its blocks those that are named in `by`."""
+    """Print the tables of one replay, with the blocks that `by` names."""
     for text, count in report.substitutes.items():
-        print(f"  instead: {count:,} call(s): {printable(text)}")
+        print(f"  changed: {count:,} call(s): {printable(text)}")
     settings, found = report.settings, tables(report, _ON_CONSOLE)
-    title = f"Replayed with {settings.backend}, {settings.repeats} passes after {settings.warmup} to warm up"
+    title = f"Replayed with {settings.backend}: {settings.repeats} passes after {settings.warmup} warm-up passes"
     if report.rows:
         found["rows"].print(title)
     else:
         print(f"\n{title}; there is no communication")
     late = sum(row.late_ends for row in report.rows)
     if late:
-        print(f"  of {late:,} call(s) only the end of their wait is known: upper bounds of time, and no bandwidth")
+        print(f"  for {late:,} call(s) only a wait shows the end: time is an upper bound, no bandwidth")
     for name in by:
         if found[name].rows:
-            found[name].print(f"{_BLOCKS[name]}: all calls of one together, per pass")
+            found[name].print(f"{_BLOCKS[name]}, all calls together, per pass")
         else:
-            print(f"\n{_BLOCKS[name]}: the recording does not say it")
+            print(f"\n{_BLOCKS[name]}: not in the recording")
     if report.batches is not None:
         print(f"\n{batches_text(report.batches)}")
     elif report.settings.batch is not None:
-        print(f"\nNo rank makes {report.settings.batch:,} calls, so --batch has nothing to tell")
+        print(f"\nNo rank makes {report.settings.batch:,} calls, so --batch has no result")
     end = report.end_to_end_us
     text = f"End to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)})"
     if report.step is None:  # with computation it is no cost of the calls
         text += f"; {report.cpu_us_per_call:.1f} us CPU per call and rank"
     if report.rows:
-        text += "; time is from the last arrival to the last end"
+        text += "; times are from the last arrival to the last end"
     print(f"\n{text}" + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else ""))
     if report.step is not None:
-        title = f"Operations that take longest, per step and rank, of {report.step.coverage.operations:,} over all"
+        title = (
+            f"Operations with most time, per step and rank ({report.step.coverage.operations:,} operations in total)"
+        )
         table_of(report.step.operations[:_TOP], _OPERATIONS).print(title)
-        print("  recorded and replayed: both under the profiler; without: as the passes that are measured ran")
+        print("  recorded and replayed: with the profiler; the last column: in the measured passes, without it")
         for line in step_lines(report.step):
             print(f"\n{line}" if line.startswith("A step") else line)
     if report.comparison is not None:
         if report.comparison.rows:
             found["compared"].print(
-                "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
+                "Replayed and recorded: completion on each rank, and time of the collective (medians)"
             )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
-            print("  - where the recorded times do not give that of the collective: a root or a sender may end early")
+            print(
+                "  -: the recorded times do not show the time of the collective, because a root or sender may end early"
+            )
         print(f"\n{comparison_text(report.comparison)}")
         if report.comparison.calls:
-            print(f"The calls were recorded under a profiler or timed by torch; the replay ran at pace {settings.pace}")
+            print(f"Recorded times are from a profiler or from torch; the replay ran with --pace {settings.pace}")
     if not (report.comparison and report.comparison.calls) and not report.what_if and report.rows:
-        print(
-            "TRACING_TIMING=1 records durations to compare with; `crossrank link` gives them to the calls of a window"
-        )
+        print("To compare with recorded durations, record with TRACING_TIMING=1, or run `crossrank link` on a window")
     if report.data is not None:
         print(f"\n{data_text(report.data)}")
         if report.data.failures:
-            found["different"].print("Different results: expected is what was saved")
+            found["different"].print("Results that differ from the saved ones")
     if report.check is not None and report.check.failures:
         found["failures"].print(f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)")
     elif report.check is not None:
@@ -268,7 +270,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
 
 
 def shown(report: ReplayReport, limit: int) -> dict[str, Any]:
-    """What the macro `replay_sections` takes; of each table `limit` rows."""
+    """Return the arguments of the macro `replay_sections`, with `limit` rows per table."""
     rates = [
         Rate(
             op=row.op,
@@ -308,7 +310,7 @@ def step_chart(step: StepComparison) -> Chart:
     bars: dict[str, tuple[float | None, ...]] = {"replayed": (max(operations, 0.0), step.host_ms, step.exposed_ms)}
     if step.profiled_operations_ms is not None:
         profiled = (step.profiled_operations_ms, step.profiled_between_ms, step.recorded_exposed_ms)
-        bars["recorded, under the profiler"] = profiled
+        bars["recorded, with profiler"] = profiled
     traces = [
         _bars(part, list(bars), [parts[place] or 0.0 for parts in bars.values()], f"{part}: ")
         for place, part in enumerate(_PARTS)

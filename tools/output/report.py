@@ -20,14 +20,14 @@ from crossrank.tools.output.page import render
 
 _FINDINGS = 12
 _ROWS = 40
-"""Rows of the tables of bandwidth; the JSON has all."""
+"""Rows of the bandwidth table. The JSON has all rows."""
 
 
 def report_page(figures: Figures) -> str:
     """The whole page."""
     replayed = replay.shown(figures.replay, limit=_ROWS) if figures.replay is not None else None
     keys = [KEYS["op"], ("group", lambda row: row["pg"]), KEYS["locality"], KEYS["size"]]
-    more = "crossrank bandwidth has all"
+    more = "crossrank bandwidth shows all"
     charts = [*_charts(figures), *(replayed["charts"] if replayed else [])]
     parts = _parts(figures)
     return render(
@@ -47,24 +47,28 @@ _NO_LINE = "(C++)"
 
 
 def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
-    """Id of each section -> (its name, whether there is anything to show, what to say where there is not)."""
+    """Return id of each section -> (name, whether it has data, the data that it needs)."""
     return {
-        "communicates": ("What it communicates", True, ""),
-        "traffic": ("Who sends to whom", bool(figures.traffic.total), "sizes of calls whose ranks are known"),
+        "communicates": ("Operations and groups", True, ""),
+        "traffic": ("Traffic", bool(figures.traffic.total), "sizes and ranks of calls"),
         "lines": (
             "Source lines",
             any(row["source"] != _NO_LINE for row in figures.sources),
-            "lines of the code that calls, which recordings of crossrank and dumps have",
+            "source lines of calls (recordings of crossrank and dumps have them)",
         ),
-        "bandwidth": ("Bandwidth", bool(figures.bandwidth.timed_collectives), "how long communication took"),
+        "bandwidth": ("Bandwidth", bool(figures.bandwidth.timed_collectives), "times of communication"),
         "waiting": (
-            "Waiting",
+            "Waiting time",
             figures.waiting is not None,
-            "times of one collective on several ranks that can be compared",
+            "times of a collective on several ranks",
         ),
-        "overlap": ("Overlap", figures.bandwidth.overlap is not None, "a window with all that ranks did"),
-        "exposed": ("Exposed", figures.exposed is not None, "when hosts waited, which recordings of crossrank have"),
-        "steps": ("Iterations", figures.steps is not None, "when iterations began"),
+        "overlap": ("Overlap", figures.bandwidth.overlap is not None, "a profiled window"),
+        "exposed": (
+            "Exposed communication",
+            figures.exposed is not None,
+            "waits of the hosts (recordings of crossrank have them)",
+        ),
+        "steps": ("Steps", figures.steps is not None, "start times of steps"),
         "diagnosis": ("Diagnosis", figures.diagnosis is not None, ""),
     }
 
@@ -101,7 +105,7 @@ def _matrix(matrix: Matrix, is_timed: bool) -> Chart:
     groups, hover = draw.labels(matrix.groups), "%{y}, %{x}<br>%{text}"
     cells = "%{text}" if len(groups) <= 12 else ""
     trace = draw.heatmap(groups, matrix.ops, hover, texttemplate=cells, showscale=False)
-    # Names that are too long to stand side by side are turned; on a narrow page most are.
+    # Long names are rotated; on a narrow page most are.
     height = 110 + 34 * len(matrix.ops) + (110 if sum(map(len, groups)) > 40 else 0)
     layout = CATEGORIES | {"yaxis": CATEGORIES["yaxis"] | {"dtick": 1}}
     return Chart(id="matrix", height=height, traces=[trace], layout=layout, views=views)
@@ -141,13 +145,13 @@ def _bandwidth(result: Bandwidth) -> Chart:
 
 
 def _waiting(waiting: Waiting) -> Iterator[Chart]:
-    bins = whole_numbers(waiting.axis, waiting.bins) if waiting.axis == "iteration" else axis(waiting.axis)
+    bins = whole_numbers(waiting.axis, waiting.bins) if waiting.axis == "step" else axis(waiting.axis)
     lines = [
         draw.line("p50", waiting.bins, waiting.p50_us, "us"),
         draw.line("p95", waiting.bins, waiting.p95_us, "us"),
         draw.line("max", waiting.bins, waiting.max_us, "us", dash="dot"),
     ]
-    layout = {"xaxis": bins, "yaxis": axis("waiting, us", rangemode="tozero")}
+    layout = {"xaxis": bins, "yaxis": axis("waiting time, us", rangemode="tozero")}
     yield Chart(id="waiting-lines", height=280, traces=lines, layout=layout)
     cells = draw.heatmap(waiting.bins, waiting.rows, "%{y}, %{x}<br>%{z:,.1f} us", z=waiting.mean_us, zmin=0)
     cells["colorbar"] = {"title": {"text": "mean, us"}}
@@ -194,5 +198,5 @@ def _steps(id: str, steps: Steps, range: str) -> Chart:
         band | {"y": steps.most_ms, "showlegend": False},
         band | {"y": steps.least_ms} | fill,
     ]
-    layout = {"xaxis": whole_numbers("iteration", steps.step), "yaxis": axis("ms", rangemode="tozero")}
+    layout = {"xaxis": whole_numbers("step", steps.step), "yaxis": axis("ms", rangemode="tozero")}
     return Chart(id=id, height=280, traces=traces, layout=layout)

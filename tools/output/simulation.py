@@ -1,4 +1,4 @@
-"""A simulation on a terminal, and as a timeline: how long the job takes, why, and how well the network predicts."""
+"""The output of a simulation: its time, critical path and prediction error on the terminal, and a timeline."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _SHOWN = 24
 
 
 def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> None:
-    """Makespan, what the critical path consists of, and how busy every thread and stream is. `changed`: something is
-    not as it was measured."""
+    """Print makespan, critical path, and busy times. `changed`: the simulated job differs from the measured one."""
     print(f"\nSimulation{'' if window == 1 else f' of window {window}'}")
     times = f"{simulation.makespan_ns / max(1, simulation.measured_ns):.3f} x"
     compared = times if changed else f"{percent(simulation.error, signed=True)} of"
     print(
-        f"  makespan   {_ms(simulation.makespan_ns)} ms, {compared} the measured {_ms(simulation.measured_ns)} ms "
-        "(first start to last end of all ranks)"
+        f"  makespan   {_ms(simulation.makespan_ns)} ms, {compared} the measured {_ms(simulation.measured_ns)} ms\n"
+        "             (from the first start to the last end of all ranks)"
     )
-    print(f"  joined     {simulation.joined:,} communications over several ranks, {simulation.alone:,} played alone")
+    print(
+        f"  joined     {simulation.joined:,} communications matched across ranks, {simulation.alone:,} without a match"
+    )
     if not simulation.by_clocks:
-        print("  clocks     of the ranks are further apart than the window is long; all begin at 0")
+        print("  clocks     differ by more than the window is long, so all ranks start at 0")
     for op, count in simulation.measured_ops.items():
-        print(f"  measured   {plural(count, 'call')} of {op} take what they took: the network says nothing about it")
+        print(f"  measured   {plural(count, 'call')} of {op} keep their measured time: no network model")
     print("  critical path")
     for category, spent in simulation.critical_ns.items():
         print(f"    {_ms(spent):>12} ms  {category}")
@@ -57,14 +58,14 @@ def print_beside(simulations: Mapping[int, Simulation], astra: Sequence[AstraRun
         ("#measured ms", lambda one: _ms(simulations[one.window].measured_ns)),
         ("#simulated ms", lambda one: _ms(simulations[one.window].makespan_ns)),
         ("#ASTRA-sim ms", lambda one: _ms(one.last_ns) if one.finished else "-"),
-        ("#ranks that finished there", lambda one: f"{one.finished} of {one.ranks}"),
+        ("#finished ranks", lambda one: f"{one.finished} of {one.ranks}"),
         ("its network", lambda one: one.network),
     )
-    table_of(astra, columns, limit=_SHOWN).print("Beside ASTRA-sim")
+    table_of(astra, columns, limit=_SHOWN).print("Comparison with ASTRA-sim")
 
 
 def print_network(network: Network) -> None:
-    print(f"\nnetwork    {network.algorithm}; bus bandwidth and latency of a step")
+    print(f"\nnetwork    {network.algorithm}; bus bandwidth, and latency per round")
     for locality, link in network.links.items():
         print(f"           {locality:<14} {link}")
     for (op, locality), (link, _) in network.of_operations.items():
@@ -72,16 +73,16 @@ def print_network(network: Network) -> None:
 
 
 def print_leave_one_out(predicted: Sequence[MeasuredKind]) -> None:
-    """What the times of all other kinds of collectives say of each."""
+    """Print each kind of collective as predicted from all other kinds."""
     if not predicted:
-        print("\nNo collective has both a size and a time, so that none is predicted from the others")
+        print("\nNo prediction: no collective has both a size and a time")
         return
-    table_of(predicted, _PREDICTED, limit=_SHOWN).print("Each kind of collective, predicted from all others")
+    table_of(predicted, _PREDICTED, limit=_SHOWN).print("Prediction of each kind of collective from the others")
     errors = [abs(one.error) for one in predicted if one.error is not None]
     if errors:
         print(
-            f"\nerror      {percent(median(errors))} in the middle, {percent(max(errors))} at most, of "
-            f"{plural(len(errors), 'kind')}; of {len(predicted) - len(errors)} the others say nothing"
+            f"\nprediction error: median {percent(median(errors))}, max {percent(max(errors))} "
+            f"({plural(len(errors), 'kind')} of collectives; {len(predicted) - len(errors)} without a prediction)"
         )
 
 
@@ -102,8 +103,8 @@ def _ms(ns: int) -> str:
 
 
 def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path, name: str) -> None:
-    """Write a Chrome trace, which ui.perfetto.dev opens: a process for every rank, a track for every thread and
-    stream. It is compressed where `name` ends in `.gz`."""
+    """Write a Chrome trace for ui.perfetto.dev: a process per rank, a track per thread and stream. Compressed if `name`
+    ends in `.gz`."""
     with path.open("wb") as plain, compressed(plain, name) as file:
         file.write(b'{"displayTimeUnit":"ns","metadata":{"crossrank":"simulation"},"traceEvents":[')
         separator = b"\n"

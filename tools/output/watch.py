@@ -1,4 +1,4 @@
-"""A running job as text for people, and as metrics for Prometheus."""
+"""A running job as text, and as metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 SILENT = 5.0
-"""Seconds without a call, or a sign of life, after which a rank is shown as silent."""
+"""Seconds without a call, or without a write to its file, after which a rank is shown as silent."""
 
 _GROUPS: Columns[LiveGroup] = (
     ("group", lambda row: row.pg),
@@ -27,9 +27,9 @@ _GROUPS: Columns[LiveGroup] = (
     ("#calls/s", lambda row: significant(row.calls_per_s)),
     ("#bytes/s", lambda row: amount(row.bytes_per_s)),
     ("#busbw GB/s", lambda row: significant(row.busbw_gb_per_s)),
-    ("#comes last", lambda row: "-" if row.last_rank is None else f"rank {row.last_rank}"),
-    ("#in", lambda row: percent(row.last_share)),
-    ("#first to last", lambda row: milliseconds(row.late_ms)),
+    ("#last rank", lambda row: "-" if row.last_rank is None else f"rank {row.last_rank}"),
+    ("#share", lambda row: percent(row.last_share)),
+    ("#first-last", lambda row: milliseconds(row.late_ms)),
 )
 _RANKS: Columns[LiveRank] = (
     ("#rank", lambda row: row.rank),
@@ -44,18 +44,18 @@ _RANKS: Columns[LiveRank] = (
 
 
 def state_of(rank: LiveRank) -> str:
-    """What a rank is doing, as far as its file shows."""
+    """Return the state of a rank, as its file shows it."""
     if rank.ended:
         return f"ended: {rank.ended}"
     if rank.unheard_s is not None and rank.unheard_s > SILENT:
-        return f"unheard of for {rank.unheard_s:,.0f} s"
+        return f"no data for {rank.unheard_s:,.0f} s"
     if rank.silent_s is not None and rank.silent_s > SILENT:
         return "silent"
     return "running"
 
 
 def heading(snapshot: Snapshot) -> Iterator[str]:
-    """Lines about the whole job."""
+    """Yield lines about the whole job."""
     size = snapshot.world_size
     yield f"recording  {snapshot.recording}"
     known = f"{len(snapshot.ranks):,} of {size:,}" if size is not None else f"{len(snapshot.ranks):,}"
@@ -68,7 +68,7 @@ def heading(snapshot: Snapshot) -> Iterator[str]:
         yield f"step       {step}, {milliseconds(snapshot.step_ms)} each"
     if snapshot.exposed_share is not None:
         share = percent(snapshot.exposed_share)
-        yield f"exposed    {share} of the time, in waits of Python; those of C++ (DDP) are not seen"
+        yield f"exposed    {share} of the time, in waits on the host"
     if snapshot.hang:
         yield f"hang       {snapshot.hang}"
     for note in snapshot.notes:
@@ -76,9 +76,9 @@ def heading(snapshot: Snapshot) -> Iterator[str]:
 
 
 def tables(snapshot: Snapshot, most: int) -> list[tuple[str, Table]]:
-    """(title, table): the groups, and the ranks that stand out."""
+    """Return (title, table) of the groups and of the most conspicuous ranks."""
     ranks = sorted(snapshot.ranks, key=_oddity)
-    title = "Ranks" if len(ranks) <= most else f"Ranks that stand out, of {len(ranks):,}"
+    title = "Ranks" if len(ranks) <= most else f"Most conspicuous of {len(ranks):,} ranks"
     return [
         ("Process groups", table_of(snapshot.groups, _GROUPS, limit=most)),
         (title, table_of(sorted(ranks[:most], key=lambda one: one.rank), _RANKS)),
@@ -86,13 +86,13 @@ def tables(snapshot: Snapshot, most: int) -> list[tuple[str, Table]]:
 
 
 def _oddity(rank: LiveRank) -> tuple[float, ...]:
-    """Those that were not heard of for longest come first, then those that are behind, then the slow ones."""
+    """Sort key: ranks without data first, then ranks that are behind, then slow ranks."""
     unheard = rank.unheard_s if rank.unheard_s is not None and rank.unheard_s > SILENT else 0.0
     return -unheard, rank.step if rank.step is not None else -1, -(rank.step_ms or 0.0), rank.rank
 
 
 def as_text(snapshot: Snapshot, most: int) -> str:
-    """One look as plain text."""
+    """Return the state of the job as plain text."""
     lines = [printable(line) for line in heading(snapshot)]
     for title, table in tables(snapshot, most):
         lines += ["", title, *table.lines()]
@@ -100,13 +100,13 @@ def as_text(snapshot: Snapshot, most: int) -> str:
 
 
 class Metrics:
-    """The latest look, as Prometheus reads it."""
+    """The latest state, in the form that Prometheus reads."""
 
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
 
     def registry(self) -> CollectorRegistry:
-        """What the library serves or writes. Raises `ImportError` where that is not installed."""
+        """Return what the library serves or writes. Raises `ImportError` if it is not installed."""
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry(auto_describe=False)
@@ -130,12 +130,12 @@ class Metrics:
 
         yield GaugeMetricFamily("crossrank_ranks", "ranks with a file", value=len(found.ranks))
         yield GaugeMetricFamily("crossrank_missing_ranks", "ranks without a file", value=len(found.missing_ranks))
-        yield GaugeMetricFamily("crossrank_hang", "1 = the job's last verdict is that it hangs", value=bool(found.hang))
-        yield of_ranks("step", "iterations that have begun", "step")
-        yield of_ranks("step_seconds", "recent median duration of an iteration", "step_ms")
+        yield GaugeMetricFamily("crossrank_hang", "1 if the last verdict of the job is a hang", value=bool(found.hang))
+        yield of_ranks("step", "current training step", "step")
+        yield of_ranks("step_seconds", "recent median duration of a step", "step_ms")
         yield of_ranks("exposed_ratio", "share of the recent time in which the host waited", "exposed_share")
-        yield of_ranks("silent_seconds", "since the last call", "silent_s")
-        yield of_ranks("unheard_seconds", "since the rank last wrote to its file", "unheard_s")
+        yield of_ranks("silent_seconds", "seconds since the last call", "silent_s")
+        yield of_ranks("unheard_seconds", "seconds since the rank last wrote to its file", "unheard_s")
         for name, meaning, total in (
             ("calls", "communication calls of all ranks", "calls"),
             ("bytes", "S of nccl-tests of those calls", "bytes"),

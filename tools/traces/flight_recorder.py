@@ -446,7 +446,7 @@ def _decode(path: str, data: bytes, budget: Budget) -> Any:
             refused = "" if error.cut_off else "is refused: "
             raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
     if data.lstrip()[:1] != b"{":
-        lacks = "it starts neither as a pickle nor as JSON"
+        lacks = "it is neither a pickle nor JSON"
         raise NoDumpError(f"{path}: is not a flight-recorder dump: {lacks}", unrecognized=True)
     budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
     try:

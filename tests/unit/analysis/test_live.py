@@ -138,16 +138,16 @@ def test_broken_lines_are_counted_and_the_others_read() -> None:
 def test_the_text_names_what_is_missing_silent_or_hangs() -> None:
     hang = "missing_rank: 1 rank wait in all_reduce #1 for rank 1"
     text = as_text(look(rank(0, call(1, 0), clock(10)), at_ms=20_000, hang=hang), 16)
-    assert "ranks      1 of 2, rank 1 without a file; 1 unheard of" in text
+    assert "ranks      1 of 2, rank 1 without a file; 1 no data" in text
     assert f"hang       {hang}" in text
-    assert "20.0 s ago  unheard of for 20 s" in text
+    assert "20.0 s ago  no data for 20 s" in text
     assert "all_reduce" in text
 
 
 def test_of_many_ranks_those_that_stand_out_are_shown() -> None:
     files = [rank(number, {"step": {"step": 7 - (number == 33), "t": 10}}, clock(20)) for number in range(50)]
     text = as_text(look(*files, at_ms=30), 3)
-    assert "Ranks that stand out, of 50" in text
+    assert "Most conspicuous of 50" in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "33"]
 
 

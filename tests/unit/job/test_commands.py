@@ -36,18 +36,20 @@ def test_bandwidth_prints_what_was_measured_and_how_much_of_it(
     assert (
         capsys.readouterr().out
         == """\
+total      0.200 ms in 2 collectives or transfers (4 of 4 calls have times)
+time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies, 77.8 % idle
+           in 2 steps or windows of 2 rank(s), measured on the device
+
+Collectives and transfers, most time first
+  operation   group             size    locality    collectives  total S  time p50    p95  max us  waiting p50  p95 us  algbw p50  busbw p50  p5 GB/s  of line rate
+  all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2     8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40        50.0 %
+
 ranks      2 of 2
 measured   Nsight Systems: kernels that were launched within our markers or NCCL's (2 rank(s))
-calls      4 of 4 have times; they are 2 collectives, transfers or batches, 0.200 ms
-clocks     2 clocks, brought together by the ends of collectives; then the ends of a collective still differ by 0.0 us (p50), 0.0 us at most
-time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies alone, 77.8 % idle: of 2 traced iteration(s) or window(s) of 2 rank(s), by what the device ran
+clocks     2 clocks, brought together by the ends of collectives; remaining difference 0.0 us (p50), 0.0 us (max)
 
-Kernels and other activities, by how they found their call
+Communication kernels with a call, by method of matching
           4  launched within our marker
-
-Collectives and transfers, those that took longest in all first
-  operation   group             size    locality    collectives  S in all  time p50    p95  max us  waiting p50  p95 us  algbw p50  busbw p50  p5 GB/s  of line rate
-  all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2      8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40        50.0 %
 """  # noqa: E501
     )
 
@@ -69,7 +71,7 @@ def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
     assert run("timeline", folder) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"timeline   {folder}/timeline.pftrace, ")
-    assert "holds      4 calls (a batch is one), 4 measured times, 0 steps, of 2 rank(s); 2 arrows; 1.2 ms\n" in out
+    assert "contents   2 rank(s), 0 steps, 1.2 ms, 4 calls or batches,\n           4 measured times, 2 arrows\n" in out
     assert (folder / "timeline.pftrace").stat().st_size > 200
     packed = folder / "t.pftrace.gz"
     assert run("timeline", folder, "-o", packed, "--json") == 0
@@ -88,7 +90,7 @@ def test_a_missing_rank_is_reported_and_its_times_are_bounds(folder: Path, capsy
     write_exports(folder, ranks=2, world=3)
     assert run("bandwidth", folder, "--json") == 1
     captured = capsys.readouterr()
-    assert captured.err == "crossrank: rank 2 is not there: times of its groups include waiting for it\n"
+    assert captured.err == "crossrank: rank 2 is missing: times of its groups include waiting time\n"
     (row,) = json.loads(captured.out)["rows"]
     assert (row["upper_bounds"], row["collectives"], row["ranks"]) == (2, 2, 3)
 
@@ -99,7 +101,7 @@ def test_one_damaged_export_does_not_end_the_others(folder: Path, capsys: pytest
         assert run(command, folder, *([] if command == "bandwidth" else ["-o", folder / command])) == 1
         error = capsys.readouterr().err
         assert f"{folder}/rank_1.sqlite: is damaged or no SQLite file" in error
-        assert "rank 1 is not there" in error
+        assert "rank 1 is missing" in error
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -137,7 +139,7 @@ def test_ranks_of_different_runs_are_refused(folder: Path, capsys: pytest.Captur
         (["timeline", "{empty}"], "holds nothing that measured communication"),
         (["report", "{empty}"], "holds nothing that measured communication"),
         (["bandwidth", "{nowhere}"], "no such file or folder"),
-        (["bandwidth", "{folder}", "--by", "op,colour"], "choose among op, group, size, locality, source"),
+        (["bandwidth", "{folder}", "--by", "op,colour"], "choose from op, group, size, locality, source"),
         (["bandwidth", "{folder}", "--line-rate", "fast"], "is not [LOCALITY=]RATE"),
         (["bandwidth", "{folder}", "--source", "flight"], "measured communication for --source flight"),
         (["timeline", "{folder}", "--ranks", "7"], "holds none of the ranks that --ranks names"),
@@ -188,4 +190,4 @@ def test_inputs_and_outputs_may_be_urls(
     else:  # they name their input
         assert there.replace(f"memory://{command}".encode(), b"INPUT") == here.replace(str(folder).encode(), b"INPUT")
     assert run(command, f"memory://{command}/rank_0.sqlite", "-o", tmp_path / "one") == 1
-    assert "rank 1 is not there" in capsys.readouterr().err
+    assert "rank 1 is missing" in capsys.readouterr().err

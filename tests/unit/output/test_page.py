@@ -129,12 +129,12 @@ def lacking(html: str, *texts: str) -> list[str]:
 def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
     assert not lacking(
         diagnosis_page(a_diagnosis()),
-        "Verdict: error 2 of 2 ranks read; 3 collectives, 6 calls on 1 group(s) compared. Suspects: rank 1.",
+        "Verdict: error 2 of 2 ranks read; 3 collectives, 6 calls on 1 group(s) compared. Culprit: rank 1.",
         "1. missing_rank: a rank has not made a collective, and other ranks wait in it",
         "call all_reduce #4 of group world [0] (rank 0-1)",
         "culprit rank 1",
         "rank 1, culprit its last call step (train.py:1)",
-        "1 more call(s) in which ranks wait because of it",
+        "1 more call(s) in which ranks wait as a result",
         "recv p2p #2 world [0] 0 ?",
         "straggler on world [0]: rank 1 comes last",
         "world [0] 0-1 3 rank 1 66.6 % 1 ms 1 ms 1 ms 1 ms rank 1",
@@ -144,8 +144,8 @@ def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
 def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> None:
     assert not lacking(
         replay_page(a_report()),
-        "2 ranks with gloo on host (2); 5 passes after 2 to warm up, pace fast; torch 2.13.0",
-        "100.0 % of the calls replayed: 2 of 2",
+        "2 ranks with gloo on host (2); 5 passes after 2 warm-up passes, pace fast; torch 2.13.0",
+        "100.0 % of the calls are replayed: 2 of 2",
         "wrong 5 results checked",
         "damaged: a torn file",
         "all_reduce 0 2 ≤4 KiB 1 1.0 1.0 1.0",
@@ -156,7 +156,7 @@ def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> N
 
 def test_a_page_lists_the_licences_of_what_it_embeds() -> None:
     page = replay_page(a_report())
-    shown = page[page.index("<summary>Licences") : page.index('id="plotly"')]
+    shown = page[page.index("<summary>Licenses") : page.index('id="plotly"')]
     assert "Licensed under the MIT license" in shown
     assert "BSD-3-Clause" in shown
 
@@ -164,7 +164,7 @@ def test_a_page_lists_the_licences_of_what_it_embeds() -> None:
 def test_without_plotly_a_page_says_that_it_has_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_plotly", lambda: "")
     parsed = Parsed(replay_page(a_report()))
-    assert "Charts are missing: they need plotly (pip install 'crossrank[tools]')." in parsed.texts
+    assert "Charts need plotly (pip install 'crossrank[tools]')." in parsed.texts
     assert "script" not in parsed.tags
 
 

@@ -157,7 +157,7 @@ def test_what_overlaps_on_a_device_has_a_track_for_each() -> None:
 def test_a_recording_without_any_time_is_refused() -> None:
     rank = Rank(0, 1).call(0, 0)
     rank.times.calls.called[0] = 0
-    with pytest.raises(CrossrankError, match="rank-0: no communication with a time is in it"):
+    with pytest.raises(CrossrankError, match="rank-0: no communication has a time"):
         timeline(rank)
 
 

@@ -60,10 +60,10 @@ def test_a_recording_says_its_own_network(capsys: pytest.CaptureFixture[str]) ->
 def test_sizes_and_times_of_different_iterations_say_no_network(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", dlrm, "--ranks", "16", "--jobs", "1"]) == 2
     said = capsys.readouterr().err
-    assert "no collective of several ranks has both a size and a time, so nothing is known of its network" in said
+    assert "no collective of several ranks has both a size and a time, so its network is unknown" in said
     assert main(["simulate", dlrm, "--leave-one-out", "--jobs", "1"]) == 0
     printed = capsys.readouterr()
-    assert "No collective has both a size and a time, so that none is predicted from the others" in printed.out
+    assert "No prediction: no collective has both a size and a time" in printed.out
     assert OTHER_ITERATIONS in printed.err
 
 
@@ -92,31 +92,31 @@ def test_what_it_prints(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", dlrm, "--ranks", "16", "--intra", "300GB/s", "--compute", "0.5", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "ranks      8 ranks (dp=8) as 16 (dp=16): dp from 8 to 16\n" in out
-    assert "groups are inside a node, or cross nodes, as they did; --per-node N says otherwise\n" in out
+    assert "groups are inside a node, or cross nodes, as recorded; --per-node N changes this\n" in out
     assert "           intra_node     300 GB/s, 0 us\n" in out
-    assert "  measured   24 calls of all_reduce take what they took: the network says nothing about it\n" in out
+    assert "  measured   24 calls of all_reduce keep their measured time: no network model\n" in out
 
 
 def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_streams().write(tmp_path)
     assert main(["simulate", str(tmp_path), "--network", "recorded", "--jobs", "1"]) == 2
-    assert "say what it is with --intra and --inter, or --network measured" in capsys.readouterr().err
+    assert "give --intra and --inter, or --network measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--intra", "fast"), "'fast' is not RATE[,LATENCY], for example 300GB/s,2us or 400Gbps"),
-        (("--per-node", "0"), "'0' is no number above 0"),
-        (("--compute", "-1"), "'-1' is no number above 0"),
-        (("--compute", "nan"), "'nan' is no number above 0"),
-        (("--dims", "dp"), "'dp' is no list of dimensions; write it as dp=8,tp=4"),
-        (("--ranks", "3-1"), "'3-1' is no list of ranks"),
-        (("--network", "measured", "--inter", "1GB/s"), "leave out --intra and --inter"),
-        (("--per-node", "2"), "name one with --intra and --inter, or --network recorded"),
-        (("--algorithm", "tree"), "name one with --intra and --inter, or --network recorded"),
-        (("--grow", "tp"), "--grow is for a job that is written for another number of ranks; give --ranks N"),
-        (("--ranks", "0-1", "--astra-sim", "x"), "--astra-sim plays the ranks of a whole job, from 0 on"),
+        (("--per-node", "0"), "'0' is not a number above 0"),
+        (("--compute", "-1"), "'-1' is not a number above 0"),
+        (("--compute", "nan"), "'nan' is not a number above 0"),
+        (("--dims", "dp"), "'dp' is not a list of dimensions; write it as dp=8,tp=4"),
+        (("--ranks", "3-1"), "'3-1' is not a list of ranks"),
+        (("--network", "measured", "--inter", "1GB/s"), "remove --intra and --inter"),
+        (("--per-node", "2"), "give --intra and --inter, or --network recorded"),
+        (("--algorithm", "tree"), "give --intra and --inter, or --network recorded"),
+        (("--grow", "tp"), "--grow needs --ranks N"),
+        (("--ranks", "0-1", "--astra-sim", "x"), "--astra-sim simulates all ranks of a job"),
         (("--astra-sim",), "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware"),
     ],
 )

@@ -114,9 +114,7 @@ def test_windows_come_along_where_all_their_iterations_do(tmp_path: Path, capsys
     cut = tmp_path / "cut"
     assert main(["minimize", str(source), "--steps", "3:4", "-o", str(cut)]) == 0
     assert [path.name for path in sorted(cut.iterdir())] == [file_name("comms", 0), file_name("comms", 1)]
-    assert (
-        "window 1 of rank 0-1, of the iterations 2 to 3: the part does not have all of them" in capsys.readouterr().out
-    )
+    assert "window 1 of rank 0-1 (steps 2 to 3): only part of it is in the part" in capsys.readouterr().out
 
 
 def test_dumps_come_along_where_the_run_of_a_rank_ends_in_the_part(tmp_path: Path) -> None:
@@ -133,7 +131,7 @@ def test_dumps_of_a_later_time_are_left_out_and_counted(tmp_path: Path, capsys: 
     part = minimize(job(tmp_path / "job"), "1:2")
     assert not (part / file_name("flight", 0)).exists()
     assert not (part / "verdict.json").exists()
-    assert "2 flight-recorder dump(s), for every rank went on after the part" in capsys.readouterr().out
+    assert "2 flight-recorder dump(s), because every rank continued after these steps" in capsys.readouterr().out
 
 
 def test_the_whole_is_a_part_of_itself(tmp_path: Path) -> None:
@@ -153,7 +151,7 @@ def test_ranks_of_a_large_job_keep_their_folders(tmp_path: Path) -> None:
 def test_inspect_says_that_it_is_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = minimize(job(tmp_path / "job"), "2:4")
     main(["inspect", str(part)])
-    assert "steps      4, the iterations 2:4 of a longer recording" in capsys.readouterr().out
+    assert "steps      4 (steps 2:4 of a longer recording)" in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +166,7 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path, capsys: pytest.CaptureFi
     ("steps", "said"),
     [
         ("7:9", "no call in the iterations 7:9; its calls are of the iterations 0 to 4"),
-        ("4:2", "'4:2' is not START:STOP, two numbers of which the second is larger"),
+        ("4:2", "'4:2' is not a range START:STOP with START < STOP"),
     ],
 )
 def test_steps_that_are_not_there_end_in_one_line(

@@ -50,7 +50,7 @@ def write_timeline(found: JobTables, file: BinaryIO, *, flows: Flows = "first-la
     ).row(0)
     if zero is None:
         path = next(iter(ranks.values())).path
-        raise CrossrankError(f"{path}: no communication with a time is in it, so there is nothing to lay on a timeline")
+        raise CrossrankError(f"{path}: no communication has a time, so the timeline would be empty")
     calls = _with_flows(found, flows)
     written = Written(
         ranks=len(ranks),

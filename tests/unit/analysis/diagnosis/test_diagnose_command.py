@@ -244,14 +244,14 @@ def test_a_folder_without_dumps_exits_2(tmp_path: Path, capsys: pytest.CaptureFi
     assert diagnose(capsys, tmp_path) == (
         2,
         "",
-        f"crossrank: {tmp_path}: holds neither dumps nor comms files; name the folder of the dumps or a recording\n",
+        f"crossrank: {tmp_path}: has no dumps and no comms files; give the folder of the dumps or a recording\n",
     )
     (tmp_path / "notes.txt").write_text("nothing")
     code, out, err = diagnose(capsys, tmp_path)
     assert (code, out) == (2, "")
     assert err == (
-        f"crossrank: {tmp_path}: nothing to diagnose (none of 1 file(s) is a dump of a known rank); "
-        "name a folder of flight-recorder dumps or a recording\n"
+        f"crossrank: {tmp_path}: nothing to diagnose (none of 1 file(s) is a dump with a known rank); "
+        "give a folder of flight-recorder dumps or a recording\n"
     )
     assert diagnose(capsys, tmp_path / "nowhere")[0] == 2
 
@@ -352,7 +352,7 @@ def test_dumps_that_know_nothing_exit_2(tmp_path: Path, capsys: pytest.CaptureFi
     code, _, err = diagnose(capsys, tmp_path)
 
     assert code == 2
-    assert "no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0" in err
+    assert "no dump has a call. Possible reasons: TORCH_FR_BUFFER_SIZE=0" in err
 
 
 def test_a_dump_without_entries_or_progress_among_others_is_named(

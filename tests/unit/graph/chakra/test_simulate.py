@@ -238,8 +238,9 @@ def test_the_command_prints_the_simulation_and_writes_the_timeline(
     timeline = tmp_path / "t.json"
     assert main(["simulate", str(tmp_path), "--timeline", str(timeline)]) == 0
     out = capsys.readouterr().out
-    assert "  makespan   0.445 ms, -1.1 % of the measured 0.450 ms (first start to last end of all ranks)\n" in out
-    assert "  joined     0 communications over several ranks, 1 played alone\n" in out
+    assert "  makespan   0.445 ms, -1.1 % of the measured 0.450 ms\n" in out
+    assert "             (from the first start to the last end of all ranks)\n" in out
+    assert "  joined     0 communications matched across ranks, 1 without a match\n" in out
     assert "           0.270 ms  computation on a GPU\n" in out
     assert timeline.exists()
 

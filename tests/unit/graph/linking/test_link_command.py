@@ -54,11 +54,11 @@ def test_every_rank_of_a_folder_is_linked_and_summed_up(folder: Path, capsys: py
         capsys.readouterr().out
         == f"""
 Linked traces in {folder}
-  rank  host ops  matched  GPU   linked  left out  comms  edges
-  0           12  100.0 %    2  100.0 %         0      2     29
-  1           12  100.0 %    2  100.0 %         0      2     29
+  rank  host ops  matched  GPU   linked  skipped  comms  edges
+  0           12  100.0 %    2  100.0 %        0      2     29
+  1           12  100.0 %    2  100.0 %        0      2     29
 
-Host operations, by how their Kineto event was found
+Matched host operations, by method
          24  record function id
 
 Dependencies, by kind
@@ -68,10 +68,10 @@ Dependencies, by kind
           2  group_order
           2  stream
 
-Communications, by where their record comes from
+Communications, by source of their record
           4  record_param_comms
 
-Process groups, over the ranks linked
+Process groups of the linked ranks
   group  members  ranks  collectives per rank  sends and receives
   0            2  0-1                       2                   0
 """
@@ -207,7 +207,7 @@ def test_a_poor_match_is_exit_1_with_its_main_reason(folder: Path, capsys: pytes
     trace.write(folder, 0)
     assert run(folder, "--ranks", "0") == 1
     assert capsys.readouterr().err == (
-        "crossrank: rank 0: matched 41.6 %, less than 95.0 % (--min-match); 7 operations: outside the Kineto trace\n"
+        "crossrank: rank 0: matched 41.6 %, less than --min-match 95.0 %; 7 operations: outside the Kineto trace\n"
     )
     assert run(folder, "--ranks", "0", "--min-match", "0.41") == 0
 
@@ -218,8 +218,8 @@ def test_two_ranks_of_one_job_are_linked_with_a_doubt(folder: Path, capsys: pyte
     et, _ = other.write(folder, 1)
     assert run(et, folder / "rank-0.kineto.json", "-o", folder / "out") == 1
     assert capsys.readouterr().err == (
-        "crossrank: rank 1: are these two files of one run? process 123 in the one, 70 in the other\n"
-        "crossrank: rank 1: are these two files of one run? rank 1 by its name, 0 by what the Kineto trace says\n"
+        "crossrank: rank 1: the two files may be of different runs: process 123 in the one, 70 in the other\n"
+        "crossrank: rank 1: the two files may be of different runs: rank 1 in the file name, 0 in the Kineto trace\n"
     )
 
 
@@ -309,7 +309,7 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
             "one Kineto trace, but {folder}/rank-0.et.json is an execution trace, {folder}/rank-1.et.json is an",
         ),
         (["{folder}/rank-0.et.json"], "is one file; name its other half beside it"),
-        (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; name one folder, or the two files of one rank"),
+        (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; give one folder, or the two files of one rank"),
         (["{folder}", "--ranks", "7"], "rank 7 has no pair of traces"),
         (["{folder}", "-o", "{folder}/rank-0.et.json"], "cannot be created (File exists); name another folder with -o"),
         (["{folder}/rank-0.et.json", "{folder}/rank-0.kineto.json", "--ranks", "0"], "two files are one rank"),
