@@ -1,6 +1,6 @@
-"""In: what every rank's file says it communicated. Out: a `Plan`, the calls of every rank as they will be made.
+"""Makes a `Plan`, the calls that every rank makes in the replay, from the files of all ranks.
 
-`replay_inputs` finds and reads the files; `build_plan` makes the plan, with `shapes` (the tensors of a call),
-`counterparts` (which calls are one), `schedule` (where a rank waits) and `match` (whether the ranks fit together).
-`transform`, `one_trace` and `dtype_fallback` change what is replayed; `memory_plan` says what it needs.
+* Input: `replay_inputs` reads the files. Result: `build_plan` makes the plan.
+* Parts: `shapes` (tensors of a call), `counterparts` (matching calls), `schedule` (waits), `match` (checks).
+* Changes: `transform`, `one_trace`, `dtype_fallback`. Memory: `memory_plan`.
 """

@@ -1,7 +1,7 @@
-"""What if DDP's buckets had another size: its all_reduces merged or split.
+"""What-if with another bucket size of DDP: merges or splits its all_reduces.
 
-DDP's reducer all_reduces gradients in buckets, each as soon as its last gradient is there. Here the same bytes go in
-the same order in buckets of another size: one is launched where the recorded one was that holds its last byte, and each
+DDP's reducer all_reduces gradients in buckets, each as soon as its last gradient is ready. Here the same bytes are sent
+in the same order in other buckets. A bucket is launched where the recorded bucket with its last byte was launched. It
 is waited for before the first recorded wait for any of its bytes.
 """
 
@@ -21,26 +21,26 @@ _MB = 1 << 20
 
 
 def with_buckets(plan: Plan, megabytes: float) -> Plan:
-    """`plan` with DDP's gradients in buckets of so many MiB. Raises `CrossrankError` where it has none."""
+    """Return `plan` with DDP's gradients in buckets of `megabytes` MiB. Raises `CrossrankError` if it has none."""
     if not 0 < megabytes <= 1 << 20:
         raise CrossrankError(f"--bucket-mb {megabytes:g} is not a number of MiB above 0")
-    ranks = [_of_rank(rank, round(megabytes * _MB)) for rank in plan.ranks]
+    ranks = [_rebucket_rank(rank, round(megabytes * _MB)) for rank in plan.ranks]
     if all(new is old for new, old in zip(ranks, plan.ranks, strict=True)):
         raise CrossrankError("--bucket-mb: no rank has all_reduces that DDP's reducer makes; leave it out")
     return msgspec.structs.replace(plan, ranks=ranks, notes=list(plan.notes))
 
 
-def _of_rank(rank: RankPlan, size: int) -> RankPlan:
-    runs = list(_runs(rank.calls))
+def _rebucket_rank(rank: RankPlan, size: int) -> RankPlan:
+    runs = list(_find_runs(rank.calls))
     if not runs:
         return rank
     replaced: dict[int, list[PlannedCall]] = {}
-    """Index of a recorded call -> what is launched in its place."""
+    """Index of a recorded call -> the calls that replace it."""
     for run in runs:
-        replaced |= _buckets(rank.calls, run, size)
+        replaced |= _make_buckets(rank.calls, run, size)
     calls: list[PlannedCall] = []
     before = [0]
-    """By index of a recorded call: calls that now come before it."""
+    """By index of a recorded call: the number of new calls before it."""
     for index, call in enumerate(rank.calls):
         calls += replaced.get(index, [msgspec.structs.replace(call)])
         before.append(len(calls))
@@ -48,9 +48,9 @@ def _of_rank(rank: RankPlan, size: int) -> RankPlan:
     return msgspec.structs.replace(rank, calls=calls)
 
 
-def _runs(calls: list[PlannedCall]) -> Iterator[list[int]]:
-    """Indices of all_reduces of gradients that may share buckets: those of one step, group and type, none of which is
-    waited for before the last is launched."""
+def _find_runs(calls: list[PlannedCall]) -> Iterator[list[int]]:
+    """Yield indices of gradient all_reduces that may share buckets: those of one step, group and type, up to the first
+    wait for one of them."""
     run: list[int] = []
     for index, call in enumerate(calls):
         record = call.record
@@ -72,8 +72,8 @@ def _runs(calls: list[PlannedCall]) -> Iterator[list[int]]:
         yield run
 
 
-def _buckets(calls: list[PlannedCall], run: list[int], size: int) -> dict[int, list[PlannedCall]]:
-    """What is launched in the place of each call of a run."""
+def _make_buckets(calls: list[PlannedCall], run: list[int], size: int) -> dict[int, list[PlannedCall]]:
+    """Return the calls that replace each call of a run."""
     elements = [sum(map(prod, calls[index].record.inputs)) for index in run]
     width = DTYPES[calls[run[0]].record.dtype or "float32"].size
     each = max(1, size // width)

@@ -1,7 +1,7 @@
-"""Makes one plan of what the files of all ranks say: groups under one name, calls that fit together, waits, gaps.
+"""Makes one plan from the files of all ranks: groups with one name, matching calls, waits and gaps.
 
-What cannot be replayed is left out on all ranks that take part, with its reason. What contradicts itself, or has no
-counterpart on another rank, is refused, unless a partial replay is wanted: then it is left out and counted as well.
+A call that the replay cannot make is skipped on all ranks that take part in it, with the reason. A call that
+contradicts itself or has no counterpart is an error. With `partial`, the plan skips and counts it instead.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ def build(
     one_trace: bool = False,
     may_be_silent: bool = False,
 ) -> Plan:
-    """The plan of a recording; with `one_trace` its first rank stands for all. Raises `CrossrankError` where its files
-    do not make one, or hold no communication, unless that `may_be_silent`."""
+    """Return the plan of a recording. With `one_trace`, its first rank represents all.
+
+    Raises `CrossrankError` if the files make no plan, or hold no communication and not `may_be_silent`.
+    """
     if one_trace:
         sources = spread(sources[0], world_size)
     sources = list(map(with_members, sources))
-    size = _world_size(sources, path, world_size)
+    size = _decide_world_size(sources, path, world_size)
     _add_idle_ranks(sources, size)
     damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
     damage += [
@@ -65,20 +67,20 @@ def build(
         for source in sources
         if source.dropped
     ]
-    for problem in _problems(sources, path, size, damage, partial):
+    for problem in _find_problems(sources, path, size, damage, partial):
         raise CrossrankError(problem)
     job = Job.match(sources, size)
-    groups = _groups(job)
+    groups = _name_groups(job)
     ranks = [
         Rank(trace, rank, list(trace.records()), [groups.get(job.group_of[rank][local]) for local in trace.calls.group])
         for rank, trace in job.ranks.items()
     ]
     any_source = name_sources(ranks)
-    broken = [problem for rank in ranks for problem in _complete(rank)]
+    broken = [problem for rank in ranks for problem in _complete_calls(rank)]
     guessed = align(ranks, broken, partial) if partial or not broken else 0
     if broken and not partial:
-        raise CrossrankError(_listed(broken, "--partial leaves such calls out"))
-    plans = [_rank_plan(rank) for rank in ranks]
+        raise CrossrankError(_join_problems(broken, "--partial leaves such calls out"))
+    plans = [_make_rank_plan(rank) for rank in ranks]
     plan = Plan(
         source=path,
         kind=kind,
@@ -86,20 +88,19 @@ def build(
         damage=damage,
         groups=used_groups(plans, groups.values()),
         ranks=plans,
-        notes=list(_notes(sources, ranks, kind, any_source, guessed)),
+        notes=list(_make_notes(sources, ranks, kind, any_source, guessed)),
     )
     if broken:
-        plan.notes.append(_listed(broken, "left out"))
+        plan.notes.append(_join_problems(broken, "left out"))
     if not may_be_silent and not any(rank.calls for rank in plans):
-        raise CrossrankError(_nothing_left(path, kind, sources, plan))
+        raise CrossrankError(_explain_empty_plan(path, kind, sources, plan))
     return plan
 
 
 def settle(plan: Plan, *, partial: bool = False) -> None:
-    """Place the waits of `plan` and see whether its ranks fit together. Called once it is as it will be run; `partial`
-    says that what has no match was left out already.
+    """Place the waits of `plan` and check that its ranks fit together. Call it after the last change to the plan.
 
-    Raises `CrossrankError` with what does not fit.
+    `partial`: calls without a match were skipped already. Raises `CrossrankError` with the problems.
     """
     how, walk = place_waits(plan.ranks, {group.pg: group.ranks or [] for group in plan.groups})
     if how is not None:
@@ -107,15 +108,15 @@ def settle(plan: Plan, *, partial: bool = False) -> None:
     found = mismatches(plan, walk)
     if found:
         step = "choose others with --ops or --pgs" if partial else "--partial leaves out what has no match"
-        raise CrossrankError(f"the ranks do not fit together: {_listed(found, step)}")
+        raise CrossrankError(f"the ranks do not fit together: {_join_problems(found, step)}")
 
 
-def _listed(found: list[str], step: str) -> str:
+def _join_problems(found: list[str], step: str) -> str:
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{'; '.join(found[:_SHOWN])}{more}; {step}"
 
 
-def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
+def _decide_world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
     size = next((source.world_size for source in sources if source.world_size), given)
     if given not in (None, size):
         raise CrossrankError(f"--world-size {given}, but the files are of a job of {size} ranks; leave it out")
@@ -126,8 +127,8 @@ def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
     return size
 
 
-def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str], partial: bool) -> Iterator[str]:
-    """Why the files are not those of all ranks of one job, each once."""
+def _find_problems(sources: list[RankTrace], path: str, size: int, damage: list[str], partial: bool) -> Iterator[str]:
+    """Yield the reasons why the files are not those of all ranks of one job."""
     yield from problems(sources)
     ranks = {source.rank: source.path for source in sources if source.rank is not None}
     for rank, file in ranks.items():
@@ -140,7 +141,7 @@ def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str],
             "(--one-trace)"
         )
     if damage and not partial:
-        yield _listed(damage, "record it again, or replay what is left of it with --partial")
+        yield _join_problems(damage, "record it again, or replay what is left of it with --partial")
     for owner, group in ((source.path, one.group) for source in sources for one in source.groups):
         members = group.ranks or []
         if not partial and (len(set(members)) < len(members) or not all(0 <= rank < size for rank in members)):
@@ -151,7 +152,7 @@ def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str],
 
 
 def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
-    """A rank that made no call leaves no file. It is taken to be one where no call of the others involves it."""
+    """Add ranks without a file that have no part in the calls of others: a rank that made no call leaves no file."""
     present = {source.rank for source in sources}
     if len(present) >= size or None in present:
         return
@@ -163,7 +164,7 @@ def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
     }
     absent = sorted(set(range(size)) - present - called)
     if not absent or len(absent) > len(present):
-        return  # more are missing than are there: files were lost, or the size is wrong
+        return  # too many missing ranks: files were lost, or the size is wrong
     sources += [
         RankTrace(rank=rank, path=f"(no file of rank {rank})", source=sources[0].source, world_size=size)
         for rank in absent
@@ -174,12 +175,11 @@ def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
     ]
 
 
-def _groups(job: Job) -> dict[int, Group]:
-    """Index of a group -> what it is in the plan, under a name of its own: torch lets different ranks use one name for
-    different groups.
+def _name_groups(job: Job) -> dict[int, Group]:
+    """Return the plan's group by index. Each gets a unique name, since torch may use one name for different groups.
 
-    A group whose members are not known is in no plan, but of gloo's dumps, which never have them: there they are those
-    who called on it.
+    A group without known members is in no plan. The exception is gloo's dumps, which never name the members: there, the
+    ranks that called on a group are its members.
     """
     by_use = any(trace.source == FLIGHT and trace.backend == GLOO for trace in job.ranks.values())
     known = [group for group in job.groups if group.members and (by_use or not group.inferred)]
@@ -197,8 +197,8 @@ def _groups(job: Job) -> dict[int, Group]:
     }
 
 
-def _complete(rank: Rank) -> Iterator[str]:
-    """Complete the calls of a rank; gives what contradicts itself."""
+def _complete_calls(rank: Rank) -> Iterator[str]:
+    """Complete the calls of a rank; yield the calls that contradict themselves."""
     for record, group in zip(rank.recorded, rank.groups, strict=True):
         try:
             whole = complete(record, group, rank.rank)
@@ -207,11 +207,11 @@ def _complete(rank: Rank) -> Iterator[str]:
             rank.records.append(str(error))
         except BrokenError as error:
             rank.records.append(CONTRADICTS_ITSELF)
-            what = f"call {record.id} ({call_text(record.op, number_of(record))} on {record.pg!r})"
-            yield f"{rank.source.path}: rank {rank.rank}, {what}: {error}"
+            call_name = f"call {record.id} ({call_text(record.op, number_of(record))} on {record.pg!r})"
+            yield f"{rank.source.path}: rank {rank.rank}, {call_name}: {error}"
 
 
-def _rank_plan(rank: Rank) -> RankPlan:
+def _make_rank_plan(rank: Rank) -> RankPlan:
     source, waits = rank.source, rank.source.waits
     recorded = RankPlan(rank=rank.rank, calls=[], source=source.path, is_copy=source.is_copy)
     if source.skipped != (0, 0):
@@ -228,7 +228,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
             )
         )
     plan = with_records(recorded, rank.records)
-    for first, end in launches(plan.calls):  # calls of one launch are waited for together
+    for first, end in launches(plan.calls):  # one wait for all calls of a launch
         batch = plan.calls[first:end]
         if any(call.wait_before != UNPLACED for call in batch):
             latest = max(end, *(call.wait_before for call in batch))
@@ -240,27 +240,27 @@ def _rank_plan(rank: Rank) -> RankPlan:
 
 
 def _set_gaps(calls: list[PlannedCall], source: RankTrace, rows: list[int]) -> None:
-    """Set the time before each launch, without the communication that the rank waited for before it went on: a replay
-    waits for that again."""
+    """Set the gap before each launch, without communication that the rank waited for: the replay waits for that
+    again."""
     by_thread: dict[int | None, list[tuple[int, int]]] = {}
     for span in launches(calls):
         by_thread.setdefault(calls[span[0]].record.thread, []).append(span)
     for (before, _), (first, _) in chain.from_iterable(map(pairwise, by_thread.values())):
-        went_on = [_went_on(source, rows[index], calls[index].blocking) for index in range(before, first)]
-        launched, since = source.calls.called[rows[before]], max((ns for ns in went_on if ns is not None), default=0)
+        resumed = [_resume_time(source, rows[index], calls[index].blocking) for index in range(before, first)]
+        launched, since = source.calls.called[rows[before]], max((ns for ns in resumed if ns is not None), default=0)
         now = source.calls.called[rows[first]]
-        # What is launched before the rank went on is of another thread, or the clocks are not quite one.
-        calls[first].gap_from_return = None not in went_on and since <= now
+        # If the launch precedes that time, another thread made it, or the clocks differ slightly.
+        calls[first].gap_from_return = None not in resumed and since <= now
         calls[first].gap_ns = max(0, now - (since if calls[first].gap_from_return else launched))
         if not calls[first].gap_from_return:
             waited = (source.took(rows[index]) or 0 for index in range(before, first) if calls[index].blocking)
             calls[first].exposed_ns = max(waited, default=0)
 
 
-def _went_on(source: RankTrace, row: int, blocking: bool) -> int | None:
-    """When the rank could go on after a call: of one that blocked, when it was over. None where that is not known."""
+def _resume_time(source: RankTrace, row: int, blocking: bool) -> int | None:
+    """Return when the rank could continue after a call: the end of a blocking call. None if that is unknown."""
     if blocking and source.timed_by == "work" and source.calls.ended[row]:
-        return source.calls.ended[row]  # the host saw that it was over
+        return source.calls.ended[row]  # the host saw the end
     returned = source.waits.returned[row] if source.waits is not None else 0
     if not returned:
         return None
@@ -271,12 +271,12 @@ def _went_on(source: RankTrace, row: int, blocking: bool) -> int | None:
 
 
 def used_groups(ranks: Iterable[RankPlan], groups: Iterable[Group]) -> list[Group]:
-    """Those of `groups` that a call names; the world first, then as they are used."""
+    """Return the groups that a call uses: the world first, then by size and members."""
     used = {call.record.pg for rank in ranks for call in rank.calls}
     return sorted((group for group in groups if group.pg in used), key=lambda group: (-group.size, group.ranks or []))
 
 
-def _notes(sources: list[RankTrace], ranks: list[Rank], kind: str, any_source: int, guessed: int) -> Iterable[str]:
+def _make_notes(sources: list[RankTrace], ranks: list[Rank], kind: str, any_source: int, guessed: int) -> Iterable[str]:
     for text, count in Counter(note for source in sources for note in source.notes).items():
         yield text if count == 1 else f"{text} ({count} times)"
     waits = [source.waits for source in sources if source.waits is not None and not source.is_copy]
@@ -302,7 +302,7 @@ def _notes(sources: list[RankTrace], ranks: list[Rank], kind: str, any_source: i
         )
 
 
-def _nothing_left(path: str, kind: str, sources: list[RankTrace], plan: Plan) -> str:
+def _explain_empty_plan(path: str, kind: str, sources: list[RankTrace], plan: Plan) -> str:
     coverage = plan.coverage()
     if not coverage.recorded_calls:
         is_filtered = any(source.filtered for source in sources)

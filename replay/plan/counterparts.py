@@ -1,9 +1,8 @@
-"""Joins the calls of all ranks, group by group, and leaves out what has no counterpart.
+"""Joins the calls of all ranks, group by group, and skips calls without a counterpart.
 
-By their recorded numbers where all files have them; else by their order, from the first call on, or, where the
-beginnings are lost (rings), from the last. What the members of a group say together completes a call: an uneven
-all_to_all of which the flight recorder notes the shapes and not the splits gets parts that add up on both sides, as
-proportional to both as whole rows can be.
+Calls match by their recorded numbers if all files have them. Otherwise they match by order: from the first call, or
+from the last if the beginnings are lost (ring buffers). The flight recorder notes the shapes of an uneven all_to_all,
+but not its splits. Such a call gets splits that add up on both sides and are as proportional as whole rows allow.
 """
 
 from __future__ import annotations
@@ -21,69 +20,68 @@ from crossrank.replay.plan.schedule import Key, lane_of
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _OUT_OF_RING = "another rank's dump no longer has it"
-_ALONE = "another rank of its group has no such call"
+_NO_COUNTERPART = "another rank of its group has no such call"
 CONTRADICTS_ITSELF = "it contradicts itself"
 
 
 @dataclass
 class Rank:
-    """One rank on its way into the plan."""
+    """One rank while the plan is made."""
 
     source: RankTrace
     rank: int
     recorded: list[CommRecord]
     groups: list[Group | None]
-    """By call: its group in the plan; None where nobody defined it."""
+    """By call: its group in the plan, None if no file defines it."""
     records: list[CommRecord | str] = field(default_factory=list)
-    """By call: completed, or why it is left out."""
+    """By call: the completed record, or why it is skipped."""
 
 
 Lane = dict[int, list[tuple[int, int]]]
-"""Side (a member, or an end of a pair) -> (number or 0, call) of its calls there, in order."""
+"""Member of a group, or end of a P2P pair -> (number or 0, call) of its calls, in order."""
 
 
 def align(ranks: list[Rank], broken: list[str], partial: bool) -> int:
-    """Leave out, on all ranks, what is left out on one, and what has no counterpart.
+    """Skip a call on all ranks if one rank skips it or lacks it.
 
-    What contradicts itself over several ranks is added to `broken`. Returns how many uneven all_to_alls got parts that
-    are not recorded.
+    Adds calls whose ranks contradict each other to `broken`. Returns how many uneven all_to_alls got inferred splits.
     """
     guessed = 0
     by_rank = {rank.rank: rank for rank in ranks}
     numbered = all(rank.source.numbered for rank in ranks)
-    for lane in _lanes(by_rank):
+    for lane in _collect_lanes(by_rank):
         late = {member for member in lane if by_rank[member].source.starts_late}
         numbers = [[number for number, _ in calls] for calls in lane.values()]
         use_numbers = numbered and all(0 not in one and len(set(one)) == len(one) for one in numbers)
         if not use_numbers:
-            # From the first call on, or, where beginnings are lost, from the last one.
+            # From the first call, or from the last if beginnings are lost.
             for calls in lane.values():
                 shift = -len(calls) if late else 0
                 calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
-        guessed += _give_parts(lane, by_rank, broken)
+        guessed += _infer_splits(lane, by_rank, broken)
         if use_numbers and not partial:
-            broken += _gaps(lane, by_rank)
+            broken += _find_missing_calls(lane, by_rank)
         _leave_out_unmatched(lane, by_rank, late, partial)
     return guessed
 
 
-def _lanes(ranks: dict[int, Rank]) -> Collection[Lane]:
+def _collect_lanes(ranks: dict[int, Rank]) -> Collection[Lane]:
     lanes: dict[Key, Lane] = {}
     for rank in ranks.values():
         for index, (record, group) in enumerate(zip(rank.recorded, rank.groups, strict=True)):
             p2p = is_p2p(record)
             if group is None or (p2p and record.peer not in ranks):
-                continue  # left out, or refused, already; any other call takes its place, left out or not
+                continue  # already skipped or refused; all other calls keep their position, skipped or not
             key = lane_of(record, rank.rank, group.pg)
-            if key not in lanes:  # a member without a call has an empty list
+            if key not in lanes:  # so that a member without a call has an empty list
                 members = (rank.rank, record.peer) if p2p else group.ranks or ()
                 lanes[key] = {member: [] for member in members if member is not None}
             lanes[key].setdefault(rank.rank, []).append((number_of(record) or 0, index))
     return lanes.values()
 
 
-def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
-    """Calls that a rank lacks although it has later ones: by their numbers they are known to be missing."""
+def _find_missing_calls(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
+    """Return one line per call that a rank lacks although it has later ones. Only numbers can show that."""
     for member, own in lane.items():
         mine = {number for number, _ in own}
         for other, calls in lane.items():
@@ -100,7 +98,8 @@ def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
 
 
 def name_sources(ranks: Sequence[Rank]) -> int:
-    """Give receives from any source the rank of a send that no other receive takes; returns how many got one."""
+    """Set the sender of each receive from any source to a rank whose send has no other receive; return how many were
+    set."""
     sends: Counter[Key] = Counter()
     for rank in ranks:
         for record in filter(is_p2p, rank.recorded):
@@ -110,10 +109,10 @@ def name_sources(ranks: Sequence[Rank]) -> int:
         for row, record in enumerate(rank.recorded):
             if record.op != "recv" or record.peer is not None:
                 continue
-            of_any = lane_of(record, rank.rank, record.pg)
+            any_source_lane = lane_of(record, rank.rank, record.pg)
             for lane, left in sends.items():
                 kind, pg, sender, *rest = lane
-                if left > 0 and (kind, pg, None, *rest) == of_any:
+                if left > 0 and (kind, pg, None, *rest) == any_source_lane:
                     sends[lane] -= 1
                     rank.recorded[row] = msgspec.structs.replace(record, peer=sender, p2p_seq=None)
                     named += 1
@@ -121,8 +120,8 @@ def name_sources(ranks: Sequence[Rank]) -> int:
     return named
 
 
-def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
-    """Find parts for the uneven all_to_alls of a lane of which only totals are recorded; how many got some."""
+def _infer_splits(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
+    """Infer splits for the uneven all_to_alls of a lane that have only totals recorded; return how many got some."""
     exchanges: dict[int, dict[int, tuple[int, CommRecord]]] = defaultdict(dict)
     for member, calls in lane.items():
         for number, index in calls:
@@ -156,7 +155,7 @@ def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
 
 
 def fit(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
-    """A table of whole numbers with these sums of rows and columns, which are equal in total.
+    """Return a table of whole numbers with these row and column sums, whose totals are equal.
 
     >>> fit([4, 2], [3, 3])
     [[2, 2], [1, 1]]
@@ -195,6 +194,6 @@ def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[in
             elif reason is None and not seen_common and any(other != member for other in late):
                 reason = _OUT_OF_RING
             elif reason is None and partial:
-                reason = _ALONE
+                reason = _NO_COUNTERPART
             if reason is not None and not isinstance(records[index], str):
                 records[index] = reason

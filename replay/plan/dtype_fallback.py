@@ -1,8 +1,8 @@
-"""Which element types and reductions each backend can communicate, and what stands in for the others.
+"""Which element types and reductions each backend supports, and what replaces the others.
 
-Measured with torch 2.13 on gloo (each operation with each type); for NCCL, the types of `ncclDataType_t` and torch's
-own mapping of bool and fp8 to it (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). A stand-in has the same size, so
-that the same bytes travel.
+For gloo, measured with torch 2.13 (each operation with each type). For NCCL, from `ncclDataType_t` and torch's mapping
+of bool and fp8 to it (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). A replacement has the same size, so that the
+same bytes are sent.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _FP8 = frozenset(("float8_e4m3fn", "float8_e5m2"))
 _INTEGERS = frozenset(("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"))
 _BITWISE = frozenset(("band", "bor", "bxor"))
 REDUCTIONS = frozenset(("sum", "avg", "product", "min", "max", *_BITWISE))
-"""Those that can be made again; `premul_sum` has a factor that is not recorded."""
+"""Reductions that the replay can make. `premul_sum` is missing: its factor is not recorded."""
 _MONITORED = "monitored_barrier_"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What one backend can communicate."""
+    """What one backend supports."""
 
     moves: frozenset[str]
-    """Types that collectives without arithmetic take."""
+    """Types of collectives without arithmetic."""
     reduces: frozenset[str]
     p2p: frozenset[str] | None = None
-    """Types that send and recv take; None = all."""
+    """Types of send and recv; None: all."""
     bitwise: bool = True
-    """Whether BAND, BOR and BXOR exist."""
+    """Whether it has BAND, BOR and BXOR."""
 
 
 BACKENDS = {
@@ -41,7 +41,7 @@ BACKENDS = {
     "nccl": Backend(moves=_COMMON | _FP8, reduces=_COMMON, p2p=_COMMON | _FP8, bitwise=False),
 }
 
-# In arithmetic the kind matters little for the time, the size does.
+# For the time of arithmetic, the size of a type matters more than its kind.
 _STAND_INS = {
     **dict.fromkeys(("int16", "uint16"), "float16"),
     "uint32": "int32",
@@ -49,27 +49,27 @@ _STAND_INS = {
     "complex32": "float32",
     "complex64": "float64",
 }
-"""Types -> what stands in for them; for others, which have one byte, uint8."""
+"""Type -> its replacement. For other types, which have one byte, it is uint8."""
 _TWICE = {"complex128": "float64"}
-"""Types without a stand-in of their size: two elements of another."""
+"""Types without a replacement of their size -> two elements of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Substitute:
-    """What is communicated instead of what was recorded."""
+    """The call that replaces a recorded one."""
 
     c10d: str
-    """The op that is made: the recorded one, but for what one backend alone has."""
+    """The c10d op to call: the recorded one, unless only one backend has it."""
     dtype: str
     elements: int = 1
     """Elements of `dtype` for each recorded one."""
     reduce: str | None = None
     differences: tuple[str, ...] = ()
-    """What differs from the recording, for people."""
+    """Differences from the recording, as text for the user."""
 
 
 def substitute(record: CommRecord, backend: str) -> Substitute:
-    """What `backend` communicates for `record`; without `differences` where that is what was recorded.
+    """Return what `backend` communicates for `record`; without `differences` if it supports the recorded call.
 
     >>> call = CommRecord(id=0, op="all_gather", c10d="_allgather_base_", pg="0", bytes=8, t=0, dtype="complex128")
     >>> substitute(call, "gloo").differences
@@ -87,7 +87,7 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
     reduce = (record.reduce or "").lower() if reducing else None
     able = row.p2p if is_p2p(record) else row.reduces if reducing else row.moves
     if reducing and dtype in _COMPLEX and (reduce or "sum") not in ("sum", "avg"):
-        able = row.moves  # there is no order of complex numbers, nor a product in gloo
+        able = row.moves  # complex numbers have no order, and gloo has no complex product
     elements = 1
     if able is not None and dtype not in able:
         if dtype in _TWICE:
@@ -97,15 +97,15 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
             instead = _STAND_INS.get(dtype, "uint8")
             differences.append(f"{record.op} of {dtype} as {instead}, of the same size")
         dtype = instead
-    reason = _no_reduction(reduce, dtype, backend, row) if reduce is not None else None
+    reason = _why_replaced_by_sum(reduce, dtype, backend, row) if reduce is not None else None
     if reason is not None:
         differences.append(f"{record.op} as sum, {reason}")
         reduce = "sum"
     return Substitute(c10d=record.c10d, dtype=dtype, elements=elements, reduce=reduce, differences=tuple(differences))
 
 
-def _no_reduction(reduce: str, dtype: str, backend: str, row: Backend) -> str | None:
-    """Why that reduction is not made; None where it is."""
+def _why_replaced_by_sum(reduce: str, dtype: str, backend: str, row: Backend) -> str | None:
+    """Return why a sum replaces the reduction; None if the backend supports it."""
     if not reduce:
         return "for the recording does not say the reduction"
     if reduce not in REDUCTIONS:

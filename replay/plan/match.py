@@ -1,8 +1,7 @@
-"""Whether the calls of all ranks fit together, in the words of `crossrank diagnose`, before any process is started.
+"""Checks that the calls of all ranks fit together, with the findings of `crossrank diagnose`, before any rank starts.
 
-Where the walk through a plan ends and all ranks say the same of each call, nothing is wrong. Else, what every rank
-would have left behind where the walk ends goes to the diagnosis: calls that can end are over, those that cannot are
-open.
+The plan is fine if the walk through it ends and all ranks agree on each call. Otherwise the diagnosis gets the state in
+which the walk ends: calls that can end are finished, the others are unfinished.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from crossrank.tools.traces.rank_trace import RETIRED, SCHEDULED, RankTrace, Tra
 
 
 def mismatches(plan: Plan, walk: Walk) -> list[str]:
-    """What does not fit, the cause before what follows from it; empty where all ranks come to their end.
+    """Return what does not fit, causes first; empty if all ranks reach their end.
 
-    Each is one line: kind, operation, group, ranks, and what happened.
+    Each item is one line: kind, operation, group, ranks, and what happened.
     """
-    if walk.ends and _agree(plan, walk):
+    if walk.ends and _all_ranks_agree(plan, walk):
         return []
     from crossrank.tools.analysis.diagnosis.diagnose import diagnose
     from crossrank.tools.analysis.diagnosis.evidence import Evidence
 
-    evidence = Evidence(ranks=[_trace(plan, rank, walk) for rank in plan.ranks], world_size=plan.world_size)
+    evidence = Evidence(ranks=[_make_trace(plan, rank, walk) for rank in plan.ranks], world_size=plan.world_size)
     diagnosis, _ = diagnose(evidence, world_size=plan.world_size)
     files = {rank.rank: rank.source for rank in plan.ranks}
-    found = [_line(finding, files) for finding in diagnosis.findings]
+    found = [_format_finding(finding, files) for finding in diagnosis.findings]
     if not found and not walk.ends:
         at = {rank.rank: rank.calls[walk.reached[rank.rank] :] for rank in plan.ranks}
         found = [
@@ -41,19 +40,19 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
     return found
 
 
-def _agree(plan: Plan, walk: Walk) -> bool:
-    """Whether every call is the same on all ranks that take part in it, as far as can be seen without a diagnosis."""
-    said: dict[Key, object] = {}
+def _all_ranks_agree(plan: Plan, walk: Walk) -> bool:
+    """Return whether all ranks agree on each call, as far as that is visible without a diagnosis."""
+    fields_by_key: dict[Key, object] = {}
     for rank in plan.ranks:
         for call, key in zip(rank.calls, walk.keys[rank.rank], strict=True):
-            what = _on_all_ranks(call.record)
-            if what is None or said.setdefault(key, what) != what:
+            fields = _shared_fields(call.record)
+            if fields is None or fields_by_key.setdefault(key, fields) != fields:
                 return False
     return True
 
 
-def _on_all_ranks(record: CommRecord) -> object:
-    """What a call has to be on each rank that takes part; None where more has to be compared than what is equal."""
+def _shared_fields(record: CommRecord) -> object:
+    """Return the fields that must be equal on all ranks; None if equality is not enough."""
     if is_p2p(record):
         return record.bytes, record.dtype
     if record.op == "all_to_all" or record.out_dtype is not None:
@@ -61,7 +60,7 @@ def _on_all_ranks(record: CommRecord) -> object:
     return record.op, record.bytes, record.dtype, record.root, record.reduce
 
 
-def _line(finding: Finding, files: dict[int, str]) -> str:
+def _format_finding(finding: Finding, files: dict[int, str]) -> str:
     number = finding.collective_seq_id if finding.collective_seq_id is not None else finding.p2p_seq_id
     what = f"{finding.kind}: {call_text(finding.op, number)} on {group_text(finding.pg)}"
     if finding.culprit_ranks:
@@ -72,8 +71,8 @@ def _line(finding: Finding, files: dict[int, str]) -> str:
     return f"{what}: {finding.text}" if finding.text else what
 
 
-def _trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
-    """What a rank leaves behind that has come as far as the walk: what it would have done next it has not done."""
+def _make_trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
+    """Return the trace that a rank leaves if it stops where the walk stops."""
     reached, over = walk.reached[rank.rank], walk.over[rank.rank]
     is_through = reached == len(rank.calls)
     trace = RankTrace(

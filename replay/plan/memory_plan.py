@@ -1,7 +1,7 @@
-"""Memory for all tensors of a rank's calls: one block, as large as what is alive at once.
+"""Plans one block of memory for all tensors of a rank's calls, as large as what is in use at once.
 
-A tensor lives from the launch of its call until the wait for it. Calls of a thread that are never under way together
-share memory, which keeps it within what the training job itself needed for its communication buffers.
+A tensor is in use from the launch of its call until the wait for it. Calls of one thread that never overlap share
+memory. So the block stays near what the training job needed for its communication buffers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from crossrank.replay.plan.plan import PlannedCall, launches, waited_before
 from crossrank.replay.plan.shapes import tensors
 
 _ALIGNMENT = 512
-"""Bytes, as torch's CUDA allocator aligns."""
+"""Bytes, like torch's CUDA allocator."""
 
 
 class Need(NamedTuple):
-    """A piece of memory and when it is needed."""
+    """A piece of memory and when it is in use."""
 
     bytes: int
     first: int
-    """Launch that uses it first."""
+    """The first launch that uses it."""
     until: int
-    """Launch before which it is given back."""
+    """The launch before which it is free again."""
 
 
-def _needs(calls: Sequence[PlannedCall], own: Container[int]) -> dict[int | None, dict[int, Need]]:
-    """Thread -> place of a tensor among all -> what it needs. What stands in for a type has the same size."""
+def _collect_needs(calls: Sequence[PlannedCall], own: Container[int]) -> dict[int | None, dict[int, Need]]:
+    """Return, by thread, the need of each tensor by its position among all. A replacement type has the same size."""
     spans = launches(calls)
     places = 0
     found: dict[int | None, dict[int, Need]] = {}
@@ -45,9 +45,9 @@ def _needs(calls: Sequence[PlannedCall], own: Container[int]) -> dict[int | None
 
 
 def bytes_needed(calls: Sequence[PlannedCall]) -> int:
-    """Bytes of the tensors that are alive at once, at most: each thread's by themselves."""
+    """Return the most bytes of tensors in use at once, summed over threads."""
     whole = 0
-    for needs in _needs(calls, ()).values():
+    for needs in _collect_needs(calls, ()).values():
         changes = [0] * (len(calls) + 1)
         for need in needs.values():
             changes[need.first] += need.bytes
@@ -57,26 +57,26 @@ def bytes_needed(calls: Sequence[PlannedCall]) -> int:
 
 
 def lay_out(calls: Sequence[PlannedCall], own: Container[int] = ()) -> tuple[list[int], int]:
-    """(offset of each tensor of `calls`, bytes of the whole block), without the calls of which the index is in `own`.
-    Threads share no memory, for nobody knows what they do at the same time."""
+    """Return (offset of each tensor of `calls`, bytes of the whole block), without the calls whose index is in `own`.
+    Threads share no memory, since their relative timing is unknown.
+    """
     size = 0
     offsets: dict[int, int] = {}
-    for needs in _needs(calls, own).values():
-        theirs, bytes_of_thread = assign_offsets(list(needs.values()))
-        offsets |= {place: size + at for place, at in zip(needs, theirs, strict=True)}
+    for needs in _collect_needs(calls, own).values():
+        thread_offsets, bytes_of_thread = assign_offsets(list(needs.values()))
+        offsets |= {place: size + at for place, at in zip(needs, thread_offsets, strict=True)}
         size += bytes_of_thread
     return [offsets[place] for place in range(len(offsets))], size
 
 
 def assign_offsets(needs: Sequence[Need]) -> tuple[list[int], int]:
-    """Offsets for `needs`, which are ordered by their first use, and the bytes of all: each takes the lowest gap that
-    is large enough.
+    """Return offsets for `needs`, ordered by first use, and the bytes of all. Each takes the lowest sufficient gap.
 
     >>> assign_offsets([Need(512, 0, 1), Need(512, 1, 3), Need(100, 2, 3)])
     ([0, 0, 512], 1024)
     """
     offsets, whole = [], 0
-    taken: list[tuple[int, int, int]] = []  # (start, end, until), in rising order
+    taken: list[tuple[int, int, int]] = []  # (start, end, until), ascending
     oldest_end = 0
     for need in needs:
         if oldest_end <= need.first:

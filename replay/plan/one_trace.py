@@ -1,7 +1,7 @@
-"""All ranks of a job from the file of one (`--one-trace`): on every rank its groups in their place, peers as far away.
+"""Makes all ranks of a job from the file of one rank (`--one-trace`), with groups and peers shifted to each rank.
 
-Groups of parallel jobs are regular: ranks `start, start + stride, …`, and others of the same form beside them, which
-together tile the ranks. The file of one rank says the form, so every other rank's group follows from it.
+Groups of parallel jobs are regular: ranks `start, start + stride, …`. Groups of the same form tile all ranks. So the
+file of one rank determines every other rank's groups.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, 
 
 @dataclass(frozen=True)
 class StridedGroup:
-    """A regular group: the form that all groups of one dimension of a job share."""
+    """The form of a regular group, which all groups of one dimension of a job share."""
 
     stride: int
     size: int
 
     @property
     def block(self) -> int:
-        """Ranks that the groups of this form which lie in each other take up."""
+        """Return the number of consecutive ranks that interleaved groups of this form cover."""
         return self.stride * self.size
 
     def members(self, rank: int) -> range:
-        """The group of this form that `rank` is in."""
+        """Return the members of the group of this form that contains `rank`."""
         start = rank // self.block * self.block + rank % self.stride
         return range(start, start + self.block, self.stride)
 
 
 def strided_group(ranks: list[int], world_size: int) -> StridedGroup | None:
-    """The form of a group; None for one that is not regular, or whose like do not tile the world.
+    """Return the form of a group; None if it is not regular, or if groups of its form do not tile the world.
 
     >>> strided_group([1, 3, 5, 7], 8), strided_group([0, 1, 3], 4), strided_group([1, 2], 4)
     (StridedGroup(stride=2, size=4), None, None)
@@ -54,11 +54,10 @@ def strided_group(ranks: list[int], world_size: int) -> StridedGroup | None:
 
 
 def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
-    """The calls of one rank for all ranks of its world. A message to the peer d ranks on becomes one from every rank
-    to that d ranks on; where the file lacks its other end (a first pipeline stage only sends), that is added beside it.
-    What a rank receives in an uneven all_to_all follows from what the others send.
+    """Return the traces of all ranks, made from one. A message to the peer d ranks on becomes one from every rank.
 
-    Raises `CrossrankError` where a group is not regular, or the number of ranks is none that a job has.
+    If the other end of a message is missing (a first pipeline stage only sends), each rank gets it. The receives of an
+    uneven all_to_all follow from the sends. Raises `CrossrankError` for irregular groups or impossible rank numbers.
     """
     home = source.rank if source.rank is not None else 0
     highest = max([home, *(rank for one in source.groups for rank in one.group.ranks or ())])
@@ -78,9 +77,9 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
                 f"{size} ranks; give the files of all ranks"
             )
         forms[group.pg] = form
-    whole, added = _with_both_ends(source, forms, home)
+    whole, added = _add_missing_ends(source, forms, home)
     as_list = cache(list[int])
-    made = [_copy(whole, home, rank, size, forms, as_list) for rank in range(size)]
+    made = [_copy_trace(whole, home, rank, size, forms, as_list) for rank in range(size)]
     made[home].notes = [
         *source.notes,
         f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
@@ -90,7 +89,7 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     return made
 
 
-def _copy(
+def _copy_trace(
     whole: RankTrace,
     home: int,
     rank: int,
@@ -98,10 +97,11 @@ def _copy(
     forms: dict[str, StridedGroup],
     as_list: Callable[[range], list[int]],
 ) -> RankTrace:
-    """What `rank` does where `home` does what is in `whole`. `as_list` gives all ranks of a group the same list."""
+    """Return the trace of `rank` if `home` does what is in `whole`. `as_list` returns one list per group, shared by its
+    ranks."""
     moved = Signatures()
     numbers = [
-        moved.number(_moved(call, home, rank, forms[call.pg]) if call.pg in forms else call)
+        moved.number(_move_call(call, home, rank, forms[call.pg]) if call.pg in forms else call)
         for call in whole.signatures
     ]
     groups = [
@@ -119,7 +119,7 @@ def _copy(
         groups=groups,
         numbered=False,
         starts_late=False,
-        # What is known of the file is reported once.
+        # Facts about the file are reported once.
         **{} if rank == home else _OF_A_COPY,
     )
 
@@ -127,8 +127,8 @@ def _copy(
 _OF_A_COPY: dict[str, Any] = {"is_copy": True, "dropped": 0, "problems": [], "notes": []}
 
 
-def _moved(record: CommRecord, home: int, rank: int, form: StridedGroup) -> CommRecord:
-    """The call that `rank` makes where `home` made `record`."""
+def _move_call(record: CommRecord, home: int, rank: int, form: StridedGroup) -> CommRecord:
+    """Return the call that `rank` makes where `home` made `record`."""
     there, here = form.members(home), form.members(rank)
     at_home, at_rank = there.index(home), here.index(rank)
     root, peer = record.root, record.peer
@@ -138,7 +138,7 @@ def _moved(record: CommRecord, home: int, rank: int, form: StridedGroup) -> Comm
         peer = here[(at_rank + there.index(peer) - at_home) % form.size]
     in_split, out_split, outputs = record.in_split, record.out_split, record.outputs
     if in_split and len(in_split) == form.size:
-        # By distance: what home sends to the member d places on, every member sends d places on.
+        # By distance: each member sends d places on what home sends d places on.
         sends = [in_split[(at_home + distance) % form.size] for distance in range(form.size)]
         in_split = [sends[(member - at_rank) % form.size] for member in range(form.size)]
         out_split = [sends[(at_rank - member) % form.size] for member in range(form.size)]
@@ -148,11 +148,11 @@ def _moved(record: CommRecord, home: int, rank: int, form: StridedGroup) -> Comm
     )
 
 
-def _with_both_ends(source: RankTrace, forms: dict[str, StridedGroup], home: int) -> tuple[RankTrace, int]:
-    """The calls with a receive beside every send without one from as far on the other side, and the reverse; how many
-    were added."""
+def _add_missing_ends(source: RankTrace, forms: dict[str, StridedGroup], home: int) -> tuple[RankTrace, int]:
+    """Return the calls and the number of added ones: each send gets a receive from as far on the other side, and vice
+    versa."""
     records = list(source.records())
-    ways = [_way(record, forms, home) for record in records]
+    ways = [_route_of(record, forms, home) for record in records]
     surplus: Counter[Way] = Counter()
     for record, way in zip(records, ways, strict=True):
         if way is not None:
@@ -185,14 +185,14 @@ def _with_both_ends(source: RankTrace, forms: dict[str, StridedGroup], home: int
 
 
 Way = tuple[str, int, int]
-"""What a send and the receive that answers it elsewhere have in common: group, how far the message goes, tag."""
+"""What a send and its receive have in common: group, distance of the message, tag."""
 
 
 def _sign(record: CommRecord) -> int:
     return 1 if record.op == "send" else -1
 
 
-def _way(record: CommRecord, forms: dict[str, StridedGroup], home: int) -> Way | None:
+def _route_of(record: CommRecord, forms: dict[str, StridedGroup], home: int) -> Way | None:
     form = forms.get(record.pg)
     if form is None or record.peer is None or not is_p2p(record) or record.peer not in (members := form.members(home)):
         return None

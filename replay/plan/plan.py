@@ -1,7 +1,7 @@
-"""What is replayed: the calls of every rank with their waits and gaps, and what of the recording is left out.
+"""The plan of a replay: the calls of every rank with their waits and gaps, and the recorded calls that it skips.
 
-A plan is data: it is made by `build_plan`, changed by `transform`, saved and loaded here, run by `worker`.
-Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name ends with `.zst`.
+`build_plan` makes a plan, `transform` changes it, `worker` runs it. It is data and needs no torch. On disk it is JSON,
+compressed with zstd if the name ends with `.zst`.
 """
 
 from __future__ import annotations
@@ -31,47 +31,46 @@ class PlannedCall(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One call of one rank."""
 
     record: CommRecord
-    """As recorded, but for `pg`, which is the name of a group of the plan, the same on all ranks."""
+    """As recorded, except `pg`: the name of a group of the plan, the same on all ranks."""
     wait_before: Int
-    """The rank waits for the call before it launches its call of this index: the next one = at once, the number of
-    calls = at the end, `UNPLACED` = not recorded, to be placed by `schedule.place_waits`."""
+    """The index of the call before whose launch the rank waits for this one. The next index: at once. The number of
+    calls: at the end. `UNPLACED`: not recorded, `schedule.place_waits` decides."""
     blocking: bool = False
-    """The rank does not go on before the call is over; `wait_before` is then the next launch."""
+    """The rank waits for the call at once; `wait_before` is then the next launch."""
     recorded_bytes: Count = 0
-    """`record.bytes` as recorded, whatever a what-if made of them: what coverage counts."""
+    """`record.bytes` as recorded, before any what-if. Coverage counts these."""
     recorded_calls: Count = 1
-    """How many recorded calls coverage counts it for."""
+    """The number of recorded calls that coverage counts for it."""
     gap_ns: Count = 0
-    """Recorded time before this launch, in ns, from the launch before; 0 within a batch."""
+    """Recorded time between the previous launch and this one, in ns; 0 within a batch."""
     gap_from_return: bool = False
-    """The gap counts from when the rank could go on after the launch before: with no communication in it that the rank
-    waited for there."""
+    """The gap starts when the rank could continue after the previous launch: it contains no wait for communication."""
     exposed_ns: Count = 0
-    """Of a gap that counts from the launch before, the communication for which the rank waited in it, as far as its
-    duration is recorded. What a device computed in the gap is at most the rest."""
+    """If the gap starts at the previous launch: the recorded communication in it for which the rank waited. The
+    computation in the gap takes at most the rest."""
     took_ns: Int | None = None
-    """Recorded time from the begin of the communication to its end, on this rank; None where it is not recorded."""
+    """Recorded duration of the communication on this rank, in ns; None if it is not recorded."""
     merged: list[Int] = []
-    """Ids of recorded calls that it stands for beside its own."""
+    """Ids of the other recorded calls that it represents."""
 
     @property
     def recorded_ids(self) -> list[int]:
-        """Ids of the recorded calls that it stands for."""
+        """Return the ids of all recorded calls that it represents."""
         return [self.record.id, *self.merged]
 
 
 class LeftOut(msgspec.Struct, kw_only=True):
-    """Recorded calls that are not replayed, for one reason."""
+    """Recorded calls that the replay skips for one reason."""
 
     calls: Count = 0
     bytes: Count = 0
-    """As far as they are known."""
+    """The sum of the known sizes."""
     unsized: Count = 0
-    """Calls of which the bytes are not known."""
+    """The number of calls without a known size."""
 
 
 def leave_out(rows: dict[str, LeftOut], reason: str, calls: int, size: int, unsized: int = 0) -> None:
-    """Add to `rows` so many recorded calls, of `size` recorded bytes together; `unsized` of them do not say theirs."""
+    """Add `calls` skipped calls with `size` recorded bytes in total to `rows`; `unsized` of them have no known size."""
     row = rows.setdefault(reason, LeftOut())
     row.calls += calls
     row.bytes += size
@@ -79,27 +78,28 @@ def leave_out(rows: dict[str, LeftOut], reason: str, calls: int, size: int, unsi
 
 
 def copy_left_out(rows: dict[str, LeftOut]) -> dict[str, LeftOut]:
-    """What a changed plan starts to count from."""
+    """Copy the counts of skipped calls, so that a changed plan can add to them."""
     return {reason: msgspec.structs.replace(row) for reason, row in rows.items()}
 
 
 class RankPlan(msgspec.Struct, kw_only=True):
-    """What one rank does."""
+    """The calls of one rank."""
 
     rank: Int
     calls: list[PlannedCall]
     left_out: dict[str, LeftOut] = {}
-    """By reason."""
+    """Skipped calls by reason."""
     source: str = ""
     """The file that it was read from."""
     is_copy: bool = False
-    """It was not recorded, and does what another rank did: its calls are none of the recording's."""
+    """It was not recorded and repeats another rank's calls. Coverage does not count them."""
     compute: ComputePlan | None = None
-    """What it computes between its calls, where that is replayed."""
+    """The computation between its calls, if the replay runs it."""
 
 
 def with_records(rank: RankPlan, records: Sequence[CommRecord | str]) -> RankPlan:
-    """`rank` with these records instead of its own; a text leaves the call out for that reason."""
+    """Return `rank` with these records instead of its own. A string in place of a record skips the call for that
+    reason."""
     changed = msgspec.structs.replace(rank, calls=[], left_out=copy_left_out(rank.left_out))
     kept_before = [0]
     for call, record in zip(rank.calls, records, strict=True):
@@ -113,31 +113,31 @@ def with_records(rank: RankPlan, records: Sequence[CommRecord | str]) -> RankPla
 
 
 def move_waits(calls: Sequence[PlannedCall], before: Sequence[int]) -> None:
-    """Set before which call each of `calls` is waited for; `before` has the new place of a call by its old one."""
+    """Update `wait_before` of `calls`; `before` maps the old index of a call to its new one."""
     for position, call in enumerate(calls):
         if call.wait_before != UNPLACED:
             call.wait_before = max(before[call.wait_before], position + 1)
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """What all ranks do."""
+    """The calls of all ranks."""
 
     schema: str = SCHEMA
     source: str
-    """The path that was given."""
+    """The path that the user gave."""
     kind: str
-    """What was read: a key of `replay_inputs.KINDS`."""
+    """The kind of files that were read: a key of `replay_inputs.KINDS`."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     groups: list[Group]
-    """Every group that is used, once. All ranks make them in this order."""
+    """Every used group once. All ranks create them in this order."""
     ranks: list[RankPlan]
     """By rank, one for each rank of the world."""
     notes: list[str] = []
-    """What was inferred or changed on the way here."""
+    """What crossrank inferred or changed while it made the plan."""
     damage: list[str] = []
-    """What of the files could not be read: nobody knows how many calls that were."""
+    """What could not be read of the files. The number of lost calls is unknown."""
     left_out: dict[str, LeftOut] = {}
-    """What ranks did that were recorded and are not among `ranks`, by reason."""
+    """Skipped calls of recorded ranks that are not among `ranks`, by reason."""
 
     def coverage(self) -> Coverage:
         recorded = [rank for rank in self.ranks if not rank.is_copy]
@@ -158,21 +158,21 @@ class Plan(msgspec.Struct, kw_only=True):
         )
 
     def recorded_computation(self) -> list[ComputePlan]:
-        """The computation of every rank that was recorded."""
+        """Return the computation of every recorded rank."""
         return [rank.compute for rank in self.ranks if rank.compute is not None and not rank.is_copy]
 
     @property
     def calls(self) -> int:
-        """Calls of one pass, over all ranks, as they are made."""
+        """Return the number of calls that all ranks make in one pass."""
         return sum(len(rank.calls) for rank in self.ranks)
 
     @property
     def bytes(self) -> int:
-        """S of all calls of one pass, as they are made."""
+        """Return the bytes (S of nccl-tests) of all calls of one pass."""
         return sum(call.record.bytes for rank in self.ranks for call in rank.calls)
 
     def group(self, pg: str) -> Group:
-        """The group of that name. Raises KeyError for a name that the plan lacks."""
+        """Return the group with this name. Raises `KeyError` if the plan lacks it."""
         for group in self.groups:
             if group.pg == pg:
                 return group
@@ -180,7 +180,7 @@ class Plan(msgspec.Struct, kw_only=True):
 
 
 def launches(calls: Sequence[PlannedCall]) -> list[tuple[int, int]]:
-    """(first, one past the last) of the calls that go out as one launch: one call, or those of one batch in a row.
+    """Return (first, one past the last) for each launch of `calls`: one call, or the consecutive calls of a batch.
 
     >>> def call(id, batch=None):
     ...     record = CommRecord(id=id, op="send", c10d="send", pg="0", bytes=4, t=0, batch=batch)
@@ -188,18 +188,18 @@ def launches(calls: Sequence[PlannedCall]) -> list[tuple[int, int]]:
     >>> launches([call(0), call(1, batch=1), call(2, batch=1)])
     [(0, 1), (1, 3)]
     """
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for index, call in enumerate(calls):
         batch = call.record.batch
-        if found and batch is not None and calls[found[-1][0]].record.batch == batch:
-            found[-1] = (found[-1][0], index + 1)
+        if spans and batch is not None and calls[spans[-1][0]].record.batch == batch:
+            spans[-1] = (spans[-1][0], index + 1)
         else:
-            found.append((index, index + 1))
-    return found
+            spans.append((index, index + 1))
+    return spans
 
 
 def check_world_size(size: int, path: str) -> None:
-    """Raise `CrossrankError` where `size`, of the files at `path`, is no number of ranks that a job has."""
+    """Raise `CrossrankError` if `size`, read from `path`, is not a possible number of ranks."""
     if not 1 <= size <= MOST_RANKS:
         raise CrossrankError(
             f"{path}: {size} is not a number of ranks from 1 to {MOST_RANKS}; record it again, or give it with "
@@ -208,14 +208,14 @@ def check_world_size(size: int, path: str) -> None:
 
 
 def number_of(record: CommRecord) -> int | None:
-    """The recorded number of a call: among those with its peer, or among those of its group."""
+    """Return the recorded number of a call, counted per peer (P2P) or per group (collectives)."""
     return record.p2p_seq if is_p2p(record) else record.seq
 
 
 def waited_before(calls: Sequence[PlannedCall], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """For each launch of `spans`, before which launch it is waited for; their number = at the end.
+    """Return, for each launch of `spans`, the launch before which the rank waits for it; `len(spans)`: at the end.
 
-    A batch is waited for as a whole, where the last of its calls is.
+    A batch is waited for as a whole, at the latest wait of its calls.
     """
     launch_of = {index: position for position, (first, end) in enumerate(spans) for index in range(first, end)}
     return [
@@ -225,7 +225,7 @@ def waited_before(calls: Sequence[PlannedCall], spans: Sequence[tuple[int, int]]
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write `plan` to `path`. Raises `CrossrankError` where that fails."""
+    """Write `plan` to `path`. Raises `CrossrankError` if that fails."""
     data = msgspec.json.encode(plan)
     if str(path).endswith(".zst"):
         data = zstandard.compress(data)
@@ -237,7 +237,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 
 def load_plan(path: str) -> Plan:
-    """The plan in `path`, plain, gzip or zstd. Raises `CrossrankError` where it holds none."""
+    """Read a plan from `path`: plain, gzip or zstd. Raises `CrossrankError` if it holds none."""
     issues = ReadIssues(path)
     data = b"".join(read_chunks(path, issues))
     if issues.problems:
@@ -253,7 +253,7 @@ def load_plan(path: str) -> Plan:
 
 
 def check_plan(plan: Plan, path: str) -> None:
-    """Raise `CrossrankError` where `plan`, which may have been written by hand, contradicts itself."""
+    """Raise `CrossrankError` if `plan` contradicts itself. A user may have written it by hand."""
     for problem in _contradictions(plan):
         raise CrossrankError(f"{path}: {problem}; make the plan anew")
 

@@ -1,13 +1,13 @@
 """Plans that find a slow rank, host or link (`crossrank probe`): recorded sizes on small groups of ranks, many at once.
 
-Groups of one round have no rank in common, and no network card: of the pairs that lie across hosts, a round has as
-many per host as that has cards. All ranks meet in a barrier before each round, so nobody begins while another round is
-under way. What is compared with each other is alike: as many ranks, the same bytes, on one host or across several.
+Groups of one round share no rank and no network card: a round has at most as many pairs across hosts as each host has
+cards. All ranks meet in a barrier before each round, so that rounds do not overlap. Only groups with equal size, equal
+bytes and equal placement (one host or several) are compared.
 
-* `pairs`: every rank with every other, both ways at once. N - 1 rounds, more where hosts have few cards.
-* `ring`: every rank with its two neighbours, both ways at once. 2 or 3 rounds, more where hosts have few cards.
-* `bisect`: the ranks in quarters, eighths and so on, an all_reduce in each, and at last as in `ring`: few calls, on
-  fewer groups than ranks.
+* `pairs`: every rank with every other, both ways at once. N - 1 rounds, more if hosts have few cards.
+* `ring`: every rank with its two neighbours, both ways at once. 2 or 3 rounds, more if hosts have few cards.
+* `bisect`: the ranks in quarters, eighths and so on with an all_reduce in each, and last as in `ring`. It makes few
+  calls, and has fewer groups than ranks.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan
 PROBES = ("pairs", "bisect", "ring")
 _ALL = "all ranks"
 LEAST_ALIKE = 3
-"""Groups that are compared with each other: of two nobody knows which is the slow one."""
+"""The fewest groups to compare: two cannot show which one is slow."""
 _MOST_CALLS = 4_000_000
-"""Of all ranks in a pass."""
+"""Calls of all ranks in a pass."""
 Members = tuple[int, ...]
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Where a rank runs."""
+    """The host of a rank."""
 
     host: str
     network_cards: int
 
 
 class ProbeGroup(msgspec.Struct, frozen=True):
-    """Ranks that communicate with each other, once in a pass, while others of their round do."""
+    """Ranks that communicate with each other once in a pass."""
 
     members: Members
     bytes: int
@@ -50,12 +50,12 @@ class ProbeGroup(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """What groups have in common that are compared with each other."""
+        """Return what must be equal for two groups to be compared."""
         return len(self.members), self.bytes, self.across_hosts
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """What is run, and what it tells of whom."""
+    """The plan of a probe, and the groups to compare."""
 
     kind: str
     plan: Plan
@@ -67,16 +67,15 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
-    """The probe of that `kind` with sizes of the calls of `plan`, for as many ranks as there are `machines`, which they
-    run on.
+    """Return the probe of that `kind` with call sizes of `plan`; `machines` has the host of each rank.
 
-    Raises `CrossrankError` for fewer than 3 ranks, where no groups could be compared, and for too many calls.
+    Raises `CrossrankError` for fewer than 3 ranks, for groups that cannot be compared, and for too many calls.
     """
     count = len(machines)
     if count < 3:
         raise CrossrankError(f"a probe compares groups of ranks, and {count} rank(s) make one at most; use 3 or more")
     order = sorted(range(count), key=lambda rank: (machines[rank].host, rank))
-    rounds = [part for one in _rounds(kind, order) for part in _without_sharing(one, machines)]
+    rounds = [part for one in _make_rounds(kind, order) for part in _split_by_network_cards(one, machines)]
     sizes = sizes_of(plan)
     total = len(sizes) * len(rounds) * count * 3
     if total > _MOST_CALLS:
@@ -89,8 +88,8 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
     subgroups: dict[Members, Group] = {}
     for size, one in product(sizes, rounds):
         for own in calls:
-            # The first call on the group of all, and one of all of them: it makes the communicator for what follows.
-            _add(own, "barrier", "barrier", pg=_ALL)
+            # The first call uses the group of all ranks: this creates its communicator.
+            _append_call(own, "barrier", "barrier", pg=_ALL)
         for members in one:
             across = len({machines[rank].host for rank in members}) > 1
             groups.append(ProbeGroup(members, size, across, tuple(len(calls[rank]) for rank in members)))
@@ -100,15 +99,15 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
                 subgroups[members] = Group(pg=name, size=len(members), ranks=list(members))
             for rank in members:
                 if reduces:
-                    _add_reduction(calls[rank], subgroups[members].pg, size)
+                    _append_reduction(calls[rank], subgroups[members].pg, size)
                 else:
-                    _add_exchange(calls[rank], sum(members) - rank, size)
+                    _append_exchange(calls[rank], sum(members) - rank, size)
     if max(Counter(group.kind for group in groups).values()) < LEAST_ALIKE:
         raise CrossrankError(
             f"--groups {kind} of {count} ranks on {len({one.host for one in machines})} hosts makes no {LEAST_ALIKE} "
             "groups that are alike, to compare; use --groups pairs, or more ranks"
         )
-    made = Plan(
+    probe_plan = Plan(
         source=plan.source,
         kind=plan.kind,
         world_size=count,
@@ -116,28 +115,28 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
         ranks=[RankPlan(rank=rank, calls=own) for rank, own in enumerate(calls)],
         notes=plan.notes,
     )
-    return Probe(kind=kind, plan=made, groups=groups, sizes=sizes, rounds=len(rounds))
+    return Probe(kind=kind, plan=probe_plan, groups=groups, sizes=sizes, rounds=len(rounds))
 
 
 def sizes_of(plan: Plan) -> list[int]:
-    """The size that most calls have, and the one that moves most bytes, in ascending order. Raises `CrossrankError`
-    where no call has any."""
+    """Return the most frequent size and the one that moves most bytes, ascending. Raises `CrossrankError` if there is
+    none."""
     calls = Counter(call.record.bytes for rank in plan.ranks for call in rank.calls if call.record.bytes)
     if not calls:
         raise CrossrankError(f"{plan.source}: no call moves anything, so there is no size to probe with")
     return sorted({max(calls, key=lambda size: (calls[size], size)), max(calls, key=lambda size: calls[size] * size)})
 
 
-def _rounds(kind: str, order: Sequence[int]) -> Iterator[Sequence[Members]]:
-    """Groups without a common rank, round after round."""
+def _make_rounds(kind: str, order: Sequence[int]) -> Iterator[Sequence[Members]]:
+    """Yield rounds of groups that share no rank."""
     if kind == "pairs":
         yield from all_pairs(order)
         return
     if kind == "bisect":
         blocks = [tuple(order)]
-        while min(map(len, blocks)) >= 6:  # halves of which are larger than a pair
+        while min(map(len, blocks)) >= 6:  # both halves are larger than a pair
             blocks = [half for one in blocks for half in (one[: len(one) // 2], one[len(one) // 2 :])]
-            if len(blocks) > 2:  # of two nobody knows which is the slow one
+            if len(blocks) > 2:  # two blocks cannot show which one is slow
                 yield blocks
     count = len(order)
     edges = [(order[at], order[(at + 1) % count]) for at in range(count)]
@@ -149,7 +148,7 @@ def _rounds(kind: str, order: Sequence[int]) -> Iterator[Sequence[Members]]:
 
 
 def all_pairs(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Every pair once, in rounds in which each rank has one partner at most: the circle method of tournaments.
+    """Yield every pair once, in rounds in which each rank has at most one partner: the circle method of tournaments.
 
     >>> list(all_pairs([0, 1, 2, 3]))
     [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
@@ -161,8 +160,8 @@ def all_pairs(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def _without_sharing(groups: Sequence[Members], machines: Sequence[Machine]) -> Iterator[list[Members]]:
-    """`groups` in as many rounds as it takes for those across hosts to have a network card of each host for them."""
+def _split_by_network_cards(groups: Sequence[Members], machines: Sequence[Machine]) -> Iterator[list[Members]]:
+    """Return rounds in which each group across hosts has a network card of its own on each host."""
     rounds: list[tuple[list[Members], Counter[str]]] = []
     for members in groups:
         hosts = {machines[rank].host: machines[rank].network_cards for rank in members}
@@ -177,23 +176,23 @@ def _without_sharing(groups: Sequence[Members], machines: Sequence[Machine]) -> 
     return (placed for placed, _ in rounds)
 
 
-def _add_reduction(calls: list[PlannedCall], pg: str, size: int) -> None:
+def _append_reduction(calls: list[PlannedCall], pg: str, size: int) -> None:
     shapes = [[max(size // 4, 1)]]
     moved: dict[str, Any] = {"inputs": shapes, "outputs": shapes, "bytes": 4 * shapes[0][0], "dtype": "float32"}
-    _add(calls, "all_reduce", "allreduce_", pg=pg, reduce="sum", **moved)
+    _append_call(calls, "all_reduce", "allreduce_", pg=pg, reduce="sum", **moved)
 
 
-def _add_exchange(calls: list[PlannedCall], peer: int, size: int) -> None:
+def _append_exchange(calls: list[PlannedCall], peer: int, size: int) -> None:
     batch = len(calls)
     for op, c10d, side in (("send", "send", "inputs"), ("recv", "recv_", "outputs")):
         moved: dict[str, Any] = {"bytes": size, "dtype": "uint8", side: [[size]]}
-        _add(calls, op, c10d, until=batch + 2, pg=_ALL, peer=peer, batch=batch, **moved)
+        _append_call(calls, op, c10d, until=batch + 2, pg=_ALL, peer=peer, batch=batch, **moved)
 
 
-def _add(
+def _append_call(
     calls: list[PlannedCall], op: str, c10d: str, *, until: int | None = None, bytes: int = 0, **fields: Any
 ) -> None:
-    """A call that is waited for before the one at `until`, the next where that is not given."""
+    """Append a call whose wait comes before the call `until`, by default before the next one."""
     index = len(calls)
     record = CommRecord(id=index, op=op, c10d=c10d, bytes=bytes, t=0, **fields)
     calls.append(PlannedCall(record=record, wait_before=until or index + 1, blocking=True, recorded_calls=0))

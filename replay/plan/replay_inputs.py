@@ -1,7 +1,6 @@
-"""Finds the files of all ranks that are replayed, and reads each into `RankTrace`.
+"""Finds the files of all ranks to replay, and reads each into a `RankTrace`.
 
-A folder may hold several kinds for each rank, as our recordings do; then the one that says most is read, in the order
-of `KINDS`.
+A folder may hold several kinds of files for each rank. The first kind of `KINDS` that it has is read.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ KINDS = {
     KINETO: "Kineto traces",
     FLIGHT: "flight-recorder dumps",
 }
-"""By preference: the first kind that a folder has is read."""
+"""Ordered by preference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayInputs:
-    """The files that are read."""
+    """The files to read."""
 
     kind: str
     inputs: list[RankSources]
@@ -36,10 +35,10 @@ class ReplayInputs:
 
 
 def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInputs:
-    """The files at `path`: a folder, one file, or several with commas between them; of `kind`, where it is given.
-    Without `times` those are left out that say no more of the calls in a comms file than how long they took.
+    """Find the files at `path`: a folder, a file, or several with commas between them; only of `kind` if it is given.
 
-    Raises `CrossrankError` where there is nothing to replay.
+    Without `times`, skip files that add only durations to the calls of a comms file. Raises `CrossrankError` if nothing
+    can be replayed.
     """
     parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
     files = discover(parts)
@@ -57,7 +56,7 @@ def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInp
             f"{path}: holds {wanted}{f' ({holds})' if holds else ''}; "
             "name a recording, a folder of traces of all ranks, or a plan"
         )
-    # Beside a comms file other files of its rank say how long the calls took.
+    # Other files of the rank have the durations of the calls in a comms file.
     inputs, read_too = [], KINDS if times and chosen == COMMS else (chosen,)
     for rank, of_rank in files_by_rank(usable, read_too).items():
         if chosen not in of_rank:
@@ -73,10 +72,10 @@ def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInp
 def read(
     found: ReplayInputs, fleet: Fleet, *, steps: tuple[int, int] | None = None, one_trace: bool = False
 ) -> list[RankTrace]:
-    """Read every file, with `fleet`, and of comms files only the iterations `steps`; the first file alone, where
-    `one_trace` says that it stands for all, and then the others are among what is skipped.
+    """Read every file with `fleet`; of comms files only `steps`. With `one_trace`, read only the first and skip the
+    others.
 
-    Raises `CrossrankError` for the first that cannot be used.
+    Raises `CrossrankError` for the first file that cannot be used.
     """
     count = len(found.inputs) if len(found.inputs) > 1 else None
     inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs[: 1 if one_trace else None]]

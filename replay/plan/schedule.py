@@ -1,11 +1,10 @@
-"""When each call is waited for, and whether the ranks, waiting so, come to their end.
+"""Decides before which call each call is waited for, and checks that all ranks then reach their end.
 
-Where a trace has no waits (our records note calls alone), they are placed by what the callers of such calls do. Ranks
-that wait for each other differently than they did when they were recorded may wait for ever; so every placement is
-walked through first (`walk`), and one that cannot end gives way to a laxer one.
+If a trace has no waits, `place_waits` puts them where the callers of such calls usually wait. Ranks that wait in
+another order than recorded may wait forever. So `walk` tests a placement; if it does not end, a laxer one follows.
 
-The walk takes a collective to end when all members have made it, and a send when it is received: no backend needs
-less of a program that has to end on all of them.
+In the walk, a collective ends when all members have made it, and a send ends when it is received. A program that ends
+under these rules ends on every backend.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from crossrank.comm import CommRecord, ends_of, is_p2p
 from crossrank.replay.plan.plan import UNPLACED, Plan, PlannedCall, RankPlan, launches, waited_before
 
 _PREFETCHED = ("all_gather", "reduce_scatter")
-"""What sharded training has two of under way: the one that is used, and the next one."""
+"""Sharded training has two of these unfinished: the one in use, and the next one."""
 _PREFETCHES = 2
 _BLOCKING_APIS = ("send", "recv")
 
@@ -28,7 +27,7 @@ Worker = tuple[int, int | None]
 
 
 def returns_early(record: CommRecord) -> bool:
-    """Whether the rank went on before the call was over."""
+    """Return whether the rank continued before the call ended."""
     if is_p2p(record):
         return (
             record.api not in _BLOCKING_APIS
@@ -37,38 +36,39 @@ def returns_early(record: CommRecord) -> bool:
         )
     if not record.is_async:
         return False
-    # C++ asks for a Work in every call; DDP's reducer goes on only while it reduces gradients.
+    # C++ asks for a Work in every call. DDP's reducer continues early only while it reduces gradients.
     return record.api is not None or record.op == "all_reduce"
 
 
-def _place(calls: list[PlannedCall], ends: Callable[[Sequence[PlannedCall], PlannedCall], bool]) -> None:
-    """Wait for open calls before one for which `ends`, and before the first of another step."""
+def _set_waits(calls: list[PlannedCall], must_wait: Callable[[Sequence[PlannedCall], PlannedCall], bool]) -> None:
+    """Wait for unfinished calls before a call for which `must_wait` is true, and before the first call of a new
+    step."""
     open_calls: list[PlannedCall] = []
     for first, end in launches(calls):
         call = calls[first]
-        if open_calls and (open_calls[0].record.step != call.record.step or ends(open_calls, call)):
-            _wait_before(first, open_calls)
+        if open_calls and (open_calls[0].record.step != call.record.step or must_wait(open_calls, call)):
+            _wait_at(first, open_calls)
             open_calls = []
         open_calls += [one for one in calls[first:end] if one.wait_before == UNPLACED]
-    _wait_before(len(calls), open_calls)
+    _wait_at(len(calls), open_calls)
 
 
-def _wait_before(index: int, calls: Iterable[PlannedCall]) -> None:
+def _wait_at(index: int, calls: Iterable[PlannedCall]) -> None:
     for call in calls:
         call.wait_before = index
 
 
-def _until_next_blocking(calls: list[PlannedCall]) -> None:
-    def ends(open_calls: Sequence[PlannedCall], call: PlannedCall) -> bool:
-        """Before one that blocks, and where as many of its kind are under way as a prefetching caller has."""
+def _wait_before_next_blocking(calls: list[PlannedCall]) -> None:
+    def must_wait(open_calls: Sequence[PlannedCall], call: PlannedCall) -> bool:
+        """Wait before a blocking call, and before a prefetch if `_PREFETCHES` of its kind are unfinished."""
         kind = (call.record.pg, call.record.op)
         under_way = sum((one.record.pg, one.record.op) == kind for one in open_calls)
         return call.blocking or (call.record.op in _PREFETCHED and under_way >= _PREFETCHES)
 
-    _place(calls, ends)
+    _set_waits(calls, must_wait)
 
 
-def _all_p2p_until_end(calls: list[PlannedCall]) -> None:
+def _wait_for_p2p_at_end(calls: list[PlannedCall]) -> None:
     for call in calls:
         if call.wait_before == UNPLACED or is_p2p(call.record):
             call.wait_before, call.blocking = len(calls), False
@@ -76,28 +76,28 @@ def _all_p2p_until_end(calls: list[PlannedCall]) -> None:
 
 POLICIES: dict[str | None, Callable[[list[PlannedCall]], None]] = {
     None: lambda calls: None,
-    "before the rank's next blocking call, or the end of its step": _until_next_blocking,
-    "at the end of its step": lambda calls: _place(calls, lambda open_calls, call: False),
-    "at the end": lambda calls: _wait_before(len(calls), (one for one in calls if one.wait_before == UNPLACED)),
-    "at the end, and so are all sends and receives, for some block each other otherwise": _all_p2p_until_end,
+    "before the rank's next blocking call, or the end of its step": _wait_before_next_blocking,
+    "at the end of its step": lambda calls: _set_waits(calls, lambda open_calls, call: False),
+    "at the end": lambda calls: _wait_at(len(calls), (one for one in calls if one.wait_before == UNPLACED)),
+    "at the end, and so are all sends and receives, for some block each other otherwise": _wait_for_p2p_at_end,
 }
-"""Where waits that are not recorded (`UNPLACED`) are placed -> what sets `wait_before` of such calls. The first is for
-plans of which all are recorded."""
+"""Where waits that are not recorded (`UNPLACED`) are placed -> the function that sets `wait_before` of such calls. The
+first is for plans in which all waits are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """Where each rank comes to."""
+    """How far each rank comes."""
 
     reached: dict[int, int]
-    """Rank -> the call it does not return from, the first where several threads do not; the number of its calls where
-    it ends."""
+    """Rank -> the call from which it does not return, the first one if several threads wait; the number of its calls if
+    it reaches its end."""
     made: dict[int, bytearray]
-    """Rank -> for each call whether it was made, up to what its thread does not return from."""
+    """Rank -> for each call, whether its thread made it."""
     over: dict[int, bytearray]
-    """Rank -> for each call whether it can end."""
+    """Rank -> for each call, whether it can end."""
     keys: dict[int, list[Key]]
-    """Rank -> what each of its calls is on all ranks (`keys_of`)."""
+    """Rank -> the key of each of its calls (`keys_of`)."""
 
     @property
     def ends(self) -> bool:
@@ -107,11 +107,11 @@ class Walk:
 def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[str | None, Walk]:
     """Place every wait that is not recorded (`UNPLACED`), and walk through the result.
 
-    Returns how that was done, None where all waits are recorded, and the walk with it.
+    Returns the key of `POLICIES` (None if all waits are recorded) and the walk.
     """
     for rank in ranks:
         for first, end in launches(rank.calls):
-            _wait_before(end, (call for call in rank.calls[first:end] if call.blocking))
+            _wait_at(end, (call for call in rank.calls[first:end] if call.blocking))
     some_unplaced = any(call.wait_before == UNPLACED for rank in ranks for call in rank.calls)
     policies = list(POLICIES.items())[some_unplaced:]
     recorded = [[(call.wait_before, call.blocking) for call in rank.calls] for rank in ranks]
@@ -122,26 +122,26 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
                 call.wait_before, call.blocking = wait, blocking
             policy(rank.calls)
 
-    found: list[tuple[str | None, Walk]] = []
+    tried: list[tuple[str | None, Walk]] = []
     for text, policy in policies:
         place(policy)
-        found.append((text, walk(ranks, members)))
-        if found[-1][1].ends:
-            return found[-1]
+        tried.append((text, walk(ranks, members)))
+        if tried[-1][1].ends:
+            return tried[-1]
     place(policies[0][1])
-    return found[0]
+    return tried[0]
 
 
 def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
-    """Let every thread of every rank make its calls and wait as its plan says. Linear in the number of calls."""
+    """Let every thread of every rank make its calls and wait as planned. Linear in the number of calls."""
     keys = {rank.rank: keys_of(rank) for rank in ranks}
     needed = {key: takers(key, members) for mine in keys.values() for key in mine}
     arrived: Counter[Key] = Counter()
     blocked: dict[Key, list[Worker]] = defaultdict(list)
-    programs = {(rank.rank, thread): one for rank in ranks for thread, one in _programs(rank.calls).items()}
+    programs = {(rank.rank, thread): one for rank in ranks for thread, one in _programs_by_thread(rank.calls).items()}
     at = dict.fromkeys(programs, 0)
-    stands: dict[Worker, int] = {}
-    """The threads that do not return -> from which call."""
+    stuck_at: dict[Worker, int] = {}
+    """Thread that waits forever -> in which call."""
     todo = deque(programs)
     while todo:
         worker = todo.popleft()
@@ -153,20 +153,20 @@ def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
                 arrived[key] += 1
                 if arrived[key] == needed[key]:
                     for other in blocked.pop(key, ()):
-                        del stands[other]
+                        del stuck_at[other]
                         todo.append(other)
             elif arrived[key] < needed[key]:
                 blocked[key].append(worker)
-                stands[worker] = index
+                stuck_at[worker] = index
                 break
             at[worker] += 1
     over = {rank: bytearray(arrived[key] >= needed[key] for key in mine) for rank, mine in keys.items()}
     reached = {rank.rank: len(rank.calls) for rank in ranks}
-    for (rank_number, _), index in stands.items():
+    for (rank_number, _), index in stuck_at.items():
         reached[rank_number] = min(reached[rank_number], index)
     made = {
         rank.rank: bytearray(
-            index <= stands.get((rank.rank, call.record.thread), index) for index, call in enumerate(rank.calls)
+            index <= stuck_at.get((rank.rank, call.record.thread), index) for index, call in enumerate(rank.calls)
         )
         for rank in ranks
     }
@@ -174,26 +174,26 @@ def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
 
 
 def lane_of(record: CommRecord, rank: int, pg: str) -> Key:
-    """What a rank's call is counted among on all ranks that take part in it: the collectives of its group, or the
-    messages from one rank to another with one tag."""
+    """Return the lane in which a call is counted on all ranks. A lane is the collectives of a group, or the messages
+    from one rank to another with one tag."""
     if is_p2p(record):
         return "p2p", pg, *ends_of(record.op, rank, record.peer), record.tag or 0
     return "collective", pg
 
 
 def exchanges(plan: Plan) -> tuple[dict[int, list[Key]], dict[Key, dict[int, CommRecord]]]:
-    """The keys of the calls of each rank, and the all_to_alls among them: key -> rank -> its call."""
+    """Return the keys of the calls of each rank, and the all_to_alls as key -> rank -> call."""
     keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
-    found: dict[Key, dict[int, CommRecord]] = defaultdict(dict)
+    all_to_alls: dict[Key, dict[int, CommRecord]] = defaultdict(dict)
     for rank in plan.ranks:
         for call, key in zip(rank.calls, keys[rank.rank], strict=True):
             if call.record.op == "all_to_all":
-                found[key][rank.rank] = call.record
-    return keys, found
+                all_to_alls[key][rank.rank] = call.record
+    return keys, all_to_alls
 
 
 def keys_of(rank: RankPlan) -> list[Key]:
-    """What each call of a rank is on all ranks: the n-th of its lane."""
+    """Return the key of each call of a rank, which is the same on all ranks: its lane and its position in it."""
     counts: Counter[Key] = Counter()
     keys: list[Key] = []
     for call in rank.calls:
@@ -204,12 +204,12 @@ def keys_of(rank: RankPlan) -> list[Key]:
 
 
 def takers(key: Key, members: dict[str, list[int]]) -> int:
-    """How many ranks make the call of that key."""
+    """Return how many ranks make the call with this key."""
     return 2 if key[0] == "p2p" else len(members[str(key[1])])
 
 
-def _programs(calls: list[PlannedCall]) -> dict[int | None, list[tuple[int, bool]]]:
-    """By thread: (call, whether it is waited for here) in the order in which the executor goes."""
+def _programs_by_thread(calls: list[PlannedCall]) -> dict[int | None, list[tuple[int, bool]]]:
+    """Return, by thread, its calls and waits in the order of the executor: (call, whether this is its wait)."""
     spans = launches(calls)
     waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
     for (first, end), until in zip(spans, waited_before(calls, spans), strict=True):

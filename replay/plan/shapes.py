@@ -1,8 +1,8 @@
-"""Completes what a recorded call says of its tensors, and says what contradicts itself.
+"""Completes the tensors of a recorded call, and finds contradictions in it.
 
-Every source leaves out something: execution traces the outputs of an all_to_all, Kineto all but the number of
-elements, old traces the group. What the operation implies is filled in, so that later steps see whole calls:
-`c10d` is an op that can be made again, `inputs` and `outputs` are the tensors that this rank hands over.
+Every source lacks something: execution traces lack the outputs of an all_to_all, Kineto has only the number of
+elements, old traces lack the group. This module fills in what the operation implies. Afterwards `c10d` is an op that
+the replay can call; `inputs` and `outputs` are the tensors that this rank passes to it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from crossrank.text import rank_ranges
 
 
 class _Ops(NamedTuple):
-    """The c10d ops that make an operation."""
+    """The c10d ops of an operation."""
 
     one: str
-    """From one tensor per side."""
+    """With one tensor per side."""
     listed: str = ""
     """With a list of tensors on a side."""
     coalesced: str = ""
-    """Several at once, each from one tensor per side."""
+    """Several at once, each with one tensor per side."""
 
 
 _C10D = {
@@ -45,27 +45,27 @@ _C10D = {
 _KNOWN = frozenset(("allgather_coalesced_", *chain.from_iterable(_C10D.values()))) - {""}
 GATHERED_WHOLE = frozenset((_C10D["all_gather"].one, _C10D["all_gather"].coalesced))
 IN_ONE = GATHERED_WHOLE | {_C10D["reduce_scatter"].one, _C10D["reduce_scatter"].coalesced}
-"""c10d ops with one tensor for all members on a side, part after part."""
+"""c10d ops in which one side is a single tensor with the parts of all members, one after another."""
 OWN_INPUTS = ("all_gather", "gather", "send")
 OWN_OUTPUTS = ("reduce_scatter", "scatter", "recv")
-"""Operations of which one side is a rank's own, and the other holds something of each member, or nothing."""
+"""Operations in which one side is a rank's own, and the other holds a part for each member, or nothing."""
 Shapes = list[list[int]]
 _ANY_ROOT = ("broadcast", "reduce")
-"""Which rank is the root changes neither tensors nor, by much, times: one that is not recorded is the first member."""
+"""The root changes no tensor and hardly any time, so an unknown root becomes the first member."""
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _MOST_ELEMENTS = 1 << 44
 
 
 class LeftOutError(Exception):
-    """The call cannot be made again; the text is the reason, the same for all calls that have it."""
+    """The replay cannot make the call. The text is the reason, the same for all such calls."""
 
 
 class BrokenError(Exception):
-    """The call contradicts itself: the text says what, of this one call."""
+    """The call contradicts itself. The text says how, for this one call."""
 
 
 def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
-    """`record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` where that is not possible."""
+    """Return `record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` if it cannot."""
     operation = OPERATIONS.get(record.op)
     if operation is None:
         raise LeftOutError(f"{record.op} is no operation that is known")
@@ -99,24 +99,24 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
         raise LeftOutError("its size is not recorded")
     if record.tag is not None and not 0 <= record.tag < 1 << 31:
         raise BrokenError(f"its tag {record.tag} is not from 0 to {(1 << 31) - 1}")
-    whole = _with_tensors(record, len(group.ranks), dtype.size, rank)
+    whole = _complete_tensors(record, len(group.ranks), dtype.size, rank)
     if any(prod(shape) > _MOST_ELEMENTS for shape in (*whole.inputs, *whole.outputs)):
         raise BrokenError("a tensor of it has more elements than any memory holds")
     return sized(whole, group)
 
 
-def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecord:
+def _complete_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecord:
     op, name = record.op, _C10D[record.op].one
-    # Kineto and some dumps give no shapes: S of nccl-tests then tells the elements.
+    # Kineto and some dumps have no shapes: the bytes (S of nccl-tests) give the number of elements.
     elements = record.bytes // item
     if op in _IN_PLACE:
         inputs = record.inputs or record.outputs or [[elements]]
         if len(inputs) > 1 and op != "all_reduce":
             raise LeftOutError(f"{op} of several tensors at once")
         in_list = len(inputs) > 1 or record.c10d == "allreduce_coalesced_"
-        return _replace(record, _C10D[op].listed if in_list else name, inputs, inputs)
+        return _set_tensors(record, _C10D[op].listed if in_list else name, inputs, inputs)
     if op == "all_to_all":
-        return _all_to_all(record, n, elements)
+        return _complete_all_to_all(record, n, elements)
     own, of_all = own_first(op, (record.inputs, record.outputs))
     if OPERATIONS[op].p2p:
         own, of_all = own or of_all or [[elements]], []
@@ -126,22 +126,22 @@ def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecor
             raise BrokenError(f"its root holds {len(of_all)} tensors for {n} ranks")
         of_all = [] if record.root != rank else of_all if len(of_all) == n else own * n
     else:
-        name, own, of_all = _one_to_many(record, n, own, of_all or [[n * prod(shape)] for shape in own] or [[elements]])
+        name, own, of_all = _add_parts(record, n, own, of_all or [[n * prod(shape)] for shape in own] or [[elements]])
     inputs, outputs = own_first(op, (own, of_all))
-    return _replace(record, name, inputs, outputs)
+    return _set_tensors(record, name, inputs, outputs)
 
 
-def _replace(record: CommRecord, name: str, inputs: list[list[int]], outputs: list[list[int]]) -> CommRecord:
+def _set_tensors(record: CommRecord, name: str, inputs: list[list[int]], outputs: list[list[int]]) -> CommRecord:
     return msgspec.structs.replace(record, c10d=name, inputs=inputs, outputs=outputs)
 
 
-def _one_to_many(
+def _add_parts(
     record: CommRecord, n: int, small: list[list[int]], large: list[list[int]]
 ) -> tuple[str, list[list[int]], list[list[int]]]:
-    """all_gather and reduce_scatter: the op, with this rank's part on its small side and all members' on its large."""
+    """Complete an all_gather or reduce_scatter: return its c10d op, this rank's tensors and those of all members."""
     op, ops = record.op, _C10D[record.op]
     if not small:
-        # `allgather` and the like; in some traces they are no names of the dispatcher's.
+        # `allgather` and similar names: some traces have names that the dispatcher does not know.
         if len(large) == n and record.c10d.replace("_", "").lower() == ops.listed.replace("_", ""):
             raise LeftOutError(f"{op} of a list without this rank's own part")
         if any(prod(shape) % n for shape in large):
@@ -169,12 +169,12 @@ def _one_to_many(
     return ops.one if len(small) == 1 and record.c10d != ops.coalesced else ops.coalesced, small, large
 
 
-def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
+def _complete_all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
     inputs, outputs = record.inputs, record.outputs
     if record.c10d == "alltoall_" or (record.c10d not in _KNOWN and len(inputs) == n > 1):
         if len(inputs) != n or len(outputs or inputs) != n:
             raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors for {n} ranks")
-        return _replace(record, "alltoall_", inputs, outputs or inputs)
+        return _set_tensors(record, "alltoall_", inputs, outputs or inputs)
     if len(inputs) > 1 or len(outputs) > 1:
         raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors where one each is wanted")
     inputs = inputs or [[sum(record.in_split) if record.in_split else elements]]
@@ -186,14 +186,14 @@ def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
     if not outputs:
         outputs = [[sum(record.out_split), *inputs[0][1:]]] if record.out_split else [list(inputs[0])]
     if not record.in_split and not record.out_split and record.outputs:
-        # Dumps say what is sent and received in total. `counterparts` finds parts that give it.
-        return _replace(record, "alltoall_base_", inputs, outputs)
+        # Dumps have only the totals that are sent and received. `counterparts` infers the splits.
+        return _set_tensors(record, "alltoall_base_", inputs, outputs)
     _check_split("in_split", record.in_split, inputs[0], n)
     _check_split("out_split", record.out_split, outputs[0], n)
     row = prod(inputs[0][1:])
     if row != prod(outputs[0][1:]):
         raise BrokenError(f"a row of its input has {row} elements, one of its output {prod(outputs[0][1:])}")
-    return _replace(record, "alltoall_base_", inputs, outputs)
+    return _set_tensors(record, "alltoall_base_", inputs, outputs)
 
 
 def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -> None:
@@ -209,7 +209,7 @@ def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -
 
 
 def sized(record: CommRecord, group: Group) -> CommRecord:
-    """`record` with `bytes` as its tensors now have it."""
+    """Return `record` with the `bytes` of its tensors."""
     operation = OPERATIONS[record.op]
     item = DTYPES[record.dtype or "uint8"].size
     size = operation.bytes(total_bytes(record.inputs, item), total_bytes(record.outputs, item), len(group.ranks or ()))
@@ -217,17 +217,17 @@ def sized(record: CommRecord, group: Group) -> CommRecord:
 
 
 def own_first(op: str, sides: tuple[Shapes, Shapes]) -> tuple[Shapes, Shapes]:
-    """(a rank's own, those of all members) from (inputs, outputs) of such an operation, and the reverse."""
+    """Return (a rank's own, those of all members) from (inputs, outputs) of such an operation, and the reverse."""
     return sides[::-1] if op in OWN_OUTPUTS else sides
 
 
 def of_all_members(record: CommRecord, own: list[list[int]], n: int) -> list[list[int]]:
-    """Shapes of what the side of all members holds, of an op with such a side, where each gives or gets `own`."""
+    """Return the shapes of the side with the parts of all members, if each member has `own`."""
     return [[n * prod(shape)] for shape in own] if record.c10d in IN_ONE else own * n
 
 
 def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
-    """Elements of a tensor that go to, or come from, each of `n` members."""
+    """Return the number of elements for each of `n` members in a tensor with these splits."""
     whole = prod(shape)
     if not split:
         return [whole // n] * n
@@ -236,5 +236,5 @@ def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
 
 
 def tensors(record: CommRecord) -> list[list[list[int]]]:
-    """Shapes of the tensors that a call needs memory for, of one side or two: inputs and outputs, or both in one."""
+    """Return the shapes of the tensors that need memory: inputs and outputs, or one side if the op works in place."""
     return [record.inputs] if record.op in _IN_PLACE else [record.inputs, record.outputs]

@@ -1,13 +1,13 @@
-"""What-if on a plan: other sizes, other types, fewer operations, groups or calls, other ranks. Each gives a new plan.
+"""What-ifs: each function returns a new plan with other sizes, types, operations, groups, calls or ranks.
 
-What a filter takes away counts as left out, with the filter as its reason, so that coverage goes on to say how much of
-the recording is replayed.
+A filter counts the calls that it skips, with its option as the reason, so that coverage stays true.
 
-More or fewer ranks than recorded (`resize`) keep the parallel structure. The outermost dimension of a job is the one
-whose groups span all its ranks (data parallelism, most often); it grows or shrinks. The dimensions within it keep their
-groups, which are there more or less often. A rank does what the recorded rank in its place did. In groups that change
-their size, what is gathered, scattered or exchanged keeps its total per rank (sharded parameters stay as large); what
-is reduced or broadcast stays as it is.
+`resize` changes the number of ranks and keeps the parallel structure:
+
+* The outermost dimension, whose groups span all ranks (usually data parallelism), grows or shrinks. The inner ones keep
+  their groups, and only the number of groups changes. A rank does what the recorded rank at its position did.
+* In a group of another size, gathered, scattered and exchanged data keeps its total per rank (sharded parameters keep
+  their size). Reduced and broadcast data does not change.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BEYOND = "its peer is beyond the smaller number of ranks"
 GONE = "its rank is beyond the smaller number of ranks"
 OVERLAPS = ("recorded", "none")
 Forms = tuple[StridedGroup, StridedGroup]
-"""What a group is in the recording, and in the plan for another number of ranks."""
+"""The form of a group in the recording, and in the plan for another number of ranks."""
 
 
 def with_calls(plan: Plan, change: Callable[[RankPlan, int, PlannedCall], CommRecord | str]) -> Plan:
-    """`plan` with every record replaced by what `change` gives; a text leaves the call out for that reason."""
+    """Return `plan` with every record replaced by the result of `change`; a string skips the call for that reason."""
     ranks = [
         with_records(rank, [change(rank, index, call) for index, call in enumerate(rank.calls)]) for rank in plan.ranks
     ]
@@ -44,23 +44,23 @@ def with_calls(plan: Plan, change: Callable[[RankPlan, int, PlannedCall], CommRe
 
 
 def only_operations(plan: Plan, names: Collection[str]) -> Plan:
-    """Only calls of these operations. Raises `CrossrankError` for a name that is no operation."""
-    wanted = {operation.name for operation in _operations("--ops", names)}
+    """Keep only calls of these operations. Raises `CrossrankError` for an unknown operation."""
+    wanted = {operation.name for operation in _parse_operations("--ops", names)}
     if len({"send", "recv"} & wanted) == 1:
         raise CrossrankError("--ops: sends and receives answer each other; name both or neither")
     return with_calls(plan, lambda rank, index, call: call.record if call.record.op in wanted else "not in --ops")
 
 
 def without_operations(plan: Plan, names: Collection[str]) -> Plan:
-    """All but calls of these operations, of sends and receives both. Raises `CrossrankError` for a name that is no
+    """Skip calls of these operations; `send` and `recv` only together. Raises `CrossrankError` for an unknown
     operation."""
     dropped: set[str] = set()
-    for operation in _operations("--drop", names):
+    for operation in _parse_operations("--drop", names):
         dropped |= {"send", "recv"} if operation.p2p else {operation.name}
     return with_calls(plan, lambda rank, index, call: "--drop" if call.record.op in dropped else call.record)
 
 
-def _operations(option: str, names: Collection[str]) -> Iterator[Operation]:
+def _parse_operations(option: str, names: Collection[str]) -> Iterator[Operation]:
     for name in names:
         operation = operation_of(name)
         if operation is None:
@@ -69,7 +69,7 @@ def _operations(option: str, names: Collection[str]) -> Iterator[Operation]:
 
 
 def with_overlap(plan: Plan, how: str) -> Plan:
-    """Every communication waited for at once, where `how` is `none`."""
+    """Make every call blocking if `how` is `none`."""
     if how != "none":
         return plan
     ranks = [
@@ -80,7 +80,7 @@ def with_overlap(plan: Plan, how: str) -> Plan:
 
 
 def only_groups(plan: Plan, names: Collection[str]) -> Plan:
-    """Only calls on these groups, by name or description. Raises `CrossrankError` for one that the plan lacks."""
+    """Keep only calls on these groups, by name or description. Raises `CrossrankError` for an unknown group."""
     wanted = set()
     for name in names:
         found = {group.pg for group in plan.groups if name in (group.pg, group.desc)}
@@ -92,7 +92,7 @@ def only_groups(plan: Plan, names: Collection[str]) -> Plan:
 
 
 def first_calls(plan: Plan, count: int) -> Plan:
-    """The first `count` calls of every rank, without those whose counterparts on other ranks come later."""
+    """Keep the first `count` calls of every rank, except those whose counterparts on other ranks come later."""
     keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
     members = {group.pg: group.ranks or [] for group in plan.groups}
     within = Counter(key for mine in keys.values() for key in mine[:count])
@@ -105,7 +105,7 @@ def first_calls(plan: Plan, count: int) -> Plan:
 
 
 def with_dtype(plan: Plan, name: str) -> Plan:
-    """The same elements in another type. Raises `CrossrankError` for a type that is not known."""
+    """Send the same elements in another type. Raises `CrossrankError` for an unknown type."""
     dtype = dtype_of(name)
     if dtype is None:
         raise CrossrankError(f"--dtype {name!r} is not known; choose from {', '.join(DTYPES)}")
@@ -113,21 +113,21 @@ def with_dtype(plan: Plan, name: str) -> Plan:
     def change(record: CommRecord, group: Group) -> CommRecord:
         return record if record.dtype is None else sized(msgspec.structs.replace(record, dtype=dtype.name), group)
 
-    return _with_tensors(plan, change)
+    return _change_tensors(plan, change)
 
 
 def scale_bytes(plan: Plan, factor: float) -> Plan:
-    """Every message `factor` times as large, by its number of elements; at least one stays of each that had any.
+    """Multiply the number of elements of every tensor by `factor`; a tensor with elements keeps at least one.
 
-    Both ends round the same numbers in the same way, so parts of an uneven all_to_all go on to fit together.
+    Both ends round the same numbers in the same way, so that uneven all_to_alls still match.
     """
     if not 0 < factor <= 1e6:
         raise CrossrankError(f"--scale-bytes {factor:g} is not above 0 and up to 1,000,000")
-    return _with_tensors(plan, lambda record, group: _scaled(record, group, factor))
+    return _change_tensors(plan, lambda record, group: _scale_record(record, group, factor))
 
 
-def _with_tensors(plan: Plan, change: Callable[[CommRecord, Group], CommRecord]) -> Plan:
-    """`plan` with other sizes, without recorded durations: calls of another size took another time."""
+def _change_tensors(plan: Plan, change: Callable[[CommRecord, Group], CommRecord]) -> Plan:
+    """Return `plan` with other sizes. It has no recorded durations, since they belong to the old sizes."""
     groups = {group.pg: group for group in plan.groups}
     changed = with_calls(plan, lambda rank, index, call: change(call.record, groups[call.record.pg]))
     for rank in changed.ranks:
@@ -136,21 +136,21 @@ def _with_tensors(plan: Plan, change: Callable[[CommRecord, Group], CommRecord])
     return changed
 
 
-def _scale(elements: int, factor: float) -> int:
+def _scale_count(elements: int, factor: float) -> int:
     return max(1, round(elements * factor)) if elements else 0
 
 
-def _scaled(record: CommRecord, group: Group, factor: float) -> CommRecord:
+def _scale_record(record: CommRecord, group: Group, factor: float) -> CommRecord:
     if record.op == "barrier":
         return record
     n = len(group.ranks or ())
-    inputs = [[_scale(prod(shape), factor)] for shape in record.inputs]
-    outputs = [[_scale(prod(shape), factor)] for shape in record.outputs]
+    inputs = [[_scale_count(prod(shape), factor)] for shape in record.inputs]
+    outputs = [[_scale_count(prod(shape), factor)] for shape in record.outputs]
     in_split = out_split = None
     if record.c10d == "alltoall_base_":
-        # Part by part, for the sum of rounded parts is not the rounded sum.
-        in_split = [_scale(part, factor) for part in parts(record.inputs[0], record.in_split, n)]
-        out_split = [_scale(part, factor) for part in parts(record.outputs[0], record.out_split, n)]
+        # Part by part: the sum of rounded parts is not the rounded sum.
+        in_split = [_scale_count(part, factor) for part in parts(record.inputs[0], record.in_split, n)]
+        out_split = [_scale_count(part, factor) for part in parts(record.outputs[0], record.out_split, n)]
         inputs, outputs = [[sum(in_split)]], [[sum(out_split)]]
     elif record.c10d in IN_ONE:
         own, _ = own_first(record.op, (inputs, outputs))
@@ -160,8 +160,8 @@ def _scaled(record: CommRecord, group: Group, factor: float) -> CommRecord:
 
 
 def for_backend(plan: Plan, backend: str) -> Plan:
-    """`plan` as `backend` can run it: gloo's all_to_all of a list wants tensors of one size, others are made one tensor
-    with splits, on all ranks that take part."""
+    """Return `plan` for `backend`. gloo's all_to_all of a list needs tensors of equal size; others become one tensor
+    with splits, on all ranks."""
     if backend != "gloo":
         return plan
     keys, found = exchanges(plan)
@@ -190,9 +190,9 @@ def for_backend(plan: Plan, backend: str) -> Plan:
 
 
 def resize(plan: Plan, world_size: int) -> Plan:
-    """`plan` for `world_size` ranks. Raises `CrossrankError` where a group does not divide so."""
+    """Return `plan` for `world_size` ranks. Raises `CrossrankError` if a group does not divide evenly."""
     old = plan.world_size
-    forms = {group.pg: _forms(group, old, world_size) for group in plan.groups}
+    forms = {group.pg: _resize_form(group, old, world_size) for group in plan.groups}
     keys, found = exchanges(plan)
     sent = {
         key: {rank: sum(map(prod, record.inputs)) for rank, record in calls.items()} for key, calls in found.items()
@@ -202,13 +202,13 @@ def resize(plan: Plan, world_size: int) -> Plan:
     for number in range(world_size):
         template = plan.ranks[number % old]
         own = {
-            group.pg: (group, _group_at(group, *forms[group.pg], number, number - template.rank))
+            group.pg: (group, _shift_group(group, *forms[group.pg], number, number - template.rank))
             for group in plan.groups
             if template.rank in (group.ranks or ())
         }
         groups |= {group.pg: group for _, group in own.values()}
         calls = [
-            _of_rank(call, *own[call.record.pg], number, old, sent.get(key, {}))
+            _move_call(call, *own[call.record.pg], number, old, sent.get(key, {}))
             for call, key in zip(template.calls, keys[template.rank], strict=True)
         ]
         is_copy = number >= old or template.is_copy
@@ -218,16 +218,16 @@ def resize(plan: Plan, world_size: int) -> Plan:
         world_size=world_size,
         groups=list(groups.values()),
         ranks=ranks,
-        left_out=_without(plan, world_size),
-        notes=[*plan.notes, _change_text(list(forms.values()), old, world_size)],
+        left_out=_count_removed_ranks(plan, world_size),
+        notes=[*plan.notes, _describe_resize(list(forms.values()), old, world_size)],
     )
     return with_calls(
         changed, lambda rank, index, call: BEYOND if (call.record.peer or 0) >= world_size else call.record
     )
 
 
-def _without(plan: Plan, world_size: int) -> dict[str, LeftOut]:
-    """What of the recording is no longer in `plan` when it has only so many ranks."""
+def _count_removed_ranks(plan: Plan, world_size: int) -> dict[str, LeftOut]:
+    """Return the skipped calls of the whole recording for a plan with only `world_size` ranks."""
     rows = copy_left_out(plan.left_out)
     for rank in plan.ranks[world_size:]:
         if not rank.is_copy:
@@ -238,7 +238,7 @@ def _without(plan: Plan, world_size: int) -> dict[str, LeftOut]:
     return {reason: row for reason, row in rows.items() if row.calls}
 
 
-def _forms(group: Group, old: int, new: int) -> Forms:
+def _resize_form(group: Group, old: int, new: int) -> Forms:
     ranks = group.ranks or []
     form = strided_group(ranks, old)
     if form is None:
@@ -261,25 +261,25 @@ def _forms(group: Group, old: int, new: int) -> Forms:
     return form, StridedGroup(form.stride, form.size * new // old)
 
 
-def _group_at(group: Group, was: StridedGroup, now: StridedGroup, rank: int, shift: int) -> Group:
-    """What stands for `group` around `rank`, which is `shift` beyond the recorded rank that it follows."""
+def _shift_group(group: Group, was: StridedGroup, now: StridedGroup, rank: int, shift: int) -> Group:
+    """Return the group that replaces `group` for `rank`, which is `shift` after the recorded rank that it repeats."""
     name = group.pg if shift == 0 or was != now else f"{group.pg} +{shift}"
     return msgspec.structs.replace(group, pg=name, ranks=list(now.members(rank)), size=now.size)
 
 
-def _of_rank(call: PlannedCall, was: Group, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:
+def _move_call(call: PlannedCall, was: Group, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:
     record = call.record
     members, before = group.ranks or [], was.ranks or []
     root = members[before.index(record.root) % len(members)] if record.root is not None else None
     peer = record.peer + rank - rank % old if record.peer is not None else None
     record = msgspec.structs.replace(record, pg=group.pg, root=root, peer=peer)
     if len(members) != len(before) and not is_p2p(record):
-        record = sized(_reshared(record, members, sent, rank, old), group)
+        record = sized(_reshape_for_group(record, members, sent, rank, old), group)
     return msgspec.structs.replace(call, record=record, took_ns=None)
 
 
-def _reshared(record: CommRecord, members: list[int], sent: dict[int, int], rank: int, old: int) -> CommRecord:
-    """The tensors of `record` for a group of another size."""
+def _reshape_for_group(record: CommRecord, members: list[int], sent: dict[int, int], rank: int, old: int) -> CommRecord:
+    """Return `record` with the tensors that it has in a group with other members."""
     n = len(members)
     inputs, outputs = record.inputs, record.outputs
     in_split = out_split = None
@@ -304,7 +304,7 @@ def _reshared(record: CommRecord, members: list[int], sent: dict[int, int], rank
     return msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
 
 
-def _change_text(forms: list[Forms], old: int, new: int) -> str:
+def _describe_resize(forms: list[Forms], old: int, new: int) -> str:
     spans = sorted({(was.size, now.size, was.stride) for was, now in forms if was != now})
     inner = sorted({(was.size, was.stride) for was, now in forms if was == now})
     text = f"{new} ranks for the {old} recorded: " + (

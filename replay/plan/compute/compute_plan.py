@@ -1,7 +1,7 @@
-"""What one rank computes in a window: operations in the order in which they began, and the tensors they work on.
+"""The computation of one rank in a window: operations in the order in which they began, and their tensors.
 
-It is data, as the plan that it is a part of: made by `read_window`, run by `run.compute_program`. Operations name
-tensors by *slots*: one for every tensor that an operation gives, and one for every tensor that was there before.
+It is data: `read_window` makes it, `run.compute_program` runs it. Operations name tensors by *slots*. Each result of an
+operation has a slot, and each tensor that existed before the window.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgspec
 from crossrank.comm import Count, Int
 from crossrank.tools.traces.replayed import ComputeCoverage, LeftOutOperations
 
-_MOST_STREAMS = 1024
-_MOST_ROWS = 1 << 46
+_MAX_STREAMS = 1024
+_MAX_ROWS = 1 << 46
 INDICES = ("uniform", "zipf")
-"""How indices into a table may be spread over its rows."""
+"""How random indices into a table are distributed over its rows."""
 NO_SCHEMA = "no operation of torch: a kernel of its own, launched without one"
 
 
@@ -33,49 +33,47 @@ class Slot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     device: str = "cpu"
     """As recorded: cpu, cuda:0, …"""
     block: int = -1
-    """The block of memory that it lies in, where it was there before the window; -1 where an operation gives it."""
+    """Its block of memory if it existed before the window; -1 if an operation makes it."""
     offset: int = 0
     """In its block, in elements."""
 
 
 class Block(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Memory that was there before the window: parameters, the optimizer's state, buckets, input."""
+    """Memory that existed before the window: parameters, optimizer state, buckets, input."""
 
     bytes: Int
     dtype: str
     device: str = "cpu"
     low: int = 0
     high: int = 0
-    """Integers from `low` to `high`, as the trace or those who read them as indices say."""
+    """Its integers are from `low` to `high`: by the trace, or by the tables that they index."""
     is_number: bool = False
-    """It holds one number that stands for itself: a factor, a rate, a count of steps."""
+    """It holds one number that is used as such: a factor, a rate, a step count."""
     is_index: bool = False
-    """Its integers choose rows of a table, such as an embedding's."""
+    """Its integers choose rows of a table, for example of an embedding."""
 
 
 class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
-    """One operation that runs again, a call, or what stands in for something that cannot run."""
+    """One operation that runs again, a call, or a placeholder for something that cannot run."""
 
     node: Int = 0
-    """Id in the execution trace; 0 for what the replay adds."""
+    """Id in the execution trace; 0 if the replay added it."""
     name: str = ""
-    """`aten::addmm`; of a call the c10d op."""
+    """`aten::addmm`; for a call, the c10d op."""
     schema: int = -1
-    """Index into `ComputePlan.schemas`; -1 where nothing runs."""
+    """Index into `ComputePlan.schemas`; -1 if nothing runs."""
     arguments: list[Any] = []
-    """In the order of the schema: numbers, texts, None, lists; `{"slot": n}` is a tensor, `{"device": "cpu"}` one of
-    those, `{"number": "-inf"}` a float that JSON lacks."""
+    """In the order of the schema: numbers, strings, None, lists. `{"slot": n}` is a tensor, `{"device": "cpu"}` a
+    device, `{"number": "-inf"}` a float that JSON lacks."""
     beyond: list[tuple[Int, Int]] = []
-    """(slot, rows) of indices that were computed with numbers which the trace does not have: they are brought into the
-    table of so many rows before they are read."""
+    """(slot, rows) of indices computed from numbers that are not in the trace. They are taken modulo `rows`."""
     filled: list[tuple[Int, Int]] = []
-    """(slot, highest value) of integers that it gives without a value, and that the program then wrote by itself, as
-    what loads data does: they are filled after it. -1: nothing reads them as indices, and each is 1, which changes
-    nothing as a factor."""
+    """(slot, highest value) of integers that the operation leaves unset and the program then wrote itself, such as
+    loaded data. They are filled after it. -1: not used as indices; each becomes 1, a neutral factor."""
     results: list[Any] = []
-    """Slots that take what it returns, None where nobody uses it; a list where it returns one."""
+    """Slots of its results, None where a result is not used; a list for a result that is a list."""
     frees: list[int] = []
-    """Slots that nobody uses after it."""
+    """Slots that no later operation uses."""
     call: int = -1
     """Id of the record of the call that is launched here; its tensors are `inputs` and `outputs`."""
     inputs: list[int] = []
@@ -83,19 +81,19 @@ class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=Tru
     waits: list[int] = []
     """Ids of the calls that are waited for before it."""
     gap_ns: Count = 0
-    """Recorded time of the host before it in which no operation ran and no communication was waited for, with what the
-    profiler took of it."""
+    """Recorded host time before it without an operation and without a wait for communication. It contains the
+    profiler's overhead."""
     ranges: Count = 0
-    """Nodes of the trace without a schema that began in the gap: each cost the profiler time."""
+    """Nodes of the trace without a schema that began in the gap. Each has profiler overhead."""
     split: Count = 0
-    """Operations that began in the gap and of which those inside run: they cost it as much as one that runs."""
+    """Operations that began in the gap and are replaced by the operations inside them. Each has profiler overhead like
+    one that runs."""
     took_ns: Count = 0
-    """Recorded time under the profiler: on the device where it had any there."""
+    """Recorded time under the profiler: on the device if it used one."""
     on_device: bool = False
-    """`took_ns` is of a device."""
+    """`took_ns` is device time."""
     stream: int = -1
-    """On a GPU: the number of the stream that it is launched on, 0 = the one with most operations; -1 = that of the
-    operation before it."""
+    """On a GPU: its stream. 0: the stream with most operations; -1: the stream of the previous operation."""
     after: list[int] = []
     """Positions of earlier operations on other streams for which its stream waits."""
     reason: str = ""
@@ -115,30 +113,30 @@ class ComputePlan(msgspec.Struct, kw_only=True):
     slots: list[Slot]
     blocks: list[Block]
     range_ns: Count = 0
-    """What each node without a schema between operations cost the profiler, at least."""
+    """The least profiler overhead of a node without a schema between operations."""
     last_waits: list[int] = []
     """Ids of the calls that are waited for at the end."""
     steps: list[int] = []
-    """Positions in `operations` at which a step begins, the first is 0."""
+    """Positions in `operations` at which a step begins; the first is 0."""
     bytes: Count = 0
-    """Most that its tensors take at once, in bytes: blocks and what operations give."""
+    """The most bytes that its tensors need at once: blocks and results of operations."""
     threads: Count = 1
-    """Of torch on the CPU."""
+    """Threads of torch on the CPU."""
     unprofiled_ns: list[int] = []
-    """How long the steps of the same rank took that were not recorded under a profiler and made the same calls."""
+    """Durations of the rank's steps that made the same calls without a profiler."""
     own_ns: Count | None = None
-    """How long a typical one of them took without waits for communication; None where that is not known, and where
-    operations ran on a device, for it is the host's time."""
+    """Median duration of these steps without waits for communication. None if it is unknown, or if operations ran on a
+    device (it is host time)."""
     other_steps: Count = 0
-    """Those that made other calls."""
+    """The number of steps that made other calls."""
     profiled_ns: list[int] = []
-    """How long those of the window took."""
+    """Durations of the steps of the window."""
     exposed_ns: Count = 0
-    """Time in the window in which the host waited for communication, as far as it is recorded."""
+    """Recorded time in the window in which the host waited for communication."""
 
 
 def contradictions(compute: ComputePlan) -> Iterator[str]:
-    """What cannot be in a plan that may have been written by hand."""
+    """Yield the contradictions in a plan, which a user may have written by hand."""
     for position, one in enumerate(compute.operations):
         try:
             slots = [*slots_in(one.arguments), *one.inputs, *one.outputs, *one.frees, *flat_results(one.results)]
@@ -150,10 +148,10 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
             yield f"operation {one.node} names a tensor or a schema that is not there"
             return
         rows = [*(rows for _, rows in one.beyond), *(max(high, 0) + 1 for _, high in one.filled)]
-        if not all(0 < one < _MOST_ROWS for one in rows):
+        if not all(0 < one < _MAX_ROWS for one in rows):
             yield f"operation {one.node} has indices into a table of an impossible number of rows"
             return
-        if not -1 <= one.stream < _MOST_STREAMS or not all(0 <= at < position for at in one.after):
+        if not -1 <= one.stream < _MAX_STREAMS or not all(0 <= at < position for at in one.after):
             yield f"operation {one.node} is on a stream that is not there, or waits for an operation after it"
             return
     if not all(one.block < len(compute.blocks) for one in compute.slots):
@@ -161,14 +159,14 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
 
 
 def slots_in(value: Any) -> list[int]:
-    """The slots that an argument names. Raises `TypeError` for one that is no number."""
+    """Return the slots that an argument names. Raises `TypeError` for a slot that is no number."""
     if isinstance(value, list):
         return [slot for each in value for slot in slots_in(each)]
     return [index(value["slot"])] if isinstance(value, dict) and "slot" in value else []
 
 
 def flat_results(results: list[Any]) -> list[int]:
-    """The slots of results, which may stand in lists. Raises `TypeError` for one that is no number."""
+    """Return the slots of results, which may be nested in lists. Raises `TypeError` for a slot that is no number."""
     flat: list[int] = []
     for one in results:
         flat += flat_results(one) if isinstance(one, list) else [index(one)] if one is not None else []
@@ -176,8 +174,8 @@ def flat_results(results: list[Any]) -> list[int]:
 
 
 def coverage_of(computes: Iterable[ComputePlan], failed: Iterable[tuple[str, str, int]] = ()) -> ComputeCoverage:
-    """How much of the computation of recorded ranks runs again; `failed` are operations that a replay found to fail:
-    (name, reason, recorded ns)."""
+    """Return how much of the recorded ranks' computation runs again. `failed` has the operations that failed in a
+    replay: (name, reason, recorded ns)."""
     recorded = [one for compute in computes for one in compute.operations if one.node and one.call < 0]
     left_out = [(one.name, one.reason, one.took_ns) for one in recorded if not one.runs]
     left_out += failed

@@ -1,11 +1,11 @@
-"""Which integers stand in a tensor: a replay makes its own, and an index beyond a table would end it.
+"""Finds which integers a tensor may hold: an index outside its table would end a replay.
 
-The trace has the range of a tensor's integers where the observer was asked to save it
-(`ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE`). Elsewhere those who read it as indices say how many rows
-there are; what was copied from another tensor tells the same of that one.
+The trace has the range of a tensor's integers if the observer saved it
+(`ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE`). Otherwise the operations that read the integers as
+indices give the number of rows. A copy has the range of its original.
 
-A trace does not have the values of numbers that were made tensors (`tokens - first_token`, `masked[mask] = 0`). Indices
-that were computed with them are brought into the table before they are read.
+A trace lacks the values of numbers that became tensors (`tokens - first_token`, `masked[mask] = 0`). Indices computed
+from them are taken modulo the rows of their table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class _Reads(NamedTuple):
     """An operation that reads integers as indices."""
 
     indices: int
-    """Place of the argument that holds them."""
+    """Position of the argument with the indices."""
     table: int
-    """Place of the argument whose size bounds them, or that is the bound itself."""
+    """Position of the argument that bounds them by its size, or is the bound."""
     dimension: int | None = 0
-    """The dimension of the table; None: the argument after the table says it."""
+    """The dimension of the table; None: the argument after the table has it."""
 
 
 _READS = {
@@ -45,27 +45,27 @@ _COPIES = frozenset(
 )
 _EMPTY = ("aten::empty", "aten::new_empty")
 _INTEGERS = ("int64", "int32")
-"""What tables are read with."""
+"""Types of indices."""
 
 
 class IndexRanges:
-    """Collects what is known of integers while a window is read."""
+    """Collects the ranges of integers while a window is read."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Storage, Storage]] = []
-        """(copy, what it was made of)"""
-        self._guessed: dict[int, Storage] = {}
-        """By id: integers that were computed with numbers which the trace does not have."""
+        """(copy, original)"""
+        self._computed: dict[int, Storage] = {}
+        """By id: integers computed from numbers that are not in the trace."""
 
     def note(self, name: str, bound: BoundTensors, tensors: Tensors, ranges: str) -> list[tuple[int, int]]:
-        """Take what an operation says of the tensors that it takes. Returns (slot, rows) of indices that may lie beyond
-        the table that they are read from."""
+        """Collect what an operation shows about its tensors. Return (slot, rows) of indices that may be outside their
+        table."""
         if ranges:
-            self._take_recorded(bound, tensors, ranges)
+            self._apply_recorded_ranges(bound, tensors, ranges)
         reads, beyond = _READS.get(name), []
         if reads is not None and max(reads[:2]) < len(bound.arguments):
-            beyond = self._take_reader(reads, bound, tensors)
-        self._spread_guesses(bound, tensors)
+            beyond = self._apply_reader(reads, bound, tensors)
+        self._mark_results(bound, tensors)
         if name in _COPIES:
             ends = [tensors.storage_of[slot] for slot in (*bound.used, *bound.made)]
             if name == "aten::copy_":
@@ -75,26 +75,26 @@ class IndexRanges:
         return beyond
 
     def gives_no_values(self, name: str, bound: BoundTensors, tensors: Tensors) -> list[int]:
-        """Slots of integers that an operation gives without a value."""
+        """Return the slots of integers that an operation leaves unset."""
         if not name.startswith(_EMPTY):
             return []
         return [slot for slot in bound.made if tensors.slots[slot].dtype in _INTEGERS]
 
     def settle(self) -> None:
-        """Give what is known of a copy to what it was made of."""
-        for copy, of in reversed(self._copies):
+        """Apply the range of each copy to its original."""
+        for copy, original in reversed(self._copies):
             if copy.is_index and copy.high is not None:
-                _limit(of, copy.high)
+                _limit_indices(original, copy.high)
 
-    def _spread_guesses(self, bound: BoundTensors, tensors: Tensors) -> None:
-        """What is given, or changed in place, by an operation that takes a guessed integer is one."""
+    def _mark_results(self, bound: BoundTensors, tensors: Tensors) -> None:
+        """Mark the integers that an operation makes, or changes in place, from unknown numbers."""
         taken = [tensors.storage_of[slot] for slot in bound.used]
-        if any(id(one) in self._guessed or _is_unknown_number(one) for one in taken):
+        if any(id(one) in self._computed or _is_unknown_number(one) for one in taken):
             for one in (*taken[:1], *(tensors.storage_of[slot] for slot in bound.made)):
                 if one.dtype in _INTEGERS:
-                    self._guessed[id(one)] = one
+                    self._computed[id(one)] = one
 
-    def _take_recorded(self, bound: BoundTensors, tensors: Tensors, ranges: str) -> None:
+    def _apply_recorded_ranges(self, bound: BoundTensors, tensors: Tensors, ranges: str) -> None:
         for place, limits in (parse(ranges, dict[int, tuple[int, int]]) or {}).items():
             if 0 <= place < len(bound.used) and 0 <= limits[1] - limits[0] < 1 << 40 and abs(limits[0]) < 1 << 40:
                 storage = tensors.storage_of[bound.used[place]]
@@ -103,7 +103,7 @@ class IndexRanges:
                 storage.high = max(storage.high or 0, limits[1]) if known else limits[1]
                 storage.is_index = False
 
-    def _take_reader(self, reads: _Reads, bound: BoundTensors, tensors: Tensors) -> list[tuple[int, int]]:
+    def _apply_reader(self, reads: _Reads, bound: BoundTensors, tensors: Tensors) -> list[tuple[int, int]]:
         beyond = []
         table = bound.arguments[reads.table]
         slots = slots_in(table)
@@ -119,10 +119,10 @@ class IndexRanges:
                     dimension = number  # a list has indices for each dimension
                 size = shape[dimension] if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else 1
             storage = tensors.storage_of[slot]
-            if id(storage) in self._guessed and storage.dtype in _INTEGERS and size > 0:
+            if id(storage) in self._computed and storage.dtype in _INTEGERS and size > 0:
                 beyond.append((slot, size))
             if storage.high is None or storage.is_index:
-                _limit(storage, max(size - 1, 0))
+                _limit_indices(storage, max(size - 1, 0))
         return beyond
 
 
@@ -130,6 +130,6 @@ def _is_unknown_number(one: Storage) -> bool:
     return one.block >= 0 and one.is_number and one.high is None and one.dtype in _INTEGERS
 
 
-def _limit(storage: Storage, high: int) -> None:
+def _limit_indices(storage: Storage, high: int) -> None:
     storage.high = high if storage.high is None else min(storage.high, high)
     storage.is_index = True

@@ -1,10 +1,12 @@
-"""Which nodes of an execution trace run again: the outermost operations, and the calls between them.
+"""Finds the nodes of an execution trace that run again: the outermost operations, and the calls between them.
 
-An operation runs all below it, so what it calls is left to it. Those inside run instead where communication or the
-dispatch of a tensor subclass (DTensor) lies below, for the call has a place of its own, and a subclass has no tensor
-of its own that could be made again; where what one of them gave is used later; and where an operation would choose
-others without gradients. What a backend's own threads run (gloo splits tensors there) belongs to
-the call, which does it again.
+An operation runs the nodes inside it, which are skipped. The operations inside run instead of it if one is true:
+
+* It contains communication, or the dispatch of a tensor subclass (DTensor; the replay cannot make its tensors).
+* A later operation uses a tensor that only an operation inside it returned.
+* It would choose other operations without gradients.
+
+Threads of a backend (gloo splits tensors there) are skipped: the call does this work again.
 """
 
 from __future__ import annotations
@@ -22,43 +24,42 @@ from crossrank.tools.traces.execution_trace import IO, attributes, is_group_node
 
 SUBCLASS = "PythonSubclass"
 _STEP = "ProfilerStep#"
-_LOOKS_AT_GRADIENTS = frozenset(
+_GRADIENT_DEPENDENT = frozenset(
     f"aten::{name}"
     for name in ("matmul", "linear", "einsum", "tensordot", "dropout", "scaled_dot_product_attention", "instance_norm")
 )
-"""Operations made of others that choose by whether gradients are wanted: `matmul` folds a batch into one product where
-they are. Without gradients they would run something else, so what they ran is run."""
+"""Composite operations that choose by whether gradients are needed: `matmul` then folds a batch into one product."""
 
 
 @dataclass(kw_only=True)
 class Outermost:
-    """A node that has a place of its own in the replay."""
+    """A node that the replay runs at its own position."""
 
     op: HostOp
     schema: str = ""
-    """Empty where it is none of torch's operations."""
+    """Empty if it is no operation of torch."""
     integers: str = ""
-    """The attribute `tensor_range`, JSON of the least and the largest integer by tensor; empty where it lacks."""
+    """The attribute `tensor_range`: JSON with the smallest and largest integer by tensor; empty if it is missing."""
     call: int = -1
     """Id of the record of the call that it launches."""
     device_ns: int = 0
     """Time of its activities on the device."""
     ranges: int = 0
-    """Nodes without a schema that began between the one before and it, and are below neither."""
+    """Nodes without a schema that began between the previous node and this one, and are inside neither."""
     split: int = 0
-    """Operations that did, of which those inside run."""
+    """Operations that began there and are replaced by the operations inside them."""
 
 
 @dataclass(kw_only=True)
 class WindowOps:
-    """What runs in a window."""
+    """The nodes that run in a window."""
 
     found: list[Outermost] = field(default_factory=list)
     """In the order in which they began."""
     steps: list[int] = field(default_factory=list)
     """Positions at which a step begins."""
     positions: dict[int, int] = field(default_factory=dict)
-    """Id of a node -> position of the one that it belongs to."""
+    """Id of a node -> position of the node that contains it."""
 
 
 def outermost(
@@ -67,23 +68,22 @@ def outermost(
     activities: Iterable[Activity],
     sides: Callable[[HostOp], tuple[IO, IO]],
 ) -> WindowOps:
-    """The nodes that run again, in the order in which they began, over all threads. `sides` gives what a node takes
-    and gives."""
+    """Return all nodes that run again, ordered by start. `sides` returns the inputs and outputs of a node."""
     by_id = {op.id: op for op in host}
     order = sorted((op for op in host if op.rf_id and not op.is_work), key=lambda op: op.rf_id)
-    backend = _backend_threads(host)
+    backend = _find_backend_threads(host)
     order = [op for op in order if op.tid not in backend]
-    schemas = {op.id: _attributes(op) for op in order}
+    schemas = {op.id: _read_attributes(op) for op in order}
 
     def above(op: HostOp) -> Iterable[HostOp]:
-        at, seen = by_id.get(op.caller), {op.id}
-        while at is not None and at.id not in seen:  # callers that were corrected may go round in a broken file
-            seen.add(at.id)
-            yield at
-            at = by_id.get(at.caller)
+        ancestor, seen = by_id.get(op.caller), {op.id}
+        while ancestor is not None and ancestor.id not in seen:  # corrected callers may form a cycle in a broken file
+            seen.add(ancestor.id)
+            yield ancestor
+            ancestor = by_id.get(ancestor.caller)
 
     is_split: set[int] = set()
-    """Operations of which those inside run, because of what is below them."""
+    """Operations that are replaced by the operations inside them."""
     for op in order:
         if op.name == SUBCLASS:
             is_split.update(one.id for one in above(op))
@@ -93,7 +93,7 @@ def outermost(
         if host_op is None:
             continue
         chain = [host_op, *above(host_op)]
-        # The op at the dispatcher has the tensors; what is above it (a functional op) has more to do than to call.
+        # The dispatcher's op has the tensors. The ops above it (a functional op) do more than the call.
         at = next((number for number, each in enumerate(chain) if each.name.startswith(C10D)), 0)
         call_at[chain[at].id] = one.record.id
         is_split.update(each.id for each in chain[at + 1 :])
@@ -102,16 +102,16 @@ def outermost(
         if activity.host is not None:
             device_ns[activity.host] += activity.duration_ns
     is_split |= used_from_inside(order, sides)
-    is_split |= {op.caller for op in order if schemas[op.id][0] and _chooses(by_id.get(op.caller))}
+    is_split |= {op.caller for op in order if schemas[op.id][0] and _depends_on_gradients(by_id.get(op.caller))}
     window = WindowOps()
     root_of: dict[int, Outermost] = {}
     ranges = split = 0
     for op in order:
-        around = root_of.get(op.caller)
-        if around is not None:
-            root_of[op.id] = around
-            window.positions[op.id] = window.positions[around.op.id]
-            around.device_ns += device_ns[op.id]
+        enclosing = root_of.get(op.caller)
+        if enclosing is not None:
+            root_of[op.id] = enclosing
+            window.positions[op.id] = window.positions[enclosing.op.id]
+            enclosing.device_ns += device_ns[op.id]
             continue
         if op.name.startswith(_STEP):
             window.steps.append(len(window.found))
@@ -132,7 +132,7 @@ def outermost(
             split=split,
         )
         ranges = split = 0
-        # What stands in for kernels alone, launched in a range of the user's, leaves the operations in it to run.
+        # A range of the user that only launches kernels gets a placeholder; the operations in it run as well.
         if call >= 0 or (schema and op.id not in is_split):
             root_of[op.id] = one_op
         else:
@@ -143,8 +143,8 @@ def outermost(
     return window
 
 
-def _backend_threads(host: Sequence[HostOp]) -> set[int]:
-    """Threads on which nothing runs but while a Work does."""
+def _find_backend_threads(host: Sequence[HostOp]) -> set[int]:
+    """Return the threads on which operations run only while a Work does."""
     works = sorted((op.start_ns, op.end_ns) for op in host if op.is_work and op.start_ns is not None)
     latest = list(accumulate((end for _, end in works), max))
     starts = [start for start, _ in works]
@@ -160,14 +160,14 @@ def _backend_threads(host: Sequence[HostOp]) -> set[int]:
     return timed - outside
 
 
-def _attributes(op: HostOp) -> tuple[str, str]:
+def _read_attributes(op: HostOp) -> tuple[str, str]:
     given = attributes(op)
     schema, ranges = given.get("op_schema"), given.get("tensor_range")
     return schema if isinstance(schema, str) else "", ranges if isinstance(ranges, str) else ""
 
 
-def _chooses(op: HostOp | None) -> bool:
-    return op is not None and op.name in _LOOKS_AT_GRADIENTS
+def _depends_on_gradients(op: HostOp | None) -> bool:
+    return op is not None and op.name in _GRADIENT_DEPENDENT
 
 
 def _is_marker(op: HostOp) -> bool:
@@ -189,54 +189,54 @@ class _Running:
 
 
 def used_from_inside(order: Sequence[HostOp], sides: Callable[[HostOp], tuple[IO, IO]]) -> set[int]:
-    """Ids of the operations of which somebody later uses what only an operation inside them gave.
+    """Return the ids of operations with a tensor that only an operation inside them returned and a later one uses.
 
-    `aten::layer_norm` returns one tensor, and its backward takes the mean that `aten::native_layer_norm` inside it gave
-    too. Such an operation does not run as a whole, or what it keeps for later would be lost. `order` are nodes as they
-    began, `sides` gives what one takes and gives.
+    `aten::layer_norm` returns one tensor, and its backward also takes the mean, which only `aten::native_layer_norm`
+    inside it returned. Run as a whole, such an operation would lose that tensor. `order` has the nodes in the order in
+    which they began; `sides` returns the inputs and outputs of a node.
     """
     split: set[int] = set()
     stacks: dict[int, list[_Running]] = {}
     given_by: dict[Tensor, list[_Running]] = {}
-    """Tensor -> who gave it last, the outermost that returned it, and those around that one."""
+    """Tensor -> the operations around the outermost one that returned it last, innermost first."""
     for op in order:
         stack = stacks.setdefault(op.tid, [])
         while stack and stack[-1].op.id != op.caller:
-            _end(stack, given_by)
+            _pop_ended(stack, given_by)
         inputs, outputs = sides(op)
-        takes = list(_tensors(inputs))
+        takes = list(_find_tensors(inputs))
         around = {one.op.id for one in stack}
         for tensor in takes:
             for giver in given_by.get(tensor, ()):
                 if giver.op.id in around or tensor[0] in giver.takes:
                     break
                 split.add(giver.op.id)
-        stack.append(_Running(op, frozenset(identity for identity, _ in takes), tuple(_tensors(outputs))))
+        stack.append(_Running(op, frozenset(identity for identity, _ in takes), tuple(_find_tensors(outputs))))
     return split
 
 
-def _end(stack: list[_Running], given_by: dict[Tensor, list[_Running]]) -> None:
+def _pop_ended(stack: list[_Running], given_by: dict[Tensor, list[_Running]]) -> None:
     ended = stack.pop()
     for tensor in ended.gives:
         given_by[tensor] = stack[::-1]
 
 
-def _tensors(io: IO) -> Iterator[Tensor]:
+def _find_tensors(io: IO) -> Iterator[Tensor]:
     for value, kind in zip(io.values, io.types, strict=False):
         if kind.startswith("Tensor("):
-            yield from _tensor(value)
+            yield from _parse_tensor(value)
         elif "Tensor(" in kind:
-            yield from _inside(value)
+            yield from _find_tensors_in_list(value)
 
 
-def _inside(value: Any) -> Iterator[Tensor]:
+def _find_tensors_in_list(value: Any) -> Iterator[Tensor]:
     if isinstance(value, list) and value and not isinstance(value[0], list):
-        yield from _tensor(value)
+        yield from _parse_tensor(value)
     elif isinstance(value, list):
         for one in value:
-            yield from _inside(one)
+            yield from _find_tensors_in_list(one)
 
 
-def _tensor(value: Any) -> Iterator[Tensor]:
+def _parse_tensor(value: Any) -> Iterator[Tensor]:
     if isinstance(value, list) and len(value) >= 6 and isinstance(value[0], int) and isinstance(value[1], int):
         yield value[0], value[1]

@@ -1,4 +1,4 @@
-"""Reads what one rank computed in a window, with its communication at its place. Runs in worker processes."""
+"""Reads the computation of one rank in a window, with its calls at their positions. Runs in worker processes."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from crossrank.tools.traces.rank_trace import RankTrace, waits_of
 _AS_STRIDED = (
     "aten::as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"
 )
-_SHORTEST = 0.1
-"""The share of gaps that are as short as can be."""
-_FEWEST = 20
-"""Gaps of a kind from which their shortest says something."""
+_SHORTEST_SHARE = 0.1
+"""The shortest gaps are this share of all gaps."""
+_MIN_GAPS = 20
+"""The fewest gaps of a kind for an estimate."""
 _CLOCKS_NS = 2_000
-"""By how much the clock of the comms file and that of the trace may be apart."""
+"""The largest difference between the clock of the comms file and that of the trace."""
 
 
 @dataclass(kw_only=True)
 class RankWindow:
-    """One rank in a window."""
+    """The calls and the computation of one rank in a window."""
 
     trace: RankTrace
     compute: ComputePlan
@@ -57,12 +57,12 @@ class RankWindow:
 
 @paused_gc()
 def read_window(given: RankInput) -> RankWindow:
-    """The window of one rank. Raises `CrossrankError` where its files cannot be used."""
+    """Read the window of one rank. Raises `CrossrankError` if its files cannot be used."""
     if given.linked is not None:
         window = read_linked(given.linked)
     else:
         window = link(given.et, given.kineto, given.comms, rank=given.rank)
-    communications = _numbered(window.communications)
+    communications = _with_unique_ids(window.communications)
     window.communications = communications
     source = RankSources(kind="linked", path=given.linked or given.et, rank=given.rank)
     trace = of_linked(window, source)
@@ -73,8 +73,8 @@ def read_window(given: RankInput) -> RankWindow:
             decoded[op.id] = io(op.inputs), io(op.outputs)
         return decoded[op.id]
 
-    found = outermost(window.host, communications, window.activities, sides)
-    if not found.found:
+    ops = outermost(window.host, communications, window.activities, sides)
+    if not ops.found:
         raise CrossrankError(f"{source.path}: holds no operations; record a window in which the job takes a step")
     times = step_times(given.comms, window.base_ns, given.window)
     if times.has_other_sizes:
@@ -82,13 +82,13 @@ def read_window(given: RankInput) -> RankWindow:
             f"{source.path}: no step outside the window moved as many bytes as one of the window; it is compared with "
             "those that made the same operations"
         )
-    compute = _Building(window, found, sides, times, _awaited(trace)).plan()
+    compute = _PlanBuilder(window, ops, sides, times, _find_awaited(trace)).plan()
     _place_waits(trace, compute)
     return RankWindow(trace=trace, compute=compute)
 
 
-def _numbered(communications: Sequence[Communication]) -> list[Communication]:
-    """Communications whose records have ids of their own: what others recorded has none."""
+def _with_unique_ids(communications: Sequence[Communication]) -> list[Communication]:
+    """Return the communications, with new ids for their records if they have none of their own (other recorders)."""
     if len({one.record.id for one in communications}) == len(communications):
         return list(communications)
     return [
@@ -97,7 +97,7 @@ def _numbered(communications: Sequence[Communication]) -> list[Communication]:
     ]
 
 
-class _Building:
+class _PlanBuilder:
     """Makes the plan of one rank's computation."""
 
     def __init__(
@@ -114,7 +114,7 @@ class _Building:
         self.sides = sides
         self.times = times
         self.awaited = awaited
-        """Ids of the calls that are waited for in the trace, nobody knows before which operation."""
+        """Ids of the calls that the trace waits for, before an unknown operation."""
         self.tensors = Tensors()
         self.ranges = IndexRanges()
         self.schemas: dict[str, int] = {}
@@ -122,28 +122,28 @@ class _Building:
         hosts = {op.id: op for op in window.host}
         works = ((one.record.id, hosts.get(one.work or 0)) for one in window.communications)
         self.over = {call: work.end_ns for call, work in works if work is not None and work.start_ns is not None}
-        """Id of a call -> when its Work was over."""
+        """Id of a call -> end of its Work."""
         self.operations: list[ComputeOperation] = []
         self.in_flight: dict[int, list[Extent]] = {}
-        """Id of a call that is under way -> where its tensors lie."""
+        """Id of an unfinished call -> memory of its tensors."""
         self.last_use: dict[int, int] = {}
         """Slot -> position of the last operation that takes it."""
         self.made_at: dict[int, int] = {}
         self.place: dict[int, int] = {}
-        """Position among the nodes that were found -> position among the operations."""
+        """Position among the outermost nodes -> position among the operations."""
 
     def plan(self) -> ComputePlan:
         gaps = gaps_before(self.found)
-        due = self._waits_due()
+        due = self._find_recorded_waits()
         for number, one in enumerate(self.found):
-            self._add(one, due.get(number, ()))
+            self._add_operation(one, due.get(number, ()))
             self.place[number] = len(self.operations) - 1
             self.operations[-1].took_ns = one.device_ns or one.op.duration_ns
             self.operations[-1].on_device = one.device_ns > 0
             self.operations[-1].ranges, self.operations[-1].split = one.ranges, one.split
         exposed, unseen = self._set_gaps(gaps)
         self._set_streams()
-        self._free()
+        self._set_frees()
         self.ranges.settle()
         for operation in self.operations:
             given = set(flat_results(operation.results)) if operation.filled else ()
@@ -154,20 +154,20 @@ class _Building:
             schemas=list(self.schemas),
             slots=self.tensors.slots,
             blocks=self.tensors.finished_blocks(),
-            range_ns=_least_cost(self.operations),
+            range_ns=_estimate_range_cost(self.operations),
             last_waits=list(self.in_flight),
             steps=[self.place[at] for at in self.ops.steps],
-            bytes=self._most_bytes(),
+            bytes=self._compute_peak_bytes(),
             threads=self.times.threads,
             unprofiled_ns=self.times.unprofiled_ns,
-            own_ns=self._own_ns(unseen),
+            own_ns=self._estimate_own_ns(unseen),
             other_steps=self.times.others,
             profiled_ns=self.times.profiled_ns,
             exposed_ns=exposed,
         )
 
-    def _waits_due(self) -> dict[int, list[int]]:
-        """Position of a node -> the calls for which the rank was recorded to wait before it."""
+    def _find_recorded_waits(self) -> dict[int, list[int]]:
+        """Return the calls for which a wait was recorded before each node, by its position."""
         if not any(one.op.start_ns for one in self.found):
             return {}
         ordered = list(accumulate((one.op.start_ns or 0 for one in self.found), max))
@@ -177,7 +177,7 @@ class _Building:
                 due.setdefault(bisect_left(ordered, began - _CLOCKS_NS), []).append(call)
         return due
 
-    def _add(self, one: Outermost, due: Iterable[int]) -> None:
+    def _add_operation(self, one: Outermost, due: Iterable[int]) -> None:
         node, position = one.op, len(self.operations)
         operation = ComputeOperation(node=node.id, name=node.name)
         inputs, outputs = self.sides(one.op)
@@ -204,22 +204,22 @@ class _Building:
             operation.call = one.call
             sides = [slots_in(value) for value in operation.arguments]
             given = [side for side in sides if side]
-            # c10d's ops have what they give before what they take; in place it is one and the same.
+            # c10d's ops have their outputs before their inputs; in place, both are the same.
             operation.outputs, operation.inputs = (given[0], given[-1]) if given else ([], [])
         touched = [self.tensors.extent(slot) for slot in (*used, *made)]
         waits = [call for call in due if call in self.in_flight]
-        looks = not _is_view(one, used, made, self.tensors.storage_of)
-        for call, theirs in self.in_flight.items():
-            # What touched its tensors while it ran did not wait for it; a view of them is no reason to, but the first
-            # that is made when it is over is where the rank had waited.
+        reads_elements = not _is_view(one, used, made, self.tensors.storage_of)
+        for call, extents in self.in_flight.items():
+            # An operation that touched the tensors of a running call did not wait for it. A view alone needs no wait,
+            # but the first view after the end of the call shows where the rank had waited.
             is_over = call in self.over and one.op.start_ns is not None and self.over[call] <= one.op.start_ns
-            may_wait = call not in self.times.waits and (looks or is_over)
-            if may_wait and call not in waits and _overlap(theirs, touched):
+            may_wait = call not in self.times.waits and (reads_elements or is_over)
+            if may_wait and call not in waits and _overlap(extents, touched):
                 waits.append(call)
         for call in waits:
             del self.in_flight[call]
         operation.waits = waits
-        if one.call >= 0 and self._goes_on(one.call):
+        if one.call >= 0 and self._returns_early(one.call):
             self.in_flight[one.call] = touched
         for slot in used:
             self.last_use[slot] = position
@@ -227,8 +227,8 @@ class _Building:
             self.made_at[slot] = position
         self.operations.append(operation)
 
-    def _goes_on(self, call: int) -> bool:
-        """Whether the rank went on before the call was over."""
+    def _returns_early(self, call: int) -> bool:
+        """Return whether the rank continued before the call ended."""
         return call in self.times.waits or call in self.awaited or returns_early(self.records[call])
 
     def _add_view(self, slot: int, whole: int) -> int:
@@ -245,9 +245,9 @@ class _Building:
         self.last_use[whole], self.made_at[slot] = position, position
         return position + 1
 
-    def _own_ns(self, unseen: int) -> int | None:
-        """Of a typical step without a profiler, what is no wait. `unseen` are waits of the window that no record shows:
-        they are taken to be the same share of a step."""
+    def _estimate_own_ns(self, unseen: int) -> int | None:
+        """Return the time of a typical unprofiled step without waits. Waits of the window that are not recorded
+        (`unseen`) are assumed to be the same share of each step."""
         times = self.times
         if not (times.unprofiled_ns and times.profiled_ns) or any(one.on_device for one in self.operations):
             return None
@@ -255,8 +255,8 @@ class _Building:
         return max(0, round(median(times.own_ns) - share * median(times.unprofiled_ns)))
 
     def _set_gaps(self, gaps: Sequence[int | None]) -> tuple[int, int]:
-        """Set the time before each operation; returns how long the host waited for communication in all, and how long
-        of it for calls whose waits are not recorded."""
+        """Set the time before each operation. Return how long the host waited for communication, in total and for calls
+        without recorded waits."""
         exposed = unseen = 0
         blocking = -1
         for number, (one, gap) in enumerate(zip(self.found, gaps, strict=True)):
@@ -269,7 +269,7 @@ class _Building:
                 if not any(call in self.times.waits for call in (*operation.waits, blocking)):
                     unseen += waited
                 operation.gap_ns = gap - waited
-            blocking = one.call if one.call >= 0 and not self._goes_on(one.call) else -1
+            blocking = one.call if one.call >= 0 and not self._returns_early(one.call) else -1
         return exposed, unseen
 
     def _set_streams(self) -> None:
@@ -278,7 +278,7 @@ class _Building:
         for number, (stream, after) in placed.items():
             operation = self.operations[self.place[number]]
             operation.stream, operation.after = stream, [self.place[at] for at in after]
-        # Waits that are not recorded: what makes a tensor comes before what takes it.
+        # Some waits are not recorded. The maker of a tensor runs before the operation that takes it.
         stream, streams = 0, []
         for position, operation in enumerate(self.operations if placed else ()):
             stream = operation.stream if operation.stream >= 0 else stream
@@ -287,8 +287,8 @@ class _Building:
             needed = {at for at in makers if at < position and streams[at] != stream}
             operation.after = sorted(needed.union(operation.after))
 
-    def _free(self) -> None:
-        """Let go of every tensor after the last operation that takes it, and those of a batch after its last call."""
+    def _set_frees(self) -> None:
+        """Free every tensor after the last operation that takes it, and the tensors of a batch after its last call."""
         batches: dict[int, list[ComputeOperation]] = {}
         ends: dict[int, int] = {}
         for position, one in enumerate(self.operations):
@@ -304,9 +304,9 @@ class _Building:
             if last >= 0:
                 self.operations[last].frees.append(slot)
             else:
-                self.operations[made].results = _without(self.operations[made].results, slot)
+                self.operations[made].results = _remove_slot(self.operations[made].results, slot)
 
-    def _most_bytes(self) -> int:
+    def _compute_peak_bytes(self) -> int:
         blocks = sum(one.bytes for one in self.tensors.blocks)
         changes: Counter[int] = Counter()
         seen: dict[int, Storage] = {id(one): one for one in self.tensors.storage_of if one.block < 0}
@@ -324,16 +324,16 @@ def _overlap(some: Sequence[Extent], others: Sequence[Extent]) -> bool:
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
 
 
-def _awaited(trace: RankTrace) -> set[int]:
-    """Ids of the calls that the trace itself waits for."""
+def _find_awaited(trace: RankTrace) -> set[int]:
+    """Return the ids of the calls that the trace itself waits for."""
     if trace.waits is None:
         return set()
     return {identity for identity, before in zip(trace.calls.id, trace.waits.before, strict=True) if before >= 0}
 
 
 def gaps_before(found: Sequence[Outermost]) -> list[int | None]:
-    """ns between the end of all that began before each and its begin; None where times are not known. Negative where
-    it began before another thread's had ended."""
+    """Return the ns between the end of all earlier nodes and the start of each; None if times are unknown.
+    It is negative if the node began before another thread's node ended."""
     gaps: list[int | None] = []
     latest: int | None = None
     for one in found:
@@ -344,23 +344,23 @@ def gaps_before(found: Sequence[Outermost]) -> list[int | None]:
     return gaps
 
 
-def _least_cost(operations: Sequence[ComputeOperation]) -> int:
-    """What each node without a schema between two operations costs the profiler: what it adds to the shortest gaps."""
-    bare = sorted(one.gap_ns for one in operations if one.gap_ns and not one.ranges and not one.split)
+def _estimate_range_cost(operations: Sequence[ComputeOperation]) -> int:
+    """Estimate the profiler overhead of a node without a schema: how much it lengthens the shortest gaps."""
+    gaps_without_ranges = sorted(one.gap_ns for one in operations if one.gap_ns and not one.ranges and not one.split)
     others = [one for one in operations if one.gap_ns and one.ranges and not one.split]
-    if len(bare) < _FEWEST or len(others) < _FEWEST:
+    if len(gaps_without_ranges) < _MIN_GAPS or len(others) < _MIN_GAPS:
         return 0
-    least = bare[int(len(bare) * _SHORTEST)]
-    each = sorted((one.gap_ns - least) / one.ranges for one in others)
-    return max(0, round(each[int(len(each) * _SHORTEST)]))
+    shortest_gap = gaps_without_ranges[int(len(gaps_without_ranges) * _SHORTEST_SHARE)]
+    cost_per_range = sorted((one.gap_ns - shortest_gap) / one.ranges for one in others)
+    return max(0, round(cost_per_range[int(len(cost_per_range) * _SHORTEST_SHARE)]))
 
 
-def _without(results: list[object], slot: int) -> list[object]:
-    return [_without(one, slot) if isinstance(one, list) else (None if one == slot else one) for one in results]
+def _remove_slot(results: list[object], slot: int) -> list[object]:
+    return [_remove_slot(one, slot) if isinstance(one, list) else (None if one == slot else one) for one in results]
 
 
 def _is_view(one: Outermost, used: Sequence[int], made: Sequence[int], storage_of: Sequence[Storage]) -> bool:
-    """Whether an operation looks at no element: it gives nothing but views of what it takes."""
+    """Return whether an operation reads no element: it returns only views of its arguments."""
     if one.call >= 0 or not made or "!" in one.schema or one.op.name.endswith("wait_tensor"):
         return False
     taken = {id(storage_of[slot]) for slot in used}
@@ -368,7 +368,7 @@ def _is_view(one: Outermost, used: Sequence[int], made: Sequence[int], storage_o
 
 
 def _place_waits(trace: RankTrace, compute: ComputePlan) -> None:
-    """Set before which of its calls the rank waited for each, as the waits stand between its operations."""
+    """Set before which of its calls the rank waited for each call, from the waits between its operations."""
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
     waits = waits_of(trace)
     count = len(trace)

@@ -1,4 +1,4 @@
-"""On which stream of a GPU each operation ran, and for which operations of other streams it waited there."""
+"""Finds the GPU stream of each operation, and the operations of other streams that it waited for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from crossrank.tools.graph.linking.linked_trace import Activity, Edge
 def place_on_streams(
     activities: Iterable[Activity], edges: Iterable[Edge], positions: Mapping[int, int], calls: Collection[int]
 ) -> dict[int, tuple[int, list[int]]]:
-    """For all that ran on a device: position -> (number of its stream, positions of the operations of other streams for
-    which that stream waited, the last of each). Stream 0 is the one that most ran on. Nothing where all ran on one.
+    """Return, for each operation on a device: (number of its stream, operations of other streams that it waited for).
+    Each other stream is listed once, with its last operation. Stream 0 ran most operations. Empty for only one stream.
 
-    `positions` has the operation that each host node belongs to, by the node's id; `calls` those of them that
-    communicate. A call runs on a stream of its communicator: it was launched on the one that this stream waits for.
+    `positions` maps the id of a host node to its operation; `calls` has the operations that communicate. A call runs on
+    a stream of its communicator, so it counts for the stream on which it was launched.
     """
     ran: dict[int, tuple[int, Activity]] = {}
     stream_of: dict[int, object] = {}
@@ -28,16 +28,16 @@ def place_on_streams(
     for edge in edges:
         if edge.kind == "stream_wait" and edge.source in ran and edge.target in ran:
             source, target = ran[edge.source][0], ran[edge.target][0]
-            # Waits for communication have rules of their own.
+            # Waits for communication follow their own rules.
             if source not in calls and source < target:
                 latest = waits.setdefault(target, {})
                 stream = stream_of[source]
                 latest[stream] = max(latest.get(stream, source), source)
-    numbers = {stream: number for number, (stream, _) in enumerate(Counter(stream_of.values()).most_common())}
-    if len(numbers) < 2:
+    number_of_stream = {stream: number for number, (stream, _) in enumerate(Counter(stream_of.values()).most_common())}
+    if len(number_of_stream) < 2:
         return {}
     placed = {
-        at: (numbers[stream], sorted(source for other, source in waits.get(at, {}).items() if other != stream))
+        at: (number_of_stream[stream], sorted(source for other, source in waits.get(at, {}).items() if other != stream))
         for at, stream in stream_of.items()
     }
-    return placed | {at: (numbers[stream_of[max(waits[at].values())]], []) for at in calls if waits.get(at)}
+    return placed | {at: (number_of_stream[stream_of[max(waits[at].values())]], []) for at in calls if waits.get(at)}

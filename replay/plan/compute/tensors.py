@@ -1,9 +1,9 @@
-"""Which tensor is which: slots for the tensors of a window, and the memory that they share.
+"""Identifies tensors: assigns slots to the tensors of a window, and finds the memory that they share.
 
-An execution trace names tensors and storages by numbers that torch gives again once their owner is gone: a number
-means what was made last under it. What an operation gives has a slot of its own; a tensor of which nobody saw the
-making was there before the window and lies in a block of memory, at its offset, beside all others of that storage, so
-that views and operations in place alias as they did.
+In an execution trace, tensors and storages have numbers that torch reuses after their owner is gone. So a number means
+the last tensor made under it. The result of an operation has its own slot. A tensor without a visible maker existed
+before the window. It gets its recorded offset in a block of memory that all tensors of its storage share. So views and
+in-place operations alias as they did.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TENSOR = "Tensor("
 _LIST = "GenericList["
 _NOT_GIVEN = ("<Generator>", "<None>")
 _NUMBERS = ("inf", "-inf", "nan")
-_MOST = 1 << 46
-"""Elements, or places in memory: more is a mistake in the file."""
+_MAX_COUNT = 1 << 46
+"""A limit for elements and memory addresses: a larger number is an error in the file."""
 
 
 class StandInError(Exception):
-    """The operation cannot run; the text is the reason, the same for all that have it."""
+    """The operation cannot run. The text is the reason, the same for all such operations."""
 
 
 @dataclass
@@ -38,16 +38,16 @@ class Storage:
     dtype: str
     device: str
     block: int = -1
-    """Index of the block, where it was there before the window; -1 where an operation gave it."""
+    """Index of the block if the memory existed before the window; -1 if an operation made it."""
     holder: int = -1
-    """A slot that lies in it."""
+    """A slot in this memory."""
     bytes: int = 0
     first: int = 0
-    """The operation that gave it."""
+    """The operation that made it."""
     last: int = 0
-    """The last one that uses it."""
+    """The last operation that uses it."""
     high: int | None = None
-    """What reads its integers as indices takes none above this one."""
+    """The largest integer that is valid for all readers that use its integers as indices."""
     low: int = 0
     is_index: bool = False
     is_number: bool = True
@@ -56,33 +56,33 @@ class Storage:
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor as the trace has it."""
+    """A tensor as the trace describes it."""
 
     id: int
     storage: int
-    """0 where it has none."""
+    """0 if it has none."""
     slot: Slot
     end: int
-    """Bytes from the begin of its storage to its last element."""
+    """Bytes from the start of its storage to the end of its last element."""
 
 
 @dataclass
 class BoundTensors:
-    """What an operation works on."""
+    """The arguments and results of an operation, bound to slots."""
 
     arguments: list[Any]
     results: list[Any]
     used: list[int] = field(default_factory=list)
-    """Slots that it takes."""
+    """Slots of its arguments."""
     made: list[int] = field(default_factory=list)
-    """Slots that it gives."""
+    """Slots of its results."""
     views: list[tuple[int, int]] = field(default_factory=list)
-    """(slot, slot it is a view of) of tensors that have to be made before it: nobody saw them being made, though what
-    they lie in was."""
+    """(slot, slot it is a view of) of views that have to be made before the operation: the trace does not show who made
+    them."""
 
 
 class Tensors:
-    """The tensors of a window, operation after operation."""
+    """The tensors of a window, added operation by operation."""
 
     def __init__(self) -> None:
         self.slots: list[Slot] = []
@@ -92,37 +92,37 @@ class Tensors:
         self._slot_of: dict[int, int] = {}
         """Id of a tensor -> slot."""
         self._storages: dict[int, Storage] = {}
-        """Number of a storage -> what has it now."""
-        self._others: dict[tuple[int, str], Storage] = {}
-        """(number, type) -> memory from before the window under a number that has tensors of several types."""
+        """Number of a storage -> the memory that has this number now."""
+        self._by_dtype: dict[tuple[int, str], Storage] = {}
+        """(number, type) -> memory from before the window, if tensors of several types share its number."""
 
     def bind(self, position: int, inputs: IO, outputs: IO) -> BoundTensors:
-        """What an operation takes and gives. Raises `StandInError` where its tensors cannot be made."""
-        taken = [_decode(*each) for each in _each(inputs)]
-        given = [_decode(*each) for each in _each(outputs)]
+        """Return the arguments and results of an operation. Raises `StandInError` if its tensors cannot be made."""
+        arguments_in_trace = [_decode(*each) for each in _zip_values(inputs)]
+        results_in_trace = [_decode(*each) for each in _zip_values(outputs)]
         bound = BoundTensors(arguments=[], results=[])
-        bound.arguments = [self._take(each, position, bound) for each in taken]
-        before = {id(self.storage_of[slot]) for slot in bound.used}
-        bound.results = [self._give(each, position, bound, before) for each in given]
+        bound.arguments = [self._bind_argument(each, position, bound) for each in arguments_in_trace]
+        storages_before = {id(self.storage_of[slot]) for slot in bound.used}
+        bound.results = [self._bind_result(each, position, bound, storages_before) for each in results_in_trace]
         return bound
 
     def forget(self, position: int, outputs: IO) -> list[int]:
-        """Slots of what an operation gives that cannot run, as far as it can be told: they stand empty."""
+        """Return the slots of the results of an operation that cannot run, as far as known. They stay empty."""
         bound = BoundTensors(arguments=[], results=[])
         with suppress(StandInError, ValueError, TypeError):
-            for each in _each(outputs):
-                self._give(_decode(*each), position, bound, set())
+            for each in _zip_values(outputs):
+                self._bind_result(_decode(*each), position, bound, set())
         return bound.made
 
     def extent(self, slot: int) -> tuple[int, int, int]:
-        """(storage, first byte, one past the last) of a tensor."""
+        """Return (storage, first byte, one past the last) of a tensor."""
         one = self.slots[slot]
         width = DTYPES[one.dtype].size
         begin = one.offset * width
-        return id(self.storage_of[slot]), begin, begin + _elements(one.shape, one.strides) * width
+        return id(self.storage_of[slot]), begin, begin + _extent_in_elements(one.shape, one.strides) * width
 
     def finished_blocks(self) -> list[Block]:
-        """The memory that was there before the window."""
+        """Return the blocks of memory that existed before the window."""
         return [
             Block(
                 bytes=one.bytes,
@@ -136,9 +136,9 @@ class Tensors:
             for one in self.blocks
         ]
 
-    def _take(self, value: Any, position: int, bound: BoundTensors) -> Any:
+    def _bind_argument(self, value: Any, position: int, bound: BoundTensors) -> Any:
         if isinstance(value, list):
-            return [self._take(each, position, bound) for each in value]
+            return [self._bind_argument(each, position, bound) for each in value]
         if not isinstance(value, Named):
             return value
         slot = self._slot_for(value, bound)
@@ -150,54 +150,54 @@ class Tensors:
         slot = self._slot_of.get(named.id)
         storage = self._storages.get(named.storage)
         if storage is not None and storage.block >= 0 and storage.dtype != named.slot.dtype:
-            storage = self._others.get((named.storage, named.slot.dtype), storage)
+            storage = self._by_dtype.get((named.storage, named.slot.dtype), storage)
         if slot is not None and not named.storage:
             return slot
-        if slot is not None and _same(self.slots[slot], named.slot) and storage is self.storage_of[slot]:
+        if slot is not None and _is_same_tensor(self.slots[slot], named.slot) and storage is self.storage_of[slot]:
             return slot
         if not named.storage:
             raise StandInError("a tensor has no storage of its own: it is sparse, or of a subclass")
         if storage is not None and storage.block < 0:
             if storage.dtype == named.slot.dtype and named.end <= storage.bytes:
-                slot = self._new(named, storage)
+                slot = self._add_slot(named, storage)
                 bound.views.append((slot, storage.holder))
                 return slot
-            storage = None  # other memory at the same place
+            storage = None  # other memory at the same address
         if storage is None or (storage.device, storage.dtype) != (named.slot.device, named.slot.dtype):
             is_other = storage is not None and storage.device == named.slot.device
             storage = Storage(named.slot.dtype, named.slot.device, block=len(self.blocks))
             self.blocks.append(storage)
             if is_other:
-                self._others[named.storage, named.slot.dtype] = storage
+                self._by_dtype[named.storage, named.slot.dtype] = storage
             else:
                 self._storages[named.storage] = storage
         storage.bytes = max(storage.bytes, named.end)
         storage.is_number &= not named.slot.shape
-        slot = self._new(named, storage, storage.block)
+        slot = self._add_slot(named, storage, storage.block)
         storage.holder = slot
         return slot
 
-    def _give(self, value: Any, position: int, bound: BoundTensors, before: set[int]) -> Any:
+    def _bind_result(self, value: Any, position: int, bound: BoundTensors, before: set[int]) -> Any:
         if isinstance(value, list):
-            return [self._give(each, position, bound, before) for each in value]
+            return [self._bind_result(each, position, bound, before) for each in value]
         if not isinstance(value, Named):
             return None
         slot = self._slot_of.get(value.id)
         storage = self._storages.get(value.storage)
-        if slot is not None and slot in bound.used and _same(self.slots[slot], value.slot):
-            return None  # given back as it was taken: in place, or into `out`
+        if slot is not None and slot in bound.used and _is_same_tensor(self.slots[slot], value.slot):
+            return None  # an argument that is also the result: in place, or `out`
         if storage is None or not value.storage or id(storage) not in before:
             storage = Storage(value.slot.dtype, value.slot.device, bytes=value.end, first=position)
             if value.storage:
                 self._storages[value.storage] = storage
-        made = self._new(value, storage)
+        made = self._add_slot(value, storage)
         if storage.holder < 0:
             storage.holder = made
         storage.last = position
         bound.made.append(made)
         return made
 
-    def _new(self, named: Named, storage: Storage, block: int = -1) -> int:
+    def _add_slot(self, named: Named, storage: Storage, block: int = -1) -> int:
         slot = len(self.slots)
         self.slots.append(msgspec.structs.replace(named.slot, block=block))
         self.storage_of.append(storage)
@@ -205,29 +205,29 @@ class Tensors:
         return slot
 
 
-def _same(slot: Slot, other: Slot) -> bool:
-    """Whether a tensor is that of a slot, wherever it lies."""
+def _is_same_tensor(slot: Slot, other: Slot) -> bool:
+    """Return whether the tensor equals that of `slot`, apart from its memory."""
     return slot == msgspec.structs.replace(other, block=slot.block, device=slot.device)
 
 
-def _each(io: IO) -> Iterable[tuple[Any, Any, Any, str]]:
-    """(value, shape, strides, type) of each; strides that the trace lacks are those of a contiguous tensor."""
+def _zip_values(io: IO) -> Iterable[tuple[Any, Any, Any, str]]:
+    """Return (value, shape, strides, type) of each value. Missing strides become None, which means contiguous."""
     strides = io.strides if len(io.strides) == len(io.values) else [None] * len(io.values)
     return zip(io.values, io.shapes, strides, io.types, strict=True)
 
 
 def _decode(value: Any, shape: Any, strides: Any, kind: str) -> Any:
-    """An argument or a result: a `Named` tensor, or what `ComputeOperation.arguments` holds."""
+    """Return an argument or a result: a `Named` tensor, or a value as in `ComputeOperation.arguments`."""
     if value is None or value in _NOT_GIVEN or "nullptr" in kind:
-        return None  # a generator is torch's own
+        return None  # torch makes generators itself
     if kind.startswith(_LIST):
-        kinds = _split(kind)
+        kinds = _split_list_types(kind)
         strides = strides if isinstance(strides, list) and len(strides) == len(kinds) else [None] * len(kinds)
         if not isinstance(value, list) or not len(value) == len(kinds) == len(shape):
             raise StandInError("a list is longer than the trace keeps")
         return [_decode(*each) for each in zip(value, shape, strides, kinds, strict=True)]
     if kind.startswith(_TENSOR):
-        return _named(value, shape, strides, kind)
+        return _parse_tensor(value, shape, strides, kind)
     if kind == "Device":
         return {"device": str(value)}
     if kind == "Double" and value in _NUMBERS:
@@ -237,10 +237,10 @@ def _decode(value: Any, shape: Any, strides: Any, kind: str) -> Any:
     raise StandInError(f"an argument of type {kind.partition('[')[0]} cannot be made")
 
 
-def _split(kind: str) -> list[str]:
-    """The types in that of a list.
+def _split_list_types(kind: str) -> list[str]:
+    """Return the element types in the type of a list.
 
-    >>> _split("GenericList[Int,GenericList[Int,Int]]"), _split("GenericList[]")
+    >>> _split_list_types("GenericList[Int,GenericList[Int,Int]]"), _split_list_types("GenericList[]")
     (['Int', 'GenericList[Int,Int]'], [])
     """
     text = kind[len(_LIST) : -1]
@@ -254,32 +254,32 @@ def _split(kind: str) -> list[str]:
     return [*parts, text[begin:]] if text else []
 
 
-def _named(value: Any, shape: Any, strides: Any, kind: str) -> Named:
+def _parse_tensor(value: Any, shape: Any, strides: Any, kind: str) -> Named:
     dtype = dtype_of(kind)
     if dtype is None:
         raise StandInError(f"tensors of type {kind.removeprefix(_TENSOR).removesuffix(')')} cannot be made")
     try:
         identity, storage, offset, elements, _, device, *_ = value
         numbers = (identity, storage, offset, elements, *shape, *(strides or ()))
-        if not all(0 <= number < _MOST for number in numbers):
+        if not all(0 <= number < _MAX_COUNT for number in numbers):
             raise ValueError
     except (TypeError, ValueError) as error:
         raise StandInError("a tensor has impossible numbers") from error
     strides = list(strides) if strides is not None and len(strides) == len(shape) else contiguous(shape)
-    extent = _elements(shape, strides)
-    if extent >= _MOST:
+    extent = _extent_in_elements(shape, strides)
+    if extent >= _MAX_COUNT:
         raise StandInError("a tensor has impossible numbers")
     slot = Slot(shape=list(shape), strides=strides, dtype=dtype.name, device=str(device), offset=offset)
     return Named(identity, storage, slot, (offset + extent) * dtype.size)
 
 
-def _elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """From the first element to the last."""
+def _extent_in_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the distance from the first element to one past the last."""
     return 0 if 0 in shape else sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
 def contiguous(shape: Sequence[int]) -> list[int]:
-    """Strides of a contiguous tensor.
+    """Return the strides of a contiguous tensor.
 
     >>> contiguous([2, 3, 4])
     [12, 4, 1]

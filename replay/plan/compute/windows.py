@@ -1,4 +1,4 @@
-"""Finds the windows of all ranks that are replayed with their computation, and makes the plan of them."""
+"""Finds the windows of all ranks that are replayed with their computation, and makes a plan of them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class FoundWindows:
 
 
 def find_windows(path: str, number: int | None = None, *, one_trace: bool = False) -> FoundWindows:
-    """The files of window `number` at `path`, the first where it is None. Raises `CrossrankError` where there is none.
+    """Return the files of window `number` at `path`, or of the first window. Raises `CrossrankError` if there is none.
 
-    What is linked already is read as it is where its execution trace is gone.
+    A linked trace is read only if the execution trace or the Kineto trace is missing.
     """
     files = discover([path])
     usable = [file for file in files if not file.problem]
     numbers = sorted({file.window for file in usable if file.kind in (EXECUTION_TRACE, LINKED)})
     if not numbers:
-        raise CrossrankError(f"{path}: {_lacks(path, files)}")
+        raise CrossrankError(f"{path}: {_describe_missing_window(path, files)}")
     chosen = numbers[0] if number is None else number
     if chosen not in numbers:
         raise CrossrankError(f"{path}: has no window {chosen}; it has {', '.join(map(str, numbers))}")
-    inputs, half = [], []
+    inputs, incomplete = [], []
     for rank, kinds in files_by_rank(files, (COMMS, LINKED, EXECUTION_TRACE, KINETO)).items():
-        own = {kind: file.path for kind, found in kinds.items() for file in found if file.window == chosen}
+        own_files = {kind: file.path for kind, found in kinds.items() for file in found if file.window == chosen}
         comms = kinds[COMMS][0].path if COMMS in kinds else None
-        et, kineto = own.get(EXECUTION_TRACE, ""), own.get(KINETO, "")
-        linked = None if et and kineto else own.get(LINKED)
+        et, kineto = own_files.get(EXECUTION_TRACE, ""), own_files.get(KINETO, "")
+        linked = None if et and kineto else own_files.get(LINKED)
         if linked or (et and kineto):
             inputs.append(RankInput(rank=rank, window=chosen, et=et, kineto=kineto, comms=comms, linked=linked))
-        elif rank is not None and (own or comms):
-            half.append(rank)
-    if not inputs or (half and not one_trace):
-        who = f"rank {rank_ranges(half)}" if half else path
+        elif rank is not None and (own_files or comms):
+            incomplete.append(rank)
+    if not inputs or (incomplete and not one_trace):
+        who = f"rank {rank_ranges(incomplete)}" if incomplete else path
         raise CrossrankError(
             f"{who}: has no execution trace with its Kineto trace in window {chosen}; record a window on all ranks "
             "(TRACING_WINDOW=START:STOP), or let one rank's stand for all (--one-trace)"
@@ -58,7 +58,7 @@ def find_windows(path: str, number: int | None = None, *, one_trace: bool = Fals
     return FoundWindows(inputs=inputs, notes=notes[: len(numbers) > 1])
 
 
-def _lacks(path: str, files: list[FoundFile]) -> str:
+def _describe_missing_window(path: str, files: list[FoundFile]) -> str:
     problems = [f"{file.path}: {file.problem}" for file in files if file.problem]
     holds = Counter(WHAT[file.kind] for file in files if not file.problem)
     has = f"{', '.join(sorted(holds))} alone" if holds else "; ".join(problems[:3]) or "nothing"
@@ -75,7 +75,7 @@ def read_windows(
     world_size: int | None = None,
     partial: bool = False,
 ) -> Plan:
-    """The plan of a window, computation and communication. Raises `CrossrankError` where its files do not make one."""
+    """Return the plan of a window: computation and communication. Raises `CrossrankError` if its files make none."""
     windows: list[RankWindow] = map_ranks(read_window, found.inputs[: 1 if one_trace else None], fleet)
     plan = build(
         [one.trace for one in windows],
@@ -88,7 +88,7 @@ def read_windows(
     )
     computes = {one.trace.rank or 0: one.compute for one in windows}
     for rank in plan.ranks:
-        # A rank without files is one that did nothing.
+        # A rank without files did nothing.
         nothing = ComputePlan(operations=[], schemas=[], slots=[], blocks=[])
         rank.compute = windows[0].compute if one_trace else computes.get(rank.rank, nothing)
     if one_trace and len(found.inputs) > 1:
