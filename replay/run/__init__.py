@@ -1,8 +1,8 @@
-"""In: a `Plan` and its settings. Out: when every call of every rank began and ended.
+"""Runs a `Plan` with its settings on all ranks, and measures the start and end of every call.
 
-`processes` starts them here, or runs in those of a launcher (`launcher` says which). The ranks meet, and compare their
-clocks, in `rendezvous`; `messages` is what they send each other. `worker` runs one rank: `program` binds its calls to
-tensors and groups, `executor` makes them at the pace of `pacing`. `compute_program` runs the operations between them,
-`place_launches` says where between, `operations` what may run, `host_time` what the host did meanwhile.
-`watch` ends a rank that hangs, and `failure_report` says where each rank was.
+* Processes: `processes` starts them or uses a launcher's (`launcher`). They meet in `rendezvous` and send `messages`.
+* One rank: `worker` binds its calls (`program`) and makes them (`executor`) at a pace (`pacing`).
+* Computation: `compute_program` runs it, with `place_launches` (calls between operations), `operations` (what may run)
+  and `host_time` (the host's own time).
+* Failures: `watch` ends a rank that hangs. `failure_report` reports where each rank was.
 """

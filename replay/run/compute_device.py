@@ -1,4 +1,4 @@
-"""What operations run on: memory with numbers of which no operation minds the value, and the streams of a GPU."""
+"""The memory of a replay's operations, filled with harmless numbers, and the streams of a GPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.compute.compute_plan import Block
 from crossrank.text import amount
 
-_SPREAD = 0.02
-_ZIPF = 1.1
-"""Exponent: a little above 1, as words and users are."""
+_DEVIATION = 0.02
+_ZIPF_EXPONENT = 1.1
+"""A little above 1, as for words and users."""
 
 
 def fill_blocks(blocks: Sequence[Block], device: torch.device, indices: str, seed: int) -> list[torch.Tensor]:
-    """Memory for `blocks`, as bytes.
+    """Return memory for `blocks`, as bytes.
 
-    Floats are small and positive: no operation overflows, takes a root of a negative number, or meets denormal ones,
-    which are slow; a number by itself is 1, which changes nothing as a factor. Raises `CrossrankError` where memory
-    lacks.
+    Floats are small and positive. So no operation overflows, takes the root of a negative number, or meets denormal
+    numbers, which are slow. A single number is 1, a neutral factor. Raises `CrossrankError` if there is too little
+    memory.
     """
     made = []
     generator = torch.Generator().manual_seed(seed)
@@ -29,7 +29,7 @@ def fill_blocks(blocks: Sequence[Block], device: torch.device, indices: str, see
         dtype = getattr(torch, one.dtype)
         count = -(-one.bytes // dtype.itemsize)
         try:
-            values = _values(one, count, dtype, indices, generator)
+            values = _fill(one, count, dtype, indices, generator)
             made.append(values.to(where).view(torch.uint8))
         except RuntimeError as error:
             raise CrossrankError(
@@ -39,57 +39,57 @@ def fill_blocks(blocks: Sequence[Block], device: torch.device, indices: str, see
     return made
 
 
-def _values(block: Block, count: int, dtype: torch.dtype, indices: str, generator: torch.Generator) -> torch.Tensor:
+def _fill(block: Block, count: int, dtype: torch.dtype, indices: str, generator: torch.Generator) -> torch.Tensor:
     if block.is_number and block.high <= block.low:
         return torch.full((count,), block.high or 1, dtype=torch.int64).to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
-        real = torch.empty(count * (2 if dtype.is_complex else 1)).normal_(0, _SPREAD, generator=generator).abs_()
+        real = torch.empty(count * (2 if dtype.is_complex else 1)).normal_(0, _DEVIATION, generator=generator).abs_()
         return torch.view_as_complex(real.view(-1, 2)).to(dtype) if dtype.is_complex else real.to(dtype)
     if dtype == torch.bool or block.high <= block.low:
         return torch.full((count,), block.low, dtype=torch.int64).to(dtype)
     if block.is_index and indices == "zipf":
-        # By the inverse of the distribution: the n-th row is chosen in proportion to n ** -_ZIPF.
+        # Inverse transform sampling: row n has probability proportional to n ** -_ZIPF_EXPONENT.
         share = torch.rand(count, generator=generator, dtype=torch.float64).clamp_(min=1e-9)
-        rows = share.pow_(-1 / (_ZIPF - 1)).clamp_(max=block.high - block.low + 1).floor_() - 1
+        rows = share.pow_(-1 / (_ZIPF_EXPONENT - 1)).clamp_(max=block.high - block.low + 1).floor_() - 1
         return (rows + block.low).to(dtype)
     return torch.randint(block.low, block.high + 1, (count,), generator=generator).to(dtype)
 
 
 class DeviceStreams:
-    """As many streams as the recording used, and the events by which one waits for another. Number 0 is the one that is
-    current when a pass begins."""
+    """The streams of a recording, and the events by which they wait for each other. Number 0 is the current stream at
+    the start of a pass."""
 
     def __init__(self, device: torch.device, count: int, awaited: Iterable[int]) -> None:
-        """`awaited` are the positions of operations that an operation on another stream waits for."""
+        """`awaited` has the positions of operations that an operation on another stream waits for."""
         self._device = device
         self._first = torch.cuda.current_stream(device)
         self._others = [torch.cuda.Stream(device) for _ in range(count - 1)]
         self._events = {at: torch.cuda.Event() for at in awaited}
 
     def begin(self) -> None:
-        """A pass begins: nothing runs before what was launched until now is over."""
+        """Begin a pass: it runs after all earlier launches."""
         for stream in self._others:
             stream.wait_stream(self._first)
 
     def on(self, stream: int) -> None:
-        """What follows is launched on `stream`."""
+        """Launch the next operations on `stream`."""
         torch.cuda.set_stream(self._others[stream - 1] if stream else self._first)
 
     def done(self, at: int) -> None:
-        """The operation at that position was launched."""
+        """Note that the operation at this position was launched."""
         self._events[at].record(torch.cuda.current_stream(self._device))
 
     def after(self, at: int) -> None:
-        """What follows on the current stream begins when that operation is over."""
+        """Let the current stream wait for this operation."""
         torch.cuda.current_stream(self._device).wait_event(self._events[at])
 
     def kept(self, tensor: object) -> None:
-        """The current stream takes a tensor that another one made: its memory is not given away before it is done."""
+        """Keep the memory of a tensor from another stream until the current stream has finished with it."""
         if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def end(self) -> None:
-        """The pass is over when all streams are."""
+        """End the pass: wait for all streams."""
         self.on(0)
         for stream in self._others:
             self._first.wait_stream(stream)

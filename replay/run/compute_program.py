@@ -1,8 +1,8 @@
-"""One rank's computation, ready to run: operations bound to torch, their tensors, and a pass over them as Python code.
+"""One rank's computation, ready to run: its operations, their tensors, and each pass as Python code.
 
-A pass is straight-line code, one line per operation, `s[7] = f3(s[1], s[2])`, so that an operation costs what it costs
-in a Python loop: `s` holds the tensors by slot, `f3` is the operation. The code is made of numbers that the plan holds,
-never of its texts.
+A pass is straight-line code with one line per operation, `s[7] = f3(s[1], s[2])`: `s` has the tensors by slot, `f3` is
+the operation. So an operation costs as much as in a Python loop. The code contains numbers of the plan, never its
+strings.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from crossrank.tools.traces.kineto import read_kineto
 _RESHAPES = frozenset(
     f"aten::{name}_" for name in ("unsqueeze", "squeeze", "t", "transpose", "resize", "set", "as_strided", "swapaxes")
 )
-_LINES = 1000
-"""Of one function: the compiler of Python takes longer than linear in them."""
+_MAX_LINES = 1000
+"""Per function: Python compiles longer ones in more than linear time."""
 _OTHER_SHAPE = "what it gives depends on its data, and is of another shape"
 _CLOCK = "c(now())"
 """The line that notes the time."""
@@ -46,14 +46,14 @@ _Line = tuple[str, ComputeOperation | None]
 
 
 class _Part(NamedTuple):
-    """Code of some operations."""
+    """The code of some operations."""
 
     run: Callable[..., None]
     operations: list[ComputeOperation | None]
-    """By line, after that of the `def`."""
+    """By line, after the `def`."""
 
     def operation_of(self, error: Exception) -> ComputeOperation | None:
-        """That of the line which raised it; None where it is no operation of torch."""
+        """Return the operation whose line raised the error; None if it is no operation of torch."""
         frames = traceback.walk_tb(error.__traceback__)
         line = next((number for frame, number in frames if frame.f_code is self.run.__code__), 0)
         operation = self.operations[line - 2] if line >= 2 else None
@@ -73,27 +73,27 @@ class ComputeProgram:
         indices: str = "uniform",
         seed: int = 0,
     ) -> None:
-        """`scale` is the factor on the host's time between operations. Raises `CrossrankError` where memory lacks."""
+        """`scale` multiplies the host's time between operations. Raises `CrossrankError` if memory is too small."""
         self.plan = plan
         self.device = device
         self.host_ns = [0] * len(plan.operations)
-        """Of the host, before each operation; `scale` is not in it."""
+        """Host time before each operation, without `scale`."""
         self._most_host_ns: list[int] = []
-        """The same, as the profiler has it."""
+        """The same, as measured under the profiler: an upper limit."""
         self._slowness: float | None = None
         self._once_ns = 0
-        """Of it, what single steps had more: left out."""
+        """The excess of single steps, which the replay skips."""
         self._scale = scale
         self._profiled: list[list[int | None]] = []
-        """What each operation took in passes under the profiler."""
+        """Duration of each operation in passes under the profiler."""
         self.slots: list[Any] = [None] * len(plan.slots)
         self.failed: dict[int, str] = {}
         """Position of an operation that cannot run -> why."""
         self.marks: list[int] = []
-        """When each step of the last pass began, in ns."""
+        """The start of each step of the last pass, in ns."""
         self._steps = set(plan.steps)
         self._operations = find_operations(plan.schemas, imports)
-        self._defaults = [_defaults(one.operation) for one in self._operations]
+        self._argument_defaults = [_argument_defaults(one.operation) for one in self._operations]
         self._blocks = fill_blocks(plan.blocks, device, indices, seed)
         self._generator = torch.Generator().manual_seed(seed)
         for number, slot in enumerate(plan.slots):
@@ -105,12 +105,12 @@ class ComputeProgram:
         reshaping = {slot for one in plan.operations if one.name in _RESHAPES for slot in slots_in(one.arguments)}
         self._reshaped = [(slot, self.slots[slot]) for slot in sorted(reshaping) if plan.slots[slot].block >= 0]
         self._stream_at = [0]
-        """By operation, and before the first: the stream that is current after it."""
+        """The current stream after each operation; the first is the one before all."""
         for operation in plan.operations:
             self._stream_at.append(operation.stream if operation.stream >= 0 else self._stream_at[-1])
         self._awaited = {at for one in plan.operations for at in one.after}
         self._made_on: dict[int, int] = {}
-        """Slot of what an operation gives -> its stream."""
+        """Slot of a result -> its stream."""
         self.streams: DeviceStreams | None = None
         if device.type == "cuda" and max(self._stream_at) > 0:
             self.streams = DeviceStreams(device, max(self._stream_at) + 1, self._awaited)
@@ -119,88 +119,88 @@ class ComputeProgram:
         self._clocked: list[_Part] = []
 
     def join(self, program: Program, launch: Launch, wait: Wait, progress: list[int]) -> None:
-        """Put the launches of `program` and the waits for them between the operations. `progress[1]` counts
-        operations, for whoever watches."""
-        self._launches, self._waits, self._last = place_launches(self.plan, program)
+        """Place the launches of `program` and their waits between the operations. `progress[1]` counts operations, for
+        the watch."""
+        self._launches, self._waits, self._last_waits = place_launches(self.plan, program)
         self._bind(launch, wait, progress)
 
     def run_pass(self, *, trial: bool = False, clock: list[int] | None = None) -> None:
-        """One pass, for which `reset` was called; of a trial every operation may fail. `clock` takes the time before
-        and after each operation, in ns."""
+        """Run a pass; call `reset` before it. In a `trial`, every operation may fail. `clock` gets the time before and
+        after each operation, in ns."""
         if trial:
-            self._trial()
+            self._run_trial()
             return
         self.marks = []
         parts = self._parts if clock is None else self._clocked
-        given = (self.slots,) if clock is None else (self.slots, clock.append)
-        # No tensor wants gradients, so none are noted; but some operations give more where they may be (an LSTM's
-        # workspace, which its backward takes).
+        pass_arguments = (self.slots,) if clock is None else (self.slots, clock.append)
+        # No tensor needs gradients, so autograd records nothing. But some operations return more if gradients are
+        # enabled (an LSTM's workspace, which its backward takes).
         with torch.enable_grad():
             for part in parts:
                 try:
-                    part.run(*given)
+                    part.run(*pass_arguments)
                 except Exception as error:
                     operation = part.operation_of(error)
                     if operation is None:
-                        raise  # of a call
+                        raise  # a call raised it
                     raise CrossrankError(f"{operation.name} (node {operation.node}): {one_line(error)}") from error
-            self._end()
+            self._finish_pass()
 
     def reset(self) -> None:
-        """Undo what operations in place did to the shapes of tensors that were there before."""
+        """Undo in-place changes of the shapes of tensors that existed before the window."""
         if self.streams is not None:
             self.streams.begin()
         for slot, tensor in self._reshaped:
             self.slots[slot] = tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _trial(self) -> None:
-        """A pass in which every operation may fail: what does stands empty, and idle for its time, from then on."""
+    def _run_trial(self) -> None:
+        """Run a pass in which operations may fail. Later, a failed one only idles and leaves its results empty."""
         self.marks = []
         self._names["s"] = self.slots
 
         def run(lines: list[str]) -> None:
             exec("\n".join(lines), self._names)
 
-        with torch.enable_grad():  # as `run_pass`
+        with torch.enable_grad():  # as in `run_pass`
             for number, operation in enumerate(self.plan.operations):
-                run(self._before(number, operation))
-                if self._runs(number):
+                run(self._code_before(number, operation))
+                if self._can_run(number):
                     try:
-                        run(self._own(number, operation))
-                        if self._gave_other_shapes(operation):
+                        run(self._code(number, operation))
+                        if self._has_other_shapes(operation):
                             self.failed[number] = _OTHER_SHAPE
                     except Exception as error:
                         self.failed[number] = one_line(error)[:120]
-                if not self._runs(number):
-                    run(self._own(number, operation))
-                run(self._after(number, operation))
-            self._end()
+                if not self._can_run(number):
+                    run(self._code(number, operation))
+                run(self._code_after(number, operation))
+            self._finish_pass()
         self._compile()
 
-    def _runs(self, number: int) -> bool:
+    def _can_run(self, number: int) -> bool:
         return self.plan.operations[number].runs and number not in self.failed
 
-    def _end(self) -> None:
-        """Launch what belongs to no operation, and wait for all that is under way."""
+    def _finish_pass(self) -> None:
+        """Launch the calls that belong to no operation, and wait for all unfinished calls."""
         for position in self._launches.get(-1, ()):
             self._names["launch"](position)
-        self._names["wait"](self._last)
+        self._names["wait"](self._last_waits)
         if self.streams is not None:
             self.streams.end()
 
     def learn_from_profiler(self, run: Callable[[], object], passes: int) -> None:
-        """Call `run`, which makes a pass, so often under torch's profiler, and learn from that what the host did
-        between operations in the recording."""
+        """Run `passes` passes with `run` under torch's profiler, and estimate the recorded host time between
+        operations."""
         with TemporaryDirectory(prefix="crossrank-") as folder:
             kineto = Path(folder, "kineto.json")
             profiled(lambda: [run() for _ in range(passes)], Path(folder, "et.json"), kineto)
             events = read_kineto(str(kineto)).host
         count = len(self.plan.operations)
-        names = [one.name if self._runs(number) else "" for number, one in enumerate(self.plan.operations)]
+        names = [one.name if self._can_run(number) else "" for number, one in enumerate(self.plan.operations)]
         before, took = gaps_of(names * passes, events)
         each = [slice(number * count, (number + 1) * count) for number in range(passes)]
         self._profiled = [took[one] for one in each]
-        # Before these the replay launches communication or waits for it.
+        # The replay launches communication or waits for it in these gaps.
         waiting = {number + 1 for number in self._launches} | self._waits.keys()
         gaps = [[None if at in waiting else gap for at, gap in enumerate(before[one])] for one in each]
         host = host_times(self.plan, gaps)
@@ -210,8 +210,8 @@ class ComputeProgram:
         self._compile()
 
     def fit_host(self, own_ns: float) -> None:
-        """Shorten the host's time to what steps without a profiler had of it; a pass of this program now takes
-        `own_ns` without waits."""
+        """Reduce the host's time to that of steps without a profiler. `own_ns` is the duration of a pass without waits
+        now."""
         if self._slowness is None or self.plan.own_ns is None:
             return
         as_recorded = own_ns + (1 - self._scale) * sum(self.host_ns)
@@ -220,10 +220,10 @@ class ComputeProgram:
         self._compile()
 
     def result(self, clock: Sequence[int]) -> Computed:
-        """What was computed, with the times of a pass with a `clock`."""
+        """Return what was computed; `clock` has the times of a pass."""
         totals: dict[str, tuple[int, int, int]] = {}
         for number, operation in enumerate(self.plan.operations):
-            if operation.node and self._runs(number):
+            if operation.node and self._can_run(number):
                 count, ns, under_profiler = totals.get(operation.name, (0, 0, 0))
                 took = [one for passed in self._profiled if (one := passed[number]) is not None]
                 totals[operation.name] = (
@@ -262,7 +262,7 @@ class ComputeProgram:
         on_gpu = self.device.type == "cuda"
 
         def mark() -> None:
-            # The host runs ahead of a GPU: there the pass as a whole tells how long its steps took.
+            # The host runs ahead of a GPU, so only the whole pass shows how long its steps took.
             if not (on_gpu and self.marks):
                 self.marks.append(time.monotonic_ns())
 
@@ -284,29 +284,29 @@ class ComputeProgram:
                 self._names[f"f{number}"] = one.operation._op
         for place, operation in enumerate(self.plan.operations):
             if operation.runs and (reason := refusal(self._operations[operation.schema], operation)):
-                self.failed[place] = reason  # rank 0 has it, and this machine lacks it; or somebody else sent the plan
+                self.failed[place] = reason  # rank 0 has it and this machine lacks it, or another process sent the plan
 
     def _compile(self) -> None:
         self._parts, self._clocked = [], []
         operations = list(enumerate(self.plan.operations))
-        for begin in range(0, len(operations), _LINES):
+        for begin in range(0, len(operations), _MAX_LINES):
             lines: list[_Line] = []
-            for number, operation in operations[begin : begin + _LINES]:
-                own = [(line, None if line[:7] == "launch(" else operation) for line in self._own(number, operation)]
-                before, after = self._before(number, operation), self._after(number, operation)
+            for number, operation in operations[begin : begin + _MAX_LINES]:
+                own = [(line, None if line[:7] == "launch(" else operation) for line in self._code(number, operation)]
+                before, after = self._code_before(number, operation), self._code_after(number, operation)
                 lines += (
                     [(line, None) for line in (*before, _CLOCK)] + own + [(line, None) for line in (_CLOCK, *after)]
                 )
-            self._parts.append(self._part([line for line in lines if line[0] != _CLOCK], "s"))
-            self._clocked.append(self._part(lines, "s, c"))
+            self._parts.append(self._compile_part([line for line in lines if line[0] != _CLOCK], "s"))
+            self._clocked.append(self._compile_part(lines, "s, c"))
 
-    def _part(self, lines: list[_Line], arguments: str) -> _Part:
+    def _compile_part(self, lines: list[_Line], arguments: str) -> _Part:
         body = "\n ".join(line for line, _ in lines)
         exec(f"def part({arguments}):\n {body}\n pass", self._names)
         return _Part(self._names["part"], [operation for _, operation in lines])
 
-    def _before(self, number: int, operation: ComputeOperation) -> list[str]:
-        """The code of what comes before an operation."""
+    def _code_before(self, number: int, operation: ComputeOperation) -> list[str]:
+        """Return the code before an operation."""
         lines = []
         if number in self._steps:
             lines.append("mark()")
@@ -324,38 +324,38 @@ class ComputeProgram:
             lines.append(f"host({host})")
         return lines
 
-    def _own(self, number: int, operation: ComputeOperation) -> list[str]:
-        """The code of an operation itself."""
+    def _code(self, number: int, operation: ComputeOperation) -> list[str]:
+        """Return the code of an operation itself."""
         launches = [f"launch({position})" for position in self._launches.get(number, ())]
         if operation.call >= 0:
             return launches
-        if self._runs(number):
+        if self._can_run(number):
             within = [f"s[{slot}] = s[{slot}].remainder({rows})" for slot, rows in operation.beyond]
             filled = [f"fill({slot}, {high})" for slot, high in operation.filled]
-            return [*launches, *within, *self._call(operation), *filled]
+            return [*launches, *within, *self._call_code(operation), *filled]
         empty = [f"s[{slot}] = empty({slot})" for slot in flat_results(operation.results)]
         where = "device" if operation.on_device and self.device.type == "cuda" else "host"
         return [*launches, f"{where}({operation.took_ns})", *empty]
 
-    def _after(self, number: int, operation: ComputeOperation) -> list[str]:
-        """The code of what comes after an operation."""
+    def _code_after(self, number: int, operation: ComputeOperation) -> list[str]:
+        """Return the code after an operation."""
         if self.streams is None:
-            return _frees(operation)
+            return _free_code(operation)
         done = [f"done({number})"] if number in self._awaited else []
         stream = self._stream_at[number + 1]
         for slot in flat_results(operation.results):
             self._made_on[slot] = stream
         taken = sorted(set(slots_in(operation.arguments)))
         kept = [f"kept(s[{slot}])" for slot in taken if self._made_on.get(slot, stream) != stream]
-        return [*done, *kept, *_frees(operation)]
+        return [*done, *kept, *_free_code(operation)]
 
-    def _call(self, operation: ComputeOperation) -> list[str]:
-        names, defaults = self._defaults[operation.schema]
+    def _call_code(self, operation: ComputeOperation) -> list[str]:
+        names, defaults = self._argument_defaults[operation.schema]
         given = []
         for place, value in enumerate(operation.arguments):
             name, default = (names[place], defaults[place]) if place < len(names) else ("", ())
             if name and (value,) == default:
-                continue  # as torch has it by itself
+                continue  # torch's default value
             text = self._literal(value)
             given.append(f"{name}={text}" if name else text)
         call = f"f{operation.schema}({', '.join(given)})"
@@ -366,7 +366,7 @@ class ComputeProgram:
             if isinstance(results[0], int):
                 return [f"s[{results[0]}] = {call}"]
             results = results[0]
-        return [f"r = {call}", *_targets("r", results)]
+        return [f"r = {call}", *_assign_results("r", results)]
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, dict):
@@ -374,7 +374,7 @@ class ComputeProgram:
                 return f"s[{int(value['slot'])}]"
             if "number" in value:
                 return {"inf": "inf", "-inf": "-inf"}.get(value["number"], "nan")
-            return self._constant(_device(str(value["device"]), self.device))
+            return self._constant(_replay_device(str(value["device"]), self.device))
         if isinstance(value, list):
             return f"[{', '.join(map(self._literal, value))}]"
         if value is None or isinstance(value, bool | int):
@@ -386,18 +386,18 @@ class ComputeProgram:
         self._names[name] = value
         return name
 
-    def _gave_other_shapes(self, operation: ComputeOperation) -> bool:
-        """Whether what an operation gave has another shape than recorded: what follows could not go on."""
+    def _has_other_shapes(self, operation: ComputeOperation) -> bool:
+        """Return whether a result has another shape than recorded: the operations after it could not run."""
         made = ((self.slots[slot], self.plan.slots[slot].shape) for slot in flat_results(operation.results))
         return any(isinstance(one, torch.Tensor) and list(one.shape) != shape for one, shape in made)
 
 
-def _frees(operation: ComputeOperation) -> list[str]:
+def _free_code(operation: ComputeOperation) -> list[str]:
     return ["".join(f"s[{slot}] = " for slot in operation.frees) + "None"] if operation.frees else []
 
 
-def _defaults(operation: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """By argument: the name of one that is given by name alone, and what it is where it is not given."""
+def _argument_defaults(operation: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Return, by argument, the name if it is keyword-only, and its default value."""
     if operation is None:
         return [], []
     arguments = operation._schema.arguments
@@ -405,16 +405,16 @@ def _defaults(operation: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
     return names, [(one.default_value,) if one.has_default_value() else () for one in arguments]
 
 
-def _targets(source: str, results: Sequence[Any]) -> list[str]:
+def _assign_results(source: str, results: Sequence[Any]) -> list[str]:
     lines = []
     for place, one in enumerate(results):
         if isinstance(one, list):
-            lines += _targets(f"{source}[{place}]", one)
+            lines += _assign_results(f"{source}[{place}]", one)
         elif one is not None:
             lines.append(f"s[{one}] = {source}[{place}]")
     return lines
 
 
-def _device(recorded: str, device: torch.device) -> torch.device:
-    """Where a tensor of that device lies in the replay: on the host what was there, all else on its device."""
+def _replay_device(recorded: str, device: torch.device) -> torch.device:
+    """Return the device of a tensor in the replay: the CPU if it was there, otherwise the replay's device."""
     return torch.device("cpu") if recorded.startswith("cpu") else device

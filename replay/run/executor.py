@@ -1,14 +1,13 @@
-"""Makes one rank's calls, over and over, and notes when each was launched, issued and over.
+"""Makes one rank's calls in each pass, and notes when each was launched, issued and completed.
 
-On the CPU a call is over when its Work says so: when the wait for it returns, or, for a call that runs while the rank
-goes on, when its future completes.
+On the CPU, a call ends when its wait returns. If the rank continues meanwhile, it ends when its future completes. On
+CUDA, the host launches without waiting, and events on the device show the start and end of each call:
 
-On CUDA the host launches without waiting, and events on the device say when each call began and ended. The begin is an
-event on the stream that launches it, or the end of the call before it in its lane. The end is an event on a side stream
-that waits for the Work: the launching stream itself would have to wait, which only the recorded waits may make it do.
-Side streams have a priority of their own, so that torch does not give out one that a communicator uses. A wait for a
-barrier holds the host on whatever stream it is made (`WorkNCCL::wait`), so that of an asynchronous one is made where it
-was recorded, and its end noted there. Events are put on the host's clock by one that the host has waited for.
+* Start: an event on the launching stream, or the end of the previous call in its lane.
+* End: an event on a side stream that waits for the Work. The launching stream waits only at recorded waits. With a
+  priority of their own, side streams are never streams that a communicator uses.
+* A wait for a barrier blocks the host on every stream (`WorkNCCL::wait`). So an asynchronous barrier is waited for at
+  its recorded wait, and its end noted there. An event that the host has waited for maps events to its clock.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from crossrank.replay.run.pacing import Pacer
 from crossrank.replay.run.program import Program
 
 IDLE = -1
-"""Progress of a rank that is between passes."""
+"""Progress of a rank between passes."""
 
 _POLL_S = 0.0002
 
@@ -41,43 +40,43 @@ Clock = list[int]
 
 
 class CpuExecutor:
-    """Runs a program whose Works complete on the host. `progress[0]` is the index of the call that the rank is in, for
-    whoever watches."""
+    """Runs a program whose Works complete on the host. `progress[0]` is the index of the current call, for the
+    watch."""
 
     def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
-        """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them."""
+        """`pacer` fills the gaps between launches; `compute` runs operations between them."""
         self.progress = [IDLE, 0]
-        """The second counts operations."""
+        """The second item counts operations."""
         self.waited_ns = 0
-        """How long the host waited for communication in the last pass."""
+        """Time in which the host waited for communication in the last pass."""
         self._program = program
         self._pacer = pacer
         self._compute = compute
         self._check_lock = threading.Lock()
-        """One thread at a time fills and checks."""
+        """Only one thread at a time fills and checks tensors."""
         self._made: dict[int, threading.Event] = {}
-        """Launches that one of another thread follows."""
+        """Launches before which a launch of another thread must wait."""
         count = len(program.last_waits)
         positions: list[list[int]] = [[] for _ in range(count)]
         for position, bound in enumerate(program.bound):
             positions[bound.thread].append(position)
-        self._of_threads = list(zip(positions, program.last_waits, strict=True))
-        # One thread is this one.
-        self._threads = futures.ThreadPoolExecutor(count, "crossrank-replay", self._begin_thread) if count > 1 else None
+        self._thread_work = list(zip(positions, program.last_waits, strict=True))
+        # This thread is one of them.
+        self._threads = futures.ThreadPoolExecutor(count, "crossrank-replay", self._set_device) if count > 1 else None
         if compute is not None:
             compute.join(program, self.launch, self.wait, self.progress)
 
     def run(
         self, before: Hook | None = None, after: Hook | None = None, *, trial: bool = False, clock: Clock | None = None
     ) -> Pass:
-        """One pass: before each launch its gap passes, then comes what is waited for before it. For checks, `before`
-        is called before each launch with its position, `after` once it is over. Of computation, a `trial` finds what
-        cannot run, and `clock` takes the time before each operation."""
+        """Run one pass: before each launch, first its gap, then its waits. Checks get the position of each launch:
+        `before` is called before it, `after` when it has ended. For computation, a `trial` finds the operations that
+        cannot run, and `clock` gets the time around each operation."""
         program, now = self._program, time.monotonic_ns
         self._before, self._after = before, after
-        launched, issued = self._launched, self._issued = self._columns()
+        launched, issued = self._launched, self._issued = self._empty_columns()
         self._works: list[Any] = [None] * len(program.bound)
-        self._begin()
+        self._begin_pass()
         self.waited_ns = 0
         if self._pacer is not None:
             self._pacer.begin()
@@ -88,10 +87,10 @@ class CpuExecutor:
             self._compute.run_pass(trial=trial, clock=clock)
         else:
             self._make_calls()
-        self._finish()
+        self._finish_pass()
         end = now()
         self.progress[0] = IDLE
-        ready, completed = self._times(start, launched)
+        ready, completed = self._read_times(start, launched)
 
         def by_call(column: array[int]) -> bytes:
             spread = (repeat(value, len(bound.calls)) for value, bound in zip(column, program.bound, strict=True))
@@ -115,12 +114,12 @@ class CpuExecutor:
             self._run_thread(range(len(program.bound)), program.last_waits[0] if program.last_waits else ())
             return
         self._made = {bound.follows: threading.Event() for bound in program.bound if bound.follows >= 0}
-        running = [self._threads.submit(self._run_thread, *one) for one in self._of_threads]
+        running = [self._threads.submit(self._run_thread, *one) for one in self._thread_work]
         for one in futures.wait(running, return_when=futures.FIRST_EXCEPTION).done:
             one.result()
 
     def _run_thread(self, positions: Iterable[int], last_waits: Sequence[int]) -> None:
-        """What one thread does in a pass."""
+        """Make the launches and waits of one thread in a pass."""
         pacer = self._pacer
         for position in positions:
             bound = self._program.bound[position]
@@ -134,7 +133,7 @@ class CpuExecutor:
         self.wait(last_waits)
 
     def launch(self, position: int) -> None:
-        """Make a launch, and wait for it where the rank did before it went on."""
+        """Make a launch, and wait for it if it is blocking."""
         bound = self._program.bound[position]
         if bound.follows >= 0 and self._made:
             self._made[bound.follows].wait()
@@ -144,7 +143,7 @@ class CpuExecutor:
         self.progress[0] = bound.calls[0]
         if bound.barrier is not None:
             bound.barrier().wait()
-        self._launch(position)
+        self._note_launch(position)
         self._launched[position] = time.monotonic_ns()
         work = self._works[position] = bound.launch()
         self._issued[position] = time.monotonic_ns()
@@ -154,7 +153,7 @@ class CpuExecutor:
         if bound.blocking:
             self.wait((position,))
         else:
-            self._follow(position, work)
+            self._watch_end(position, work)
         if bound.barrier is not None:
             bound.barrier().wait()
             if made is not None:
@@ -166,66 +165,66 @@ class CpuExecutor:
         for position in positions:
             self.progress[0] = self._program.bound[position].calls[0]
             work, self._works[position] = self._works[position], None
-            self._wait(position, work)
+            self._wait_for(position, work)
             if self._after is not None:
                 with self._check_lock:
                     self._after(position)
         self.waited_ns += time.monotonic_ns() - began
 
     def close(self) -> None:
-        """Let go of what process groups wait for when they are destroyed."""
+        """Free what would block the destruction of process groups."""
 
-    def _begin_thread(self) -> None:
-        """Runs first in every thread but the main one."""
+    def _set_device(self) -> None:
+        """Run first in every thread except the main one."""
         if self._program.device.type == "cuda":
             torch.cuda.set_device(self._program.device)
 
-    def _columns(self) -> tuple[array[int], array[int]]:
+    def _empty_columns(self) -> tuple[array[int], array[int]]:
         empty = bytes(8 * len(self._program.bound))
         return array("q", empty), array("q", empty)
 
-    def _begin(self) -> None:
-        self._waited, self._signalled = self._columns()
+    def _begin_pass(self) -> None:
+        self._waited, self._signalled = self._empty_columns()
 
-    def _launch(self, position: int) -> None:
-        """Is about to launch."""
+    def _note_launch(self, position: int) -> None:
+        """Called right before a launch."""
 
-    def _wait(self, position: int, work: Any) -> None:
+    def _wait_for(self, position: int, work: Any) -> None:
         if work is not None:
             work.wait()
         self._waited[position] = time.monotonic_ns()
 
-    def _follow(self, position: int, work: Any) -> None:
-        """See to it that the end of a launch is noted that runs while the rank goes on."""
+    def _watch_end(self, position: int, work: Any) -> None:
+        """Note the end of a launch that runs while the rank continues."""
         signalled = self._signalled
         if work is not None and self._program.bound[position].has_future:
             work.get_future().add_done_callback(lambda _: signalled.__setitem__(position, time.monotonic_ns()))
 
-    def _finish(self) -> None:
-        """Let the device come to its end."""
+    def _finish_pass(self) -> None:
+        """Wait for the device."""
 
-    def _times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
-        """When the device came to each launch, and when each was over."""
+    def _read_times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
+        """Return when the device reached each launch, and when each ended."""
         ends = zip(self._waited, self._signalled, strict=True)
         return launched, array("q", (min(waited, signalled or waited) for waited, signalled in ends))
 
 
 def begins(program: Program, launched: array[int], completed: array[int]) -> array[int]:
-    """When each launch could run: not before one of its lane was over, where as many as run at once were under way."""
-    free: dict[str, list[int]] = {}
+    """Return when each launch could start: not before an earlier launch of its lane ended, if the lane was full."""
+    lane_ends: dict[str, list[int]] = {}
     began = array("q", launched)
     for position, bound in enumerate(program.bound):
-        ends = free.setdefault(bound.lane, [0] * program.width)
+        ends = lane_ends.setdefault(bound.lane, [0] * program.width)
         began[position] = min(max(launched[position], ends[0]), completed[position])
         heapreplace(ends, completed[position])
     return began
 
 
 class CudaExecutor(CpuExecutor):
-    """Runs a program on one GPU. Its events are made once and used by every pass."""
+    """Runs a program on one GPU. Its events are created once, and every pass uses them."""
 
     _external_events = False
-    """They are nodes of a graph."""
+    """The events are nodes of a graph."""
 
     def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
@@ -237,46 +236,46 @@ class CudaExecutor(CpuExecutor):
         self._base = torch.cuda.Event(enable_timing=True)
         self._side = {bound.lane: torch.cuda.Stream(program.device, priority=-1) for bound in program.bound}
 
-    def _begin(self) -> None:
+    def _begin_pass(self) -> None:
         self._stream = torch.cuda.current_stream(self._program.device)
         self._stream.synchronize()
         self._base.record(self._stream)
         self._base.synchronize()
 
-    def _launch(self, position: int) -> None:
-        self._began[position].record(self._current())
+    def _note_launch(self, position: int) -> None:
+        self._began[position].record(self._current_stream())
 
-    def _current(self) -> torch.cuda.Stream:
-        """The stream that what is launched now goes to."""
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Return the stream of the next launch."""
         several = self._compute is not None and self._compute.streams is not None
         return torch.cuda.current_stream(self._program.device) if several else self._stream
 
-    def _wait(self, position: int, work: Any) -> None:
+    def _wait_for(self, position: int, work: Any) -> None:
         bound = self._program.bound[position]
         if work is not None:
             work.wait()
         if bound.blocking or (bound.holds_host and work is not None):
-            self._ended[position].record(self._current())
+            self._ended[position].record(self._current_stream())
 
-    def _follow(self, position: int, work: Any) -> None:
+    def _watch_end(self, position: int, work: Any) -> None:
         bound = self._program.bound[position]
         if work is None:
-            self._ended[position].record(self._current())
+            self._ended[position].record(self._current_stream())
         elif not bound.holds_host:
             side = self._side[bound.lane]
             with torch.cuda.stream(side):
                 work.wait()
                 self._ended[position].record(side)
 
-    def _finish(self) -> None:
+    def _finish_pass(self) -> None:
         for bound, ended in zip(self._program.bound, self._ended, strict=True):
-            # Seen by the watch: a host that is ahead of its GPU would make no progress in one synchronisation.
+            # The watch needs progress: a single synchronization of a host far ahead of its GPU would show none.
             self.progress[0] = bound.calls[0]
             while not ended.query():
                 time.sleep(_POLL_S)
         torch.cuda.synchronize(self._program.device)
 
-    def _times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
+    def _read_times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
         return event_times(
             start,
             (earlier.elapsed_time(later) for earlier, later in pairwise([self._base, *self._began])),
@@ -285,12 +284,11 @@ class CudaExecutor(CpuExecutor):
 
 
 class GraphExecutor(CudaExecutor):
-    """Launches a rank's calls as a CUDA graph: captured once, launched as one in every pass. Raises `CrossrankError`
-    for a program that cannot be captured: a call that holds the host, or another thread, cannot be part of a graph.
+    """Launches a rank's calls as a CUDA graph, captured once. Its nodes include the events that time each call.
 
-    The first pass makes the calls one by one, for a communicator is made by the first call that needs it, and that
-    cannot be captured; the calls of a pass that is checked are made one by one as well. The events that time each call
-    are nodes of the graph.
+    The first pass makes the calls one by one: the first call of a group creates its communicator, which cannot be
+    captured. So do passes that are checked. Raises `CrossrankError` if the program cannot be captured: calls of several
+    threads, or a call that blocks the host.
     """
 
     _external_events = True
@@ -312,8 +310,8 @@ class GraphExecutor(CudaExecutor):
             self._has_run = True
             return
         if self._graph is None:
-            self._graph = self._captured()
-            self._begin()
+            self._graph = self._capture()
+            self._begin_pass()
         launched = time.monotonic_ns()
         self._graph.replay()
         # Each call's share of the one launch.
@@ -322,15 +320,15 @@ class GraphExecutor(CudaExecutor):
             self._launched[position], self._issued[position] = launched, launched + each
 
     def close(self) -> None:
-        # A communicator is not destroyed while a graph that was captured from it is there.
+        # A communicator cannot be destroyed while a graph captured from it exists.
         if self._graph is not None:
             torch.cuda.synchronize(self._program.device)
             self._graph.reset()
             self._graph = None
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         graph, outer = torch.cuda.CUDAGraph(), self._stream
-        # Torch's watchdog of NCCL asks the driver meanwhile, on a thread of its own.
+        # Meanwhile, the thread of torch's NCCL watchdog queries the driver.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._stream = torch.cuda.current_stream(self._program.device)
             super()._make_calls()
@@ -341,11 +339,11 @@ class GraphExecutor(CudaExecutor):
 
 
 def event_times(start: int, after_ms: Iterable[float], took_ms: Iterable[float]) -> tuple[array[int], array[int]]:
-    """(begins, ends) in ns of launches that each began `after_ms` after the one before, the first so long after
-    `start`, and took `took_ms`.
+    """Return (starts, ends) in ns of launches. Each began `after_ms` after the previous one, the first after `start`,
+    and took `took_ms`.
 
-    CUDA gives the time between two events as a float32 of ms: between neighbours that is exact to ns, from the start
-    of a pass of a minute to us.
+    CUDA returns the time between two events as a float32 in ms. Between neighbours it is exact to a ns; from the start
+    of a pass of one minute, only to a µs.
     """
     began = array("q", (start + round(ms * 1e6) for ms in accumulate(after_ms)))
     return began, array("q", (begin + round(ms * 1e6) for begin, ms in zip(began, took_ms, strict=True)))

@@ -1,4 +1,4 @@
-"""Where every rank of a replay is: what is reported when one dies, fails or hangs."""
+"""Reports where every rank of a replay is if one dies, fails or hangs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from crossrank.tools.analysis.diagnosis.findings import call_text
 from crossrank.tools.output.console import print_table
 
 ENDED = ("killed", "exited", "lost contact", "made no progress")
-"""How errors begin that are no consequence of another rank's."""
-_LONGEST = 110
+"""Errors that begin so have no other rank as their cause."""
+_MAX_LENGTH = 110
 
 
 def short(error: str) -> str:
-    """An error on part of a line: backends put file names and frames into theirs.
+    """Shorten an error to part of a line: cut file names and frames of the backend.
 
     >>> short("RuntimeError: [/src/pair.cc:537] Read error [127.0.0.1]:5: Connection reset by peer. More")
     'RuntimeError: Read error [127.0.0.1]:5: Connection reset by peer'
     """
     text = re.sub(r"\[/\S+\] ", "", error).split(". ")[0]
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+    return text if len(text) <= _MAX_LENGTH else text[:_MAX_LENGTH] + "…"
 
 
 class Failed(Exception):
@@ -33,7 +33,7 @@ class Failed(Exception):
         self.states = states
 
     def summary(self) -> str:
-        """Which ranks ended it, and how."""
+        """Return which ranks ended it, and how."""
         causes: dict[str, list[int]] = {}
         for rank, state in self.states.items():
             if state.error:
@@ -47,7 +47,7 @@ class Failed(Exception):
 
 
 def print_states(states: dict[int, State], plan: Plan) -> None:
-    """One line per rank: what it did, in which call, and what ended it."""
+    """Print one line per rank: its phase, its call, and what ended it."""
     rows = []
     for rank in plan.ranks:
         state = states.get(rank.rank, State(phase="never seen"))

@@ -1,17 +1,14 @@
-"""The host's own time between operations: what the job did there beyond what a replay does, without the profiler.
+"""Estimates the host's own time between operations: what the job did there, without the profiler and the replay.
 
-The gaps of a recording hold three things: what the host did (Python, mostly), what the profiler did at the end of one
-operation and the begin of the next, and what it did for the nodes between. A pass of the replay under the same profiler
-has gaps between the same operations, with the same arguments; there is nothing in them but the profiler and what the
-replay itself needs to get from one operation to the next. So the difference is how long the replay has to idle.
+A recorded gap contains the host's work (mostly Python) and the profiler's, for both operations and the nodes between.
+The same gap of a replay under the same profiler contains only the profiler and the replay's own work. So the replay has
+to idle for the difference.
 
-Where ranks and the threads of their backend share cores, some gaps of a recording hold milliseconds in which another
-thread had the core. A replay shares its cores likewise, so these are not idled as well: a gap that is much longer than
-the same gap of a typical step of the window counts as long as that one.
+If ranks and backend threads share cores, some recorded gaps contain milliseconds of another thread. A replay shares its
+cores too and does not idle for these: a gap much longer than in a typical step counts as the typical one.
 
-The profiler stretches what it sees by more than it takes itself, so these gaps are the most that the host can have
-taken. Steps outside the window, which the comms file has, say how much of it was real: a step is as long as one of
-those, waits for communication left out on both sides.
+The profiler adds more time than it takes itself, so these gaps are upper limits. The replay shortens them until a step
+is as long as the steps outside the window (from the comms file), both without waits for communication.
 """
 
 from __future__ import annotations
@@ -30,48 +27,46 @@ from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.tools.traces.kineto import HostEvent
 
 _NOISE_NS = 50_000
-"""What the same gap may be longer or shorter by for no reason that a replay has to care for."""
-_OTHER_MACHINE = 1.25
-"""What operations take longer by on a slower machine, and not for other reasons."""
+"""Differences between equal gaps up to this size are noise."""
+_SLOWER_MACHINE = 1.25
+"""Only a slower machine makes operations longer by this factor."""
 
 
 class HostTimes(NamedTuple):
     """In ns."""
 
     before: list[int]
-    """Of the host before each operation."""
+    """Host time before each operation."""
     once: int
-    """By how much single steps had more, in all: it is left out."""
+    """The excess of single steps, in total; the replay skips it."""
 
 
 def host_times(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> HostTimes:
-    """The host's time before each operation; `profiled` are the gaps before them in passes under the profiler, None
-    where one is not known: that of a typical operation stands for it.
-
-    A gap that is shorter than the replay's is made up for by the next ones, or the noise of both would add up.
+    """Return the host's time before each operation.
+    `profiled` has the gaps in profiled passes; None (unknown) counts as the typical gap. A gap shorter than the
+    replay's reduces the next ones, since otherwise the noise of both would add up.
     """
-    left = _beyond_profiler(plan, profiled)
-    typical = _of_typical_step(plan, left)
+    without_profiler = _subtract_profiler(plan, profiled)
+    typical = _typical_step_gaps(plan, without_profiler)
     before = []
-    once, debt = 0.0, 0.0
-    for own, usual in zip(left, typical, strict=True):
+    only_once, debt = 0.0, 0.0
+    for own, usual in zip(without_profiler, typical, strict=True):
         if own is None or usual is None:
             before.append(0)
             continue
-        more = own - usual if own - usual > _NOISE_NS else 0.0
-        once += more
-        due = own - more - debt
+        excess = own - usual if own - usual > _NOISE_NS else 0.0
+        only_once += excess
+        due = own - excess - debt
         before.append(max(0, round(due)))
         debt = min(max(0.0, -due), _NOISE_NS)
-    return HostTimes(before, round(once))
+    return HostTimes(before, round(only_once))
 
 
 def slowness(plan: ComputePlan, took: Sequence[Sequence[int | None]]) -> float | None:
-    """How much longer operations take here than when they were recorded; `took` are their ns in passes, both under the
-    profiler. None where that is not known.
+    """Return how much longer operations take here than when they were recorded; None if unknown.
 
-    By the fastest step of the window, and at least 1: a step that was recorded while others had its cores looks as if
-    this machine was faster. 1 as well for what one machine differs by from minute to minute.
+    `took` has their ns in passes under the profiler. The fastest step of the window counts: in others, other processes
+    may have used the cores. Results below `_SLOWER_MACHINE` become 1: a machine's speed varies by as much.
     """
     begins = set(plan.steps)
     shares: list[list[float]] = [[]]
@@ -82,12 +77,11 @@ def slowness(plan: ComputePlan, took: Sequence[Sequence[int | None]]) -> float |
         if one.node and one.took_ns and known:
             shares[-1].append(median(known) / one.took_ns)
     fastest = max((median(one) for one in shares if one), default=None)
-    return 1.0 if fastest is not None and fastest < _OTHER_MACHINE else fastest
+    return 1.0 if fastest is not None and fastest < _SLOWER_MACHINE else fastest
 
 
 def shortened(most: Sequence[int], total: int) -> list[int]:
-    """The host's times before operations, each the same share of `most`, so that they are `total` ns together; not
-    longer than `most`.
+    """Scale the times `most` by one factor so that their sum is `total` ns; never make them longer.
 
     >>> shortened([100, 0, 300], 200), shortened([100, 300], 500), shortened([100, 300], -7)
     ([50, 0, 150], [100, 300], [0, 0])
@@ -96,8 +90,8 @@ def shortened(most: Sequence[int], total: int) -> list[int]:
     return [round(ns * share) for ns in most]
 
 
-def _beyond_profiler(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> list[float | None]:
-    """What each gap has beyond the same gap of the replay; None where it is not recorded."""
+def _subtract_profiler(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> list[float | None]:
+    """Return each recorded gap minus the same gap of the replay; None if it is not recorded."""
     every = [gap for gaps in profiled for gap in gaps if gap is not None]
     usual = median(every) if every else 0.0
     left: list[float | None] = []
@@ -108,9 +102,9 @@ def _beyond_profiler(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]
     return left
 
 
-def _of_typical_step(plan: ComputePlan, left: Sequence[float | None]) -> list[float | None]:
-    """By operation, the lower median of the gaps before the same one of each step: of the same name, of which as many
-    came before in its step."""
+def _typical_step_gaps(plan: ComputePlan, left: Sequence[float | None]) -> list[float | None]:
+    """Return, by operation, the lower median of the gaps before the same operation in each step. Same means: the n-th
+    operation with this name in its step."""
     begins = set(plan.steps)
     seen: Counter[str] = Counter()
     same: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -128,12 +122,11 @@ def _of_typical_step(plan: ComputePlan, left: Sequence[float | None]) -> list[fl
 
 
 def profiled(run: Callable[[], object], et: Path, kineto: Path) -> None:
-    """Call `run` under torch's profiler, as in the window of a recording, and write its execution trace to `et` and its
-    Kineto trace to `kineto`."""
+    """Call `run` under torch's profiler as in a recorded window; write its execution trace and its Kineto trace."""
     observer = ExecutionTraceObserver()
     observer.register_callback(str(et))
     try:
-        # Not torch.profiler's own: it imports the compiler when it starts, which takes seconds.
+        # `torch.profiler.profile` imports the compiler at its start, which takes seconds.
         with profile(use_device="cuda" if torch.cuda.is_initialized() else None, record_shapes=True) as session:
             observer.start()
             run()
@@ -144,8 +137,8 @@ def profiled(run: Callable[[], object], et: Path, kineto: Path) -> None:
 
 
 def gaps_of(names: Sequence[str], events: Sequence[HostEvent]) -> tuple[list[int | None], list[int | None]]:
-    """(ns before each operation, ns that each took) in a trace of `events`, where operations of these `names` ran one
-    after the other on one thread; an empty name is none, and what the trace lacks is None."""
+    """Return (ns before each operation, ns that each took) from a trace of `events`; None if the trace lacks it.
+    Operations with these `names` ran one after another on one thread; an empty name is no operation."""
     threads: dict[object, list[HostEvent]] = {}
     for event in events:
         threads.setdefault(event.tid, []).append(event)
@@ -158,7 +151,7 @@ def gaps_of(names: Sequence[str], events: Sequence[HostEvent]) -> tuple[list[int
     took: list[int | None] = []
     at = 0
     for name in names:
-        here = next((n for n in range(at, min(at + _AHEAD, len(outermost))) if outermost[n].name == name), None)
+        here = next((n for n in range(at, min(at + _MAX_EXTRA, len(outermost))) if outermost[n].name == name), None)
         if not name or here is None:
             before.append(None)
             took.append(None)
@@ -170,5 +163,5 @@ def gaps_of(names: Sequence[str], events: Sequence[HostEvent]) -> tuple[list[int
     return before, took
 
 
-_AHEAD = 8
-"""How many events a replay may have that are none of the operations."""
+_MAX_EXTRA = 8
+"""The most events of a replay between two operations."""

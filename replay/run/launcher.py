@@ -1,4 +1,4 @@
-"""Which rank this process is, as the launcher that started it says: torchrun, Open MPI, MVAPICH, MPICH or Slurm."""
+"""Detects this process's rank from its launcher: torchrun, Open MPI, MVAPICH, MPICH or Slurm."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from crossrank.errors import CrossrankError
 KEY = "CROSSRANK_REPLAY_KEY"
 DEFAULT_PORT = 29500
 _INIT_METHODS = "give tcp://HOST:PORT, file:///PATH or env://, with ?rank=R&world_size=N where no launcher says them"
-"""What torch and PARAM use where no other is given."""
 
 
-# Launcher -> its variables for rank, world size, rank on the node and ranks of the node. The first whose rank and size
-# are both set is taken. torchrun comes first: it runs inside the others' steps. Slurm's size is that of the step: a
-# batch script, which is no step, has SLURM_PROCID=0 as well.
+# Launcher -> its variables for rank, world size, rank on the node and ranks of the node. The first launcher with a rank
+# and a size counts. torchrun is first: it runs inside the steps of the others. Slurm's size is that of the step: a
+# batch script is no step, but has SLURM_PROCID=0 too.
 LAUNCHERS = {
     "torchrun, or plain variables": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -30,7 +29,7 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """One process among those that replay."""
+    """One process of a replay."""
 
     rank: int
     world_size: int
@@ -41,39 +40,39 @@ class RankInfo:
     agent_store: bool = False
     """torchrun's agent already listens at `host`:`port`."""
     file: str = ""
-    """All meet in this file, and not at `host`:`port`."""
+    """All ranks meet in this file instead of at `host`:`port`."""
     key: bytes = b""
-    """Of the seals on what the ranks send each other."""
+    """Key for the HMAC of the messages between ranks."""
     attempt: str = ""
-    """What tells this start of the processes from an earlier one that used the same store."""
+    """Distinguishes this start of the processes from earlier ones that used the same store."""
 
 
 def detect_launcher(
     environment: Mapping[str, str], host: str | None = None, port: int | None = None, file: str = ""
 ) -> RankInfo | None:
-    """Which rank this process is, or None where no launcher started it. `host` and `port`, or a `file` in which the
-    ranks meet, win over the variables.
+    """Return the rank of this process, or None if no launcher started it. `host`, `port` and `file` (where the ranks
+    meet) override the variables.
 
-    Raises `CrossrankError` where a launcher's variables are not numbers, or nothing says where rank 0 is.
+    Raises `CrossrankError` if a variable is no number, or the host of rank 0 is unknown.
     """
     has_agent, is_given = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True", bool(host or port or file)
     for launcher, (rank_name, size_name, local_name, tasks_name) in LAUNCHERS.items():
         if not environment.get(rank_name) or not environment.get(size_name):
             continue
-        rank, size = _number(environment, rank_name), _number(environment, size_name)
+        rank, size = _read_number(environment, rank_name), _read_number(environment, size_name)
         if rank >= size:
             raise CrossrankError(f"{rank_name}={rank} is not below {size_name}={size}; start all ranks alike")
-        port = port or _number(environment, "MASTER_PORT", DEFAULT_PORT)
+        port = port or _read_number(environment, "MASTER_PORT", DEFAULT_PORT)
         if not 0 < port < 1 << 16:
             raise CrossrankError(f"MASTER_PORT={port} is not a port from 1 to 65535; set it to a free one")
-        # Slurm writes "4(x2)" or "4,2" where there are several nodes.
-        alone = size == 1 or environment.get(tasks_name) == str(size)
+        # Slurm writes "4(x2)" or "4,2" for several nodes.
+        one_node = size == 1 or environment.get(tasks_name) == str(size)
         return RankInfo(
             rank=rank,
             world_size=size,
-            local_rank=_number(environment, local_name, rank),
+            local_rank=_read_number(environment, local_name, rank),
             launcher=launcher,
-            host="" if file else host or environment.get("MASTER_ADDR") or _first_host(environment, launcher, alone),
+            host="" if file else host or environment.get("MASTER_ADDR") or _find_host(environment, launcher, one_node),
             port=port,
             file=file,
             key=os.fsencode(environment.get(KEY, "")),
@@ -84,9 +83,9 @@ def detect_launcher(
 
 
 def parse_init_method(url: str | None) -> tuple[str | None, int | None, dict[str, str], str]:
-    """(host, port, variables that say rank and world size, file) of a URL as `torch.distributed` takes it.
+    """Parse a URL like `torch.distributed` does: return (host, port, variables with rank and world size, file).
 
-    Raises `CrossrankError` for one that it would not take.
+    Raises `CrossrankError` for a URL that torch would not accept.
 
     >>> parse_init_method("tcp://node0:29500?rank=1&world_size=4")
     ('node0', 29500, {'RANK': '1', 'WORLD_SIZE': '4'}, '')
@@ -104,22 +103,22 @@ def parse_init_method(url: str | None) -> tuple[str | None, int | None, dict[str
     except ValueError as error:
         raise CrossrankError(f"--init-method {url!r}: {error}; {_INIT_METHODS}") from error
     file = parts.path if parts.scheme == "file" else ""
-    is_whole = {"tcp": bool(parts.hostname and port), "file": file.startswith("/"), "env": True}
-    if not is_whole.get(parts.scheme, False) or not query.keys() <= {"rank", "world_size"}:
+    is_complete = {"tcp": bool(parts.hostname and port), "file": file.startswith("/"), "env": True}
+    if not is_complete.get(parts.scheme, False) or not query.keys() <= {"rank", "world_size"}:
         raise CrossrankError(f"--init-method {url!r}: {_INIT_METHODS}")
     variables = {name.upper(): value for name, value in query.items()}
     return parts.hostname if parts.scheme == "tcp" else None, port, variables, file
 
 
-def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+def _read_number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     text = environment.get(name) or str(default)
     if not (text.isascii() and text.isdecimal()):
         raise CrossrankError(f"{name}={text!r} is not a number; start with torchrun, srun or mpirun, or unset it")
     return int(text)
 
 
-def _first_host(environment: Mapping[str, str], launcher: str, alone: bool) -> str:
-    if alone:
+def _find_host(environment: Mapping[str, str], launcher: str, one_node: bool) -> str:
+    if one_node:
         return "127.0.0.1"
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if nodes:
@@ -131,7 +130,7 @@ def _first_host(environment: Mapping[str, str], launcher: str, alone: bool) -> s
 
 
 def first_node(nodes: str) -> str:
-    """The first name in a Slurm list of nodes: of every bracket the first number or range's begin.
+    """Return the first name in a Slurm list of nodes: from each bracket, the first number.
 
     >>> first_node("gpu[003-007,9],login1"), first_node("rack[1-2]node[3-4]"), first_node("node[1-2]-hsn0")
     ('gpu003', 'rack1node3', 'node1-hsn0')

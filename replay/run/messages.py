@@ -1,4 +1,4 @@
-"""What the ranks of a replay send each other: their work, where they are, and what they measured."""
+"""The messages between the ranks of a replay: work, states and measurements."""
 
 from __future__ import annotations
 
@@ -11,92 +11,92 @@ from crossrank.tools.traces.replayed import CheckResult, DataComparison, Setting
 
 
 class WorkItem(msgspec.Struct, kw_only=True):
-    """What one rank is sent."""
+    """The work of one rank."""
 
     settings: Settings = Settings(backend="", device="")
     groups: list[Group] = []
-    """All of the plan."""
+    """All groups of the plan."""
     calls: list[PlannedCall] = []
     compute: ComputePlan | None = None
     fits_host: bool = False
-    """On some rank the host's time can be fitted to steps without a profiler: all make the passes for it."""
+    """Some rank can fit its host time to steps without a profiler, so all ranks make the passes for it."""
     world_size: int = 0
     ends: bool = False
-    """There is nothing more to do: the process may go."""
+    """There is no more work: the process may end."""
 
 
 class State(msgspec.Struct, kw_only=True):
-    """Where a rank is."""
+    """The state of a rank."""
 
     phase: str
-    """What it does, for people: `joining`, `warming up`, `pass 3`, `done`."""
+    """Text for the user: `joining`, `warming up`, `pass 3`, `done`."""
     call: int = -1
-    """Index of the call it is in; -1 between calls."""
+    """Index of its current call; -1 between calls."""
     error: str = ""
-    """What ended it."""
+    """The error that ended it."""
     asked_to_end: bool = False
     """It ended because another rank had failed."""
 
 
 class Pass(msgspec.Struct, kw_only=True):
-    """The times of one rank in one pass, in ns of its monotonic clock; columns of int64 in the machine's order, by
-    call. Calls of one launch share them."""
+    """The times of one rank in one pass, in ns of its monotonic clock. Columns of int64 in native byte order, by call.
+    The calls of one launch have equal times."""
 
     launched: bytes
-    """The host made the call."""
+    """When the host made the call."""
     issued: bytes
-    """The launch had returned: the host could go on."""
+    """When the launch returned and the host could continue."""
     began: bytes
-    """As `launched`, but on a GPU when its stream came to the call."""
+    """As `launched`; on a GPU, when its stream reached the call."""
     completed: bytes
     start: int
     end: int
     waited: int = 0
-    """How long the host waited for communication, in ns."""
+    """Time in which the host waited for communication, in ns."""
     steps: list[int] = []
-    """When each step of computation began."""
+    """The start of each step of computation."""
 
     @property
     def own_ns(self) -> int:
-        """What was no wait for communication."""
+        """Return the duration without waits for communication."""
         return self.end - self.start - self.waited
 
 
 class Computed(msgspec.Struct, kw_only=True):
-    """What one rank computed, beside its communication."""
+    """What one rank computed."""
 
     operations: dict[str, tuple[int, int, int]]
-    """Name -> (how many ran in a pass, ns in all in a pass with a clock around each, ns in all under the profiler)."""
+    """Name -> (operations in a pass, their ns in a pass with a clock around each, their ns under the profiler)."""
     host_ns: int
-    """Idled in a pass for what the host did between operations."""
+    """Idle time in a pass, in place of the host's work between operations."""
     host_once_ns: int
-    """What single steps had more of it: left out."""
+    """Host time of single steps beyond the typical step; the replay skips it."""
     slowness: float | None
-    """How much longer operations take here than when they were recorded; None where it is not known."""
+    """Duration of operations here divided by their recorded duration; None if unknown."""
     failed: list[tuple[str, str, int]]
     """(operation, why it cannot run, recorded ns)"""
     peak_bytes: int
-    """Most memory that the process had, or on a GPU that torch took there."""
+    """Peak memory of the process, or on a GPU of torch's allocator."""
 
 
 class RankResult(msgspec.Struct, kw_only=True):
-    """What one rank hands in."""
+    """The result of one rank."""
 
     rank: int
     host: str
     device: str
     offset_ns: int
-    """To add to its clock to have rank 0's."""
+    """Add this to its clock to get rank 0's."""
     offset_error_ns: int
     passes: list[Pass]
     cpu_s: float
-    """Of all measured passes."""
+    """CPU seconds of all measured passes."""
     late_ends: list[int]
-    """Calls whose end is known only from their wait: they were over at the latest then."""
+    """Calls whose end is visible only in their wait, which is the latest possible end."""
     substitutes: dict[str, int]
-    """What differs from the recording -> calls."""
+    """Difference from the recording -> number of calls."""
     check: CheckResult | None
-    """None where nothing was checked."""
+    """None if nothing was checked."""
     versions: dict[str, str]
     computed: Computed | None = None
     data: DataComparison | None = None

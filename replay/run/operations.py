@@ -1,8 +1,8 @@
-"""The operations of this torch that a replay may run, by the schemas that a trace or a plan has of them.
+"""Decides which operations of this torch a replay may run, by their schemas in a trace or a plan.
 
-Both are files of strangers, and torch has operations that write files, print, or take any memory for a tensor. So only
-what is known to compute on tensors runs: operations of `_NAMESPACES` but those of `_REFUSED`, with arguments that are
-tensors, numbers, or words of `_WORDS`, and operations of others where the user imports the module that makes them.
+Such files may be from untrusted users, and torch has operations that write files, print, or allocate any amount of
+memory. So a replay runs only operations that are known to compute on tensors. These are those of `_NAMESPACES` except
+`_REFUSED`, if each argument is a tensor, a number, or in `_WORDS`. Others run if the user imports their module.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from crossrank.replay.plan.compute.compute_plan import ComputeOperation
 from crossrank.replay.plan.plan import Plan
 
 MISSING = "this torch has no such operation; --import names a module that makes it"
-_NO_COMPUTATION = "may do more than compute on tensors: not run from a file"
+_NOT_ALLOWED = "may do more than compute on tensors: not run from a file"
 _STRANGE_ARGUMENT = "is given what no computation takes: not run from a file"
 _NEEDS = {
     "_c10d_functional": "torch.distributed._functional_collectives",
     "fsdp": "torch.distributed.fsdp",
 }
-"""Namespace of operations -> the module of torch that makes them."""
+"""Namespace of operations -> the module of torch that defines them."""
 _NAMESPACES = frozenset(("aten", "prims", "fsdp", "mkldnn"))
 _FUNCTIONAL = frozenset(("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"))
-"""What is no communication by itself: communication is replayed from the records of calls."""
-_TORCHS_OWN_TEXT = """
+"""They do not communicate: the replay makes communication from the records of calls."""
+_TORCH_NAMESPACES_TEXT = """
 aten prims prim fsdp mkldnn c10d _c10d_functional c10d_functional _c10d_functional_autograd symm_mem quantized
 _quantized quantization onednn mkl mkldnn_prepacked sparse static_runtime inductor inductor_prims profiler rngprims
 debugprims debug_mode_ops export _test _dtensor _native cuda torch higher_order triton torchbind rpc
 """
-_TORCHS_OWN = frozenset(_TORCHS_OWN_TEXT.split())
-"""Namespaces of torch, which no import of the user's makes allowed."""
+_TORCH_NAMESPACES = frozenset(_TORCH_NAMESPACES_TEXT.split())
+"""Namespaces of torch. An import of the user cannot allow more of them."""
 _REFUSED = re.compile(
     r"from_file|save|load|_?print|_?(?:functional_)?assert\w*|set|set_data|_resize_output|resize_as_sparse|"
     r"_copy_from_and_resize|_unsafe_(?!view$)\w+|_reinterpret\w*|_nested_\w+|_test_\w+|_cufft_\w+|record_stream|"
@@ -47,28 +47,28 @@ _REFUSED = re.compile(
     r"_convert_indices\w*|_coalesced|fbgemm_\w+|_wrapped_\w+|quantized_\w+|data_ptr|_nbytes|_get_mkldnn\w*|"
     r"_cumm(?:ax|in)_helper|_sobol_\w+|_?segment_reduce\w*|_nnpack_\w+"
 )
-"""Names, without the underscore that stands for "in place": they write, end the process, hold addresses in tensors, or
-use memory by indices and sizes that they do not check."""
+"""Names without the final underscore of in-place operations. They write files, end the process, keep addresses in
+tensors, or use memory by indices and sizes without a check."""
 _WORDS_TEXT = """
 none tanh trunc floor mean sum prod amax amin max min constant reflect replicate circular same valid ij xy linear lower
 higher midpoint nearest left right reduced complete r backward forward ortho L U gelsy gelsd gelss gels gesvd gesvdj
 gesvda fro nuc relu silu gelu hardswish swish sigmoid hardtanh add multiply mul sub div leaky_relu
 """
 _WORDS = frozenset(("", *_WORDS_TEXT.split()))
-"""Every text that an operation on tensors takes as a choice."""
+"""All strings that operations on tensors take as a choice."""
 _EQUATION = re.compile(r"[A-Za-z., \->]{1,200}")
 _CHOICE = re.compile(r"\w{0,32}")
-"""A text that an operation of the user's own may take, unless it is the name of a file."""
+"""A string that an operation of the user may take, unless it names a file."""
 _FILE = re.compile(r"file|path|name$", re.IGNORECASE)
 _SIZES = frozenset(("size", "shape", "output_size", "repeats", "sizes"))
 _LENGTHS = _SIZES | {"steps", "minlength", "num_classes", "window_length"}
 _SIDES = ("n", "m", "row", "col")
-"""Arguments that say how large a tensor becomes, or one of its sides."""
+"""Arguments with the size of a tensor, or of one of its sides."""
 _RANGES = ("aten::arange", "aten::range")
-_LARGEST = 1 << 63
+_UNBOUNDED = 1 << 63
 _SCHEMA = re.compile(r"(\w+)::(\w+)(?:\.(\w+))?\(")
 _TYPES = frozenset((*range(12), 15, *range(23, 30), 44))
-"""Codes of types of elements (c10/core/ScalarType.h) but those of quantized ones."""
+"""Codes of element types (c10/core/ScalarType.h) except quantized ones."""
 
 
 class Found(NamedTuple):
@@ -79,17 +79,17 @@ class Found(NamedTuple):
 
 
 def find_operations(schemas: Iterable[str], imports: Sequence[str] = ()) -> list[Found]:
-    """The operation of each schema; `imports` are imported first.
+    """Return the operation of each schema, after the import of `imports`.
 
-    Raises `CrossrankError` where a module cannot be imported.
+    Raises `CrossrankError` if a module cannot be imported.
     """
-    imported = frozenset[str]().union(*map(_made_by, imports))
-    return [_find(text, imported) for text in schemas]
+    imported = frozenset[str]().union(*map(_operations_of_module, imports))
+    return [_find_operation(text, imported) for text in schemas]
 
 
 @functools.cache
-def _made_by(module: str) -> frozenset[str]:
-    """The operations that importing a module makes; of one that was imported before, all that are not torch's own."""
+def _operations_of_module(module: str) -> frozenset[str]:
+    """Return the operations that an import of the module defines; all that are not torch's if it was imported."""
     is_known = module in sys.modules
     before = frozenset(torch._C._dispatch_get_all_op_names())
     try:
@@ -98,28 +98,28 @@ def _made_by(module: str) -> frozenset[str]:
         raise CrossrankError(f"--import {module}: cannot be imported ({one_line(error)}); install it here") from error
     after = torch._C._dispatch_get_all_op_names()
     names = {name.partition(".")[0] for name in (after if is_known else set(after) - before)}
-    return frozenset(name for name in names if name.partition("::")[0] not in _TORCHS_OWN)
+    return frozenset(name for name in names if name.partition("::")[0] not in _TORCH_NAMESPACES)
 
 
-def _find(text: str, imported: frozenset[str]) -> Found:
-    # torch's own parser of schemas takes any memory and any depth.
+def _find_operation(text: str, imported: frozenset[str]) -> Found:
+    # Not torch's own parser of schemas, which has no limits of memory and depth.
     match = _SCHEMA.match(text)
     if match is None:
         return Found(None, MISSING)
     namespace, name, overload = match.groups()
-    if not _computes(namespace, name, imported):
-        return Found(None, _NO_COMPUTATION if namespace in _TORCHS_OWN else MISSING)
+    if not _is_computation(namespace, name, imported):
+        return Found(None, _NOT_ALLOWED if namespace in _TORCH_NAMESPACES else MISSING)
     if namespace in _NEEDS:
         importlib.import_module(_NEEDS[namespace])
     found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload or "default", None)
-    # An attribute of the packet may be no operation, and TorchScript has operations of its own.
+    # An attribute of the packet may be no operation, and TorchScript has its own operations.
     if not isinstance(found, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(found.name()):
         return Found(None, MISSING)
     return Found(_WithinStorage(found) if found.name() == "aten::_reshape_alias" else found)
 
 
 class _WithinStorage:
-    """`_reshape_alias`, which does not look whether its result lies in its tensor's memory, as a view that does."""
+    """`_reshape_alias` as a view with a bounds check, which torch's own lacks."""
 
     def __init__(self, operation: Any) -> None:
         self._schema = operation._schema
@@ -129,36 +129,36 @@ class _WithinStorage:
         return tensor.as_strided(size, stride, tensor.storage_offset())
 
 
-def _computes(namespace: str, name: str, imported: frozenset[str]) -> bool:
+def _is_computation(namespace: str, name: str, imported: frozenset[str]) -> bool:
     if namespace not in _NAMESPACES:
         return f"{namespace}::{name}" in imported | _FUNCTIONAL
     return _REFUSED.fullmatch(name.removesuffix("_")) is None
 
 
 def refusal(found: Found, operation: ComputeOperation) -> str:
-    """Why an operation does not run with its arguments; empty where it does."""
+    """Return why an operation does not run with its arguments; empty if it runs."""
     if found.operation is None:
         return found.reason
     schema = found.operation._schema
     if len(operation.arguments) > len(schema.arguments):
         return _STRANGE_ARGUMENT
-    is_own = schema.name.partition("::")[0] not in _TORCHS_OWN
-    if not all(map(functools.partial(_is_plain, schema.name, is_own), schema.arguments, operation.arguments)):
+    is_own = schema.name.partition("::")[0] not in _TORCH_NAMESPACES
+    if not all(map(functools.partial(_is_allowed, schema.name, is_own), schema.arguments, operation.arguments)):
         return _STRANGE_ARGUMENT
-    elements, most = _elements(schema, operation.arguments), memory()
+    elements, most = _largest_tensor(schema, operation.arguments), memory()
     if elements > most:
         return f"asks for a tensor of more than {most:,} elements, and this machine has so many bytes of memory"
     return ""
 
 
-def _is_plain(name: str, is_own: bool, argument: Any, value: Any) -> bool:
-    """Whether a value is of the kind that an argument takes: sizes are no tensors, texts are choices."""
+def _is_allowed(name: str, is_own: bool, argument: Any, value: Any) -> bool:
+    """Return whether a value has the kind that an argument takes: no tensors as sizes, only choices as strings."""
     if argument.name == "requires_grad" and value:
         return False
     if argument.name in ("dtype", "out_dtype") and isinstance(value, int) and not is_own:
         return value in _TYPES
     is_number = "int" in str(argument.type) and "Tensor" not in str(argument.type)
-    for one in _flat(value):
+    for one in _flatten(value):
         if isinstance(one, dict) and "slot" in one and is_number:
             return False
         if isinstance(one, str) and one not in _WORDS:
@@ -169,16 +169,16 @@ def _is_plain(name: str, is_own: bool, argument: Any, value: Any) -> bool:
     return True
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _flatten(value: Any) -> Iterator[Any]:
     if isinstance(value, list):
         for one in value:
-            yield from _flat(one)
+            yield from _flatten(one)
     else:
         yield value
 
 
-def _elements(schema: Any, arguments: Sequence[Any]) -> int:
-    """Of the largest tensor that arguments ask for by a size; 0 where none does. A view takes no memory."""
+def _largest_tensor(schema: Any, arguments: Sequence[Any]) -> int:
+    """Return the number of elements of the largest tensor that the arguments ask for; 0 for views (no memory)."""
     if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
         return 0
     given = {one.name: value for one, value in zip(schema.arguments, arguments, strict=False)}
@@ -192,15 +192,15 @@ def _elements(schema: Any, arguments: Sequence[Any]) -> int:
     most = max(most, prod(max(abs(one), 1) for one in sides if isinstance(one, int)))
     if schema.name in _RANGES:
         begin, end, step = (given.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1)))
-        if all(isinstance(one, int | float) and abs(one) < _LARGEST for one in (begin, end, step)) and step:
+        if all(isinstance(one, int | float) and abs(one) < _UNBOUNDED for one in (begin, end, step)) and step:
             most = max(most, int(abs(end - begin) / abs(step)))
         else:
-            most = _LARGEST
+            most = _UNBOUNDED
     return most
 
 
 def leave_out_refused(plan: Plan, imports: Sequence[str]) -> None:
-    """Leave out, with a reason, the operations of `plan` that this torch does not have or a replay does not run."""
+    """Skip, with a reason, the operations of `plan` that this torch lacks or that a replay may not run."""
     for rank in plan.ranks:
         if rank.compute is None:
             continue

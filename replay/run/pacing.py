@@ -1,8 +1,8 @@
-"""Leaves the recorded time between calls, in which the job computed: idle, or busy on the device as the job was.
+"""Fills the recorded gaps between calls, in which the job computed: idle, or with work on the device.
 
-A gap counts from the moment at which the rank could go on after its call before, where that is recorded, and then has
-no communication in it that the rank waited for; else from the launch of that call, so that no two launches follow each
-other faster than recorded, and the communication runs in it.
+If it is recorded when the rank could continue after its previous call, the gap starts there, and contains no wait for
+communication. Otherwise it starts at the previous launch: launches then never follow each other faster than recorded,
+and the communication runs in the gap.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     import torch
 
 _SPIN_NS = 200_000
-"""The last part of a gap is spent looking at the clock, for a sleep ends too late by about 50 us."""
+"""The end of a gap is spent in a loop on the clock, since a sleep ends about 50 us too late."""
 _MATRIX = 192
 _CALIBRATION_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How the gaps are filled."""
+    """How to fill the gaps."""
 
     scale: float = 0.0
-    """Factor on the recorded gaps; 0 = as fast as possible."""
+    """Factor on the recorded gaps; 0: as fast as possible."""
     busy: bool = False
-    """Fill them with matrix products on the device rather than with idling."""
+    """Fill them with matrix products on the device instead of idling."""
 
 
 _NAMED = {"fast": Pace(), "recorded": Pace(scale=1.0), "compute": Pace(scale=1.0, busy=True)}
 
 
 def parse_pace(text: str) -> Pace:
-    """A pace from `fast`, `recorded`, `compute` or a factor. Raises `CrossrankError` for anything else.
+    """Parse a pace: `fast`, `recorded`, `compute` or a factor. Raises `CrossrankError` for anything else.
 
     >>> parse_pace("0.5"), parse_pace("compute")
     (Pace(scale=0.5, busy=False), Pace(scale=1.0, busy=True))
@@ -53,7 +53,7 @@ def parse_pace(text: str) -> Pace:
 
 
 def make_pacer(calls: list[PlannedCall], pace: Pace, device: torch.device) -> Pacer | None:
-    """What leaves the gaps between `calls` on `device`; None where they follow each other as fast as they can."""
+    """Return the pacer for the gaps between `calls` on `device`; None for calls as fast as possible."""
     if not pace.scale:
         return None
     first = [calls[start] for start, _ in launches(calls)]
@@ -67,19 +67,19 @@ class Pacer:
     """Waits before each launch of one rank's program."""
 
     def __init__(self, gaps: list[int], from_return: list[bool], fill: Callable[[int], None]) -> None:
-        """By launch: ns, and whether they count from when the rank could go on. `fill` takes the given number of ns,
-        at once or, where it queues work on the device, behind the calls that the device waits for."""
+        """`gaps` has ns by launch. If `from_return`, the gap starts when the rank could continue. The function `fill`
+        takes the given ns, or queues work of that duration on the device."""
         self._gaps, self._from_return, self._fill = gaps, from_return, fill
         self._launched: dict[int, int] = {}
         self._returned: dict[int, int] = {}
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._launched.clear()
         self._returned.clear()
 
     def pace(self, position: int, thread: int = 0) -> None:
-        """Let the gap before launch `position` of a thread pass."""
+        """Wait for the gap before launch `position` of a thread."""
         now = time.monotonic_ns()
         times = self._returned if self._from_return[position] else self._launched
         left = times.get(thread, now) + self._gaps[position] - now
@@ -88,13 +88,13 @@ class Pacer:
         self._launched[thread] = time.monotonic_ns()
 
     def returned(self, now: int, thread: int = 0) -> None:
-        """Say when a thread was done with its launch and the waits after it."""
+        """Note when a thread finished its launch and the waits after it."""
         self._returned[thread] = now
 
 
 def computed_ns(calls: list[PlannedCall]) -> list[int]:
-    """The gaps of `calls`, each the first of a launch, without the communication that ran in them while nothing else
-    did. A host that was ahead of its device came to wait for it in a later gap: that has to give what one lacks."""
+    """Return the gap before each launch of `calls` without exposed communication. A host ahead of its device may wait
+    for communication only in a later gap. So a gap that is too short reduces the next ones."""
     gaps, owed = [], 0
     for call in calls:
         computed = call.gap_ns - call.exposed_ns - owed
@@ -104,7 +104,7 @@ def computed_ns(calls: list[PlannedCall]) -> list[int]:
 
 
 def idle(nanoseconds: int) -> None:
-    """Do nothing for that long."""
+    """Do nothing for `nanoseconds`."""
     until = time.monotonic_ns() + nanoseconds
     if nanoseconds > _SPIN_NS:
         time.sleep((nanoseconds - _SPIN_NS) / 1e9)
@@ -113,10 +113,10 @@ def idle(nanoseconds: int) -> None:
 
 
 def make_busy(device: torch.device) -> Callable[[int], None]:
-    """A function that keeps `device` busy for a number of nanoseconds, calibrated now.
+    """Return a function that keeps `device` busy for a number of nanoseconds; calibrate it now.
 
-    On CUDA it queues the products on the current stream and returns, so that they run beside communication as the
-    job's own kernels did.
+    On CUDA it queues the products on the current stream and returns, so that they overlap communication like the job's
+    kernels.
     """
     import torch
 

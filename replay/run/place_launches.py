@@ -1,4 +1,4 @@
-"""Where the calls of a rank go between its operations, and which of them work on the tensors of those."""
+"""Places the calls of a rank between its operations, and finds the calls that use tensors of operations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ Placed = tuple[dict[int, list[int]], dict[int, tuple[int, ...]], tuple[int, ...]
 
 
 def place_launches(plan: ComputePlan, program: Program) -> Placed:
-    """(position of an operation -> the launches at it, position -> the launches that are waited for before it, what is
-    waited for at the end), launches by their positions in `program`.
+    """Return (operation -> launches at it, operation -> launches waited for before it, launches waited for at the end).
 
-    A launch goes where the last of its calls stood; one that the recording does not have goes with the next that it
-    has. What blocks is waited for at once, where it is launched.
+    Operations and launches are positions in `plan` and `program`. A launch is placed at the last of its recorded calls.
+    A launch that is not recorded goes to the place of the next recorded one. A blocking launch is waited for at once.
     """
-    at = _call_places(plan)
+    at = _call_positions(plan)
     places = [
         max((at[one] for index in bound.calls for one in program.calls[index].recorded_ids if one in at), default=-1)
         for bound in program.bound
@@ -56,15 +55,15 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
 def own_tensors(
     plan: ComputePlan, slots: list[Any], calls: Sequence[PlannedCall], backend: str
 ) -> dict[int, OwnTensors]:
-    """By index: the calls that communicate what the operations around them work on, as they did when they were
-    recorded; those that were changed have other tensors. `slots` holds the tensors of this rank."""
-    at = _call_places(plan)
+    """Return, by index, the calls that use tensors of operations, as recorded. A changed call has other tensors.
+    `slots` holds the tensors of this rank."""
+    position_of = _call_positions(plan)
     own = {}
     highest = -1
     for index, call in enumerate(calls):
-        place = at.get(call.record.id, -1)
+        place = position_of.get(call.record.id, -1)
         if place < highest:
-            continue  # launched later than it was, when its tensors may be gone
+            continue  # launched later than recorded, when its tensors may be gone
         highest = place
         instead = substitute(call.record, backend)
         if place < 0 or call.merged or (instead.dtype, instead.elements) != (call.record.dtype, 1):
@@ -79,6 +78,6 @@ def own_tensors(
     return own
 
 
-def _call_places(plan: ComputePlan) -> dict[int, int]:
-    """Id of a call -> position of its operation."""
+def _call_positions(plan: ComputePlan) -> dict[int, int]:
+    """Return the position of the operation of each call, by its id."""
     return {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}

@@ -1,7 +1,7 @@
-"""Runs a plan on every rank: in processes that are started here, or in those of a launcher.
+"""Runs a plan on every rank: in processes that it starts, or in those of a launcher.
 
-Without a launcher the processes are forked from one that has imported torch already, so that a rank costs milliseconds
-to start, and all are ended when one fails. Under one, rank 0 plans and leads, and the others do what it sends them.
+Without a launcher, it forks the processes from one that has already imported torch, so a rank starts in milliseconds.
+All end when one fails. Under a launcher, rank 0 plans and leads; the others do what it sends them.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from crossrank.tools.traces.replayed import Settings
 
 _REPORT_S = 10.0
 _GRACE_S = 3.0
-"""How long the other ranks have to report where they are, after one has failed."""
-_LAST_TO_COME_S = 60.0
-"""How long rank 0 of a launcher waits for ranks that have yet to hear that there is no plan."""
-_LAST_TO_LEAVE_S = 5.0
+"""After a failure, how long the other ranks have to report their state."""
+_NO_PLAN_WAIT_S = 60.0
+"""How long rank 0 of a launcher waits for ranks that do not yet know that there is no plan."""
+_END_WAIT_S = 5.0
 _REFUSAL_S = 2.0
-"""How long another rank stays when rank 0 has nothing to replay: rank 0 reports why, and goes first."""
-_ANSWER_S = 0.3
-"""Within this time a rank that is alive has seen that all have to end, and reported where it is. Open MPI kills
-all a second after one has died."""
+"""How long another rank stays if rank 0 has nothing to replay: rank 0 reports the reason and ends first."""
+_STATE_WAIT_S = 0.3
+"""Within this time, a rank that is alive notices the abort and reports its state. Open MPI kills all ranks one second
+after one has died."""
 
 
 def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | None = None) -> list[RankResult]:
-    """Run `plan` with one process per rank. `environment` is added to theirs.
+    """Run `plan` with one process per rank, with `environment` added to theirs.
 
-    Raises `Failed` with the state of every rank where one of them died, failed or hung.
+    Raises `Failed` with the state of every rank if one of them died, failed or hung.
     """
     store = listen("127.0.0.1", 0, settings.timeout_s)
     key = secrets.token_bytes(32)
     rendezvous = Rendezvous(store, plan.world_size, key=key)
     rendezvous.send_plan(plan, settings)
-    # Variables that torch reads when it is imported need processes that import it anew.
+    # torch reads some variables at its import, so these need processes that import it again.
     context: Any = multiprocessing.get_context("spawn" if environment else "forkserver")
     if not environment:
         context.set_forkserver_preload(["crossrank.replay.run.processes"])
@@ -65,25 +65,25 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
     processes: list[BaseProcess] = []
     for rank in range(plan.world_size):
         arguments = (rank, plan.world_size, store.port, key, settings.timeout_s)
-        processes.append(context.Process(target=_rank, args=arguments, name=f"rank {rank}", daemon=True))
+        processes.append(context.Process(target=_run_rank_process, args=arguments, name=f"rank {rank}", daemon=True))
     try:
-        with _variables(environment or {}):
+        with _set_variables(environment or {}):
             for process in processes:
                 process.start()
-        return _results(rendezvous, processes)
+        return _collect_results(rendezvous, processes)
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
         for process in processes:
             if process.pid is not None:
-                process.join(_GRACE_S)  # the fork server, which tells of its end, may be gone itself
+                process.join(_GRACE_S)  # the fork server reports the end, and may have ended itself
 
 
 def _start_fork_server() -> None:
-    """Start it with SIGINT ignored: Ctrl-C while it imports torch would print a traceback. This process ends all."""
+    """Start it with SIGINT ignored: Ctrl-C during its import of torch would print a traceback. This process ends it."""
     if threading.current_thread() is not threading.main_thread():
-        return  # where signals cannot be set; it starts with the first process
+        return  # signals cannot be set here; it starts with the first process
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
@@ -92,8 +92,8 @@ def _start_fork_server() -> None:
 
 
 @contextmanager
-def _variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables of the environment for processes that are started meanwhile."""
+def _set_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for processes that start meanwhile."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -103,8 +103,8 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> list[RankResult]:
-    """Wait for all; where a process ends before it has its result, collect where every rank is, and raise."""
+def _collect_results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> list[RankResult]:
+    """Wait for all results. If a process ends without its result, raise `Failed` with the state of every rank."""
     reported = time.monotonic()
     while True:
         ended = wait([process.sentinel for process in processes], timeout=0.05)
@@ -124,12 +124,12 @@ def _results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> list[RankR
             deadline = time.monotonic() + _GRACE_S
             while time.monotonic() < deadline and any(process.is_alive() for process in processes):
                 wait([process.sentinel for process in processes if process.is_alive()], timeout=0.1)
-            raise Failed(_last_states(rendezvous, [process.exitcode for process in processes]))
+            raise Failed(_collect_states(rendezvous, [process.exitcode for process in processes]))
 
 
-def _rank(rank: int, world_size: int, port: int, key: bytes, timeout_s: float) -> None:
-    """Runs in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends all
+def _run_rank_process(rank: int, world_size: int, port: int, key: bytes, timeout_s: float) -> None:
+    """The main function of a rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends all ranks
     threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
@@ -147,12 +147,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _rendezvous(place: RankInfo, store: Store, turn: int) -> Rendezvous:
+def _make_rendezvous(place: RankInfo, store: Store, turn: int) -> Rendezvous:
     return Rendezvous(store, place.world_size, turn, key=place.key)
 
 
 class Lead:
-    """Rank 0."""
+    """Rank 0 under a launcher: plans, and leads the other ranks."""
 
     def __init__(self, place: RankInfo, timeout_s: float) -> None:
         self.place = place
@@ -161,13 +161,13 @@ class Lead:
         self._turn = 0
 
     def run(self, plan: Plan, settings: Settings) -> list[RankResult]:
-        """Send `plan` out, do this rank's part, and gather the results. Raises `Failed` where a rank failed."""
+        """Send `plan`, do this rank's part, and gather the results. Raises `Failed` if a rank failed."""
         rendezvous = self._meet()
         rendezvous.send_plan(plan, settings)
-        second = _rendezvous(self.place, connect(self.place, self._timeout_s), self._turn)
+        second = _make_rendezvous(self.place, connect(self.place, self._timeout_s), self._turn)
 
         def final_report() -> None:
-            states = _last_states(second)
+            states = _collect_states(second)
             print(f"crossrank: the replay did not come to its end: {Failed(states).summary()}", file=sys.stderr)
             print_states(states, plan)
             sys.stdout.flush()
@@ -175,40 +175,40 @@ class Lead:
         with term_to_pipe() as term:
             code, result = run_rank(0, self.place.local_rank, rendezvous, second, final_report, term=term, leads=True)
             if code or result is None:
-                time.sleep(_ANSWER_S)
-                raise Failed(_last_states(second))
+                time.sleep(_STATE_WAIT_S)
+                raise Failed(_collect_states(second))
         results = rendezvous.results()
         self._turn += 1
         rendezvous.store.set(FINISHED, "1")
         return results
 
     def machines(self) -> list[Machine]:
-        """Where each rank runs; waits for all. Raises `CrossrankError` where one does not come."""
+        """Wait for the host of each rank. Raises `CrossrankError` if one is missing."""
         rendezvous = self._meet()
         rendezvous.tell_machine(self.place.rank)
         return rendezvous.machines(self._timeout_s)
 
     def refuse(self) -> None:
-        """Let the other ranks go, which wait for a plan that does not come."""
+        """End the other ranks, which wait for a plan that does not come."""
         try:
             self._meet(_REFUSAL_S).abort()
-            self._wait_for_others(_LAST_TO_COME_S)
+            self._wait_for_others(_NO_PLAN_WAIT_S)
         except (CrossrankError, RuntimeError):
-            return  # nobody can be waiting
+            return  # no rank can be waiting
 
     def end(self) -> None:
-        """Let the other ranks go: all is done."""
+        """End the other ranks: all work is done."""
         if self._store is not None:
             self._meet().send_end()
-            self._wait_for_others(_LAST_TO_LEAVE_S)
+            self._wait_for_others(_END_WAIT_S)
 
     def _meet(self, patience_s: float | None = None) -> Rendezvous:
-        """The store, which this process begins to host where it does not yet, at the turn that it has come to."""
+        """Return the rendezvous of the current turn; host the store if this process does not yet."""
         self._store = self._store or host_store(self.place, patience_s or self._timeout_s)
-        return _rendezvous(self.place, self._store, self._turn)
+        return _make_rendezvous(self.place, self._store, self._turn)
 
     def _wait_for_others(self, most_s: float) -> None:
-        """The store goes with this process: leave when the others need it no more."""
+        """Wait for the others before this process ends, and its store with it."""
         deadline = time.monotonic() + most_s
         while self._store and time.monotonic() < deadline and self._store.add("left", 0) < self.place.world_size - 1:
             time.sleep(0.01)
@@ -217,19 +217,19 @@ class Lead:
 
 
 def serve(place: RankInfo, timeout_s: float) -> int:
-    """Any other rank: replays what rank 0 sends until that has no more; returns the exit code."""
+    """Run any other rank: replay what rank 0 sends until there is no more. Return the exit code."""
     store = host_store(place, timeout_s)
-    _rendezvous(place, store, 0).tell_machine(place.rank)
+    _make_rendezvous(place, store, 0).tell_machine(place.rank)
     turn = 0
     while True:
-        rendezvous = _rendezvous(place, store, turn)
-        second = _rendezvous(place, connect(place, timeout_s), turn)
+        rendezvous = _make_rendezvous(place, store, turn)
+        second = _make_rendezvous(place, connect(place, timeout_s), turn)
         try:
             with term_to_pipe() as term:
                 code, result = run_rank(place.rank, place.local_rank, rendezvous, second, term=term)
         except NoPlanError:
             store.add("left", 1)
-            time.sleep(_REFUSAL_S)  # rank 0 reports why, and goes first
+            time.sleep(_REFUSAL_S)  # rank 0 reports the reason and ends first
             return 2
         if code:
             leave(code)
@@ -241,8 +241,8 @@ def serve(place: RankInfo, timeout_s: float) -> int:
 
 @contextmanager
 def term_to_pipe() -> Iterator[int]:
-    """SIGTERM, by which launchers end the ranks beside one that died, as bytes in a pipe: the watch reads them and
-    tells where the rank is, while the main thread may stand in a collective."""
+    """Turn SIGTERM into bytes in a pipe. Launchers send it to the other ranks when one died. The watch reads the pipe
+    and reports the state, while the main thread may wait in a collective."""
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -255,12 +255,12 @@ def term_to_pipe() -> Iterator[int]:
         os.close(writer)
 
 
-def _last_states(rendezvous: Rendezvous, exit_codes: Sequence[int | None] = ()) -> dict[int, State]:
-    """Where every rank is, some time after all were asked to end. One that has not answered has died; of processes that
-    were started here the exit code says how."""
+def _collect_states(rendezvous: Rendezvous, exit_codes: Sequence[int | None] = ()) -> dict[int, State]:
+    """Return the state of every rank, some time after all were asked to end. A rank without an answer has died; for
+    processes started here, the exit code shows how."""
     try:
         states = rendezvous.states()
-    except RuntimeError:  # the store is gone with its host
+    except RuntimeError:  # the store ended with its host
         states = {}
     for rank, code in zip_longest(range(rendezvous.world_size), exit_codes):
         state = states.setdefault(rank, State(phase="starting" if exit_codes else "never seen"))

@@ -1,9 +1,9 @@
-"""One rank's calls, bound to their tensors and process groups: ready to be made without another thought.
+"""One rank's calls, bound to their tensors and process groups.
 
-`prepare` does beforehand what would cost time between calls, so that `executor` does nothing but launch, wait and read
-the clock: per call it costs less than torch's own public functions do. Those check and convert their arguments on every
-call; what they pass to c10d is what was recorded, so it is made here once (`ROWS`, by the op's name at the dispatcher),
-on the ProcessGroup itself, and a launch is one call into C++. The recorder sits below that and sees it all the same.
+All work that would cost time between calls is done in advance, by `prepare`. So the `executor` only launches, waits and
+reads the clock. A call costs less than torch's public functions, which check and convert their arguments every time.
+The arguments are in `ROWS`, by the op's name in the dispatcher. A launch is one call into C++ on the ProcessGroup. The
+recorder is below that and records it as usual.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from crossrank.replay.plan.shapes import tensors
 from crossrank.tools.traces.rank_trace import Interned
 
 FILL = 0x3C
-"""Every byte of the arena: small normal numbers in each type, for arithmetic on denormal ones would be slow."""
+"""Every byte of the memory: small normal numbers in each type, since arithmetic on denormal ones is slow."""
 _NO_FUTURE = ("reduce_scatter", "barrier")
 """Operations whose gloo Work has no future."""
-_WIDTH = {"gloo": 2}
-"""gloo runs the calls of a group on two threads, others in the order of their launches."""
+_LANE_WIDTH = {"gloo": 2}
+"""gloo runs the calls of a group on two threads, other backends in launch order."""
 
 
 Launch = Callable[[], Any]
-"""Makes the call and returns its Work, or None where the backend gives none."""
+"""Makes the call and returns its Work, or None if the backend returns none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What a row needs to make the call of `record` on `pg`, of which `ranks` are the members."""
+    """What a row of `ROWS` needs to make the call of `record` on `pg` with the members `ranks`."""
 
     record: CommRecord
     pg: ProcessGroup
@@ -56,7 +56,7 @@ class Arguments:
     device: torch.device
 
     def member(self, rank: int | None) -> int:
-        """The number of `rank` within the group."""
+        """Return the number of `rank` within the group."""
         return 0 if rank is None else self.ranks.index(rank)
 
     @property
@@ -70,7 +70,7 @@ class Arguments:
 
     @property
     def all_inputs(self) -> list[list[torch.Tensor]]:
-        """Those of all members, as c10d has them: a list in a list, or nothing on a rank that holds none."""
+        """The inputs for all members as c10d takes them: a list in a list, or nothing on a rank without inputs."""
         return [self.inputs] if self.inputs else []
 
     @property
@@ -79,17 +79,17 @@ class Arguments:
 
     @property
     def outputs_by_member(self) -> list[list[torch.Tensor]]:
-        """Of a coalesced gather: as many tensors of each member as this one gives."""
+        """For a coalesced gather: for each member, as many tensors as there are inputs."""
         width = len(self.inputs)
         return [self.outputs[start : start + width] for start in range(0, len(self.outputs), width)]
 
     def joined(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """`whole` with the parts of all members one behind the other: gloo, unlike NCCL, does not take them stacked."""
+        """Return `whole` with the members' parts concatenated: unlike NCCL, gloo does not take them stacked."""
         is_stacked = whole.dim() == part.dim() + 1 and part.numel() > 0
         return whole.view(-1, *part.shape[1:]) if is_stacked and self.device.type == "cpu" else whole
 
     def options(self, name: str) -> Any:
-        """The options object of c10d of that name, with all it has a place for."""
+        """Return c10d's options object of that name, with all fields set that it has."""
         options = barrier_options(self.device) if name == "BarrierOptions" else getattr(c10d, name)()
         values = {"timeout": self.timeout, "asyncOp": self.is_async, "reduceOp": self.reduce}
         values["rootRank"] = self.member(self.record.root)
@@ -100,7 +100,7 @@ class Arguments:
 
 
 def barrier_options(device: torch.device) -> Any:
-    """Options of a barrier on `device`: NCCL, whose group is bound to none, would take the GPU of the rank's number."""
+    """Return options of a barrier on `device`: NCCL in an unbound group would use the GPU with the rank's number."""
     options = c10d.BarrierOptions()
     options.device = device
     if device.index is not None:
@@ -132,28 +132,28 @@ ROWS: dict[str, tuple[Callable[[Arguments], tuple[Any, ...]], str | None]] = {
     "barrier": (lambda a: (), "BarrierOptions"),
     "monitored_barrier_": (lambda a: (a.timeout, False), None),
 }
-"""c10d op -> what the method of ProcessGroup that makes it takes, and the options that come last. The method has the
-name of the op without the underscore at its end."""
+"""c10d op -> arguments of the ProcessGroup method that makes it, and the options that come last. The method has the
+op's name without the final underscore."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTensors:
-    """Tensors of a call that are made anew in every pass."""
+    """Tensors of a call that operations make again in every pass."""
 
     slots: list[Any]
-    """All tensors there are at the moment."""
+    """All current tensors."""
     inputs: list[int]
     outputs: list[int]
 
     def given_to(self, arguments: Arguments) -> Arguments:
-        """`arguments` with the tensors of this moment."""
+        """Return `arguments` with the current tensors."""
         inputs, outputs = ([self.slots[number] for number in side] for side in (self.inputs, self.outputs))
         return replace(arguments, inputs=inputs, outputs=outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A launch that is ready to go."""
+    """A launch, bound to its tensors and group."""
 
     calls: range
     """Indices of its calls: one, or those of a batch."""
@@ -161,20 +161,20 @@ class Bound:
     waits: tuple[int, ...]
     """Launches that are waited for before this one, by their position in the program."""
     blocking: bool
-    """The rank does not go on before it is over."""
+    """The rank waits for its end before it continues."""
     has_future: bool
-    """Its Work can tell when it was over, whoever waits."""
+    """Its Work has a future that completes at its end."""
     holds_host: bool
-    """A wait for it holds the host, on a GPU too, and not the stream alone (barriers)."""
+    """A wait for it blocks the host, not only the stream, also on a GPU (barriers)."""
     thread: int = 0
     """Number of the thread that makes it."""
     follows: int = -1
-    """The launch before it on its group where another thread makes that: the group's calls keep their order. -1 = the
-    thread itself keeps it."""
+    """The previous launch on its group if another thread makes that, to keep the order of the group's calls; otherwise
+    -1."""
     barrier: Launch | None = None
-    """Lets all members of its group meet, before the launch and after its end."""
+    """A barrier of its group, before the launch and after its end."""
     lane: str
-    """What carries it: launches of one lane do not run beside each other, but for `Program.width` of them."""
+    """At most `Program.width` launches of one lane run at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +207,9 @@ def prepare(
     own: Mapping[int, OwnTensors] = MappingProxyType({}),
     barriers: bool = False,
 ) -> Program:
-    """Bind `calls` to tensors and groups; those of `own`, by their index, take tensors that others make. With
-    `barriers` the members of a group meet around each of their collectives. Raises `CrossrankError` where this torch
-    or this machine cannot."""
+    """Bind `calls` to tensors and groups; those in `own`, by index, use tensors of operations. With `barriers`, the
+    members of a group meet before and after each collective. Raises `CrossrankError` if this torch or this machine
+    cannot run them."""
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
@@ -221,20 +221,20 @@ def prepare(
             f"rank {rank}: {size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
             "try --scale-bytes below 1"
         ) from error
-    views = _tensors(block, calls, substitutes, offsets, own)
+    views = _make_views(block, calls, substitutes, offsets, own)
     threads = Interned[int | None]()
     thread_of = [threads.number(calls[first].record.thread) for first, _ in spans]
     waits: list[list[int]] = [[] for _ in spans]
     last_waits: list[list[int]] = [[] for _ in threads.rows]
-    of_thread: list[list[int]] = [[] for _ in threads.rows]
+    launches_of_thread: list[list[int]] = [[] for _ in threads.rows]
     for position, thread in enumerate(thread_of):
-        of_thread[thread].append(position)
+        launches_of_thread[thread].append(position)
     for position, (first, _) in enumerate(spans):
         if not calls[first].blocking:
-            # The thread that launched it waits for it, before what it launches next at that time.
-            mine = of_thread[thread_of[position]]
-            place = bisect_left(mine, until[position])
-            (waits[mine[place]] if place < len(mine) else last_waits[thread_of[position]]).append(position)
+            # The launching thread waits for it, before its next launch at that time.
+            siblings = launches_of_thread[thread_of[position]]
+            place = bisect_left(siblings, until[position])
+            (waits[siblings[place]] if place < len(siblings) else last_waits[thread_of[position]]).append(position)
     latest: dict[str, int] = {}
     bound = []
     for position, (first, end) in enumerate(spans):
@@ -254,7 +254,7 @@ def prepare(
                 timeout=timeout,
                 device=device,
             )
-            members.append(_bind(instead.c10d, arguments, own.get(index)))
+            members.append(_bind_call(instead.c10d, arguments, own.get(index)))
         single = len(members) == 1
         before = latest.get(record.pg, -1) if record.peer is None else -1
         if record.peer is None:
@@ -262,14 +262,14 @@ def prepare(
         bound.append(
             Bound(
                 calls=range(first, end),
-                launch=members[0] if single else _together(members, groups[record.pg][1], device),
+                launch=members[0] if single else _combine(members, groups[record.pg][1], device),
                 waits=tuple(waits[position]),
                 blocking=blocking,
                 has_future=record.peer is None and single and not (backend == "gloo" and record.op in _NO_FUTURE),
                 holds_host=record.op == "barrier",
                 thread=thread_of[position],
                 follows=before if before >= 0 and thread_of[before] != thread_of[position] else -1,
-                barrier=_barrier(groups[record.pg][1], device) if barriers and record.peer is None else None,
+                barrier=_make_barrier(groups[record.pg][1], device) if barriers and record.peer is None else None,
                 lane=record.pg if record.peer is None else f"{record.pg} {record.peer} {record.op}",
             )
         )
@@ -282,12 +282,12 @@ def prepare(
         groups={name: group for name, (group, _) in groups.items()},
         last_waits=tuple(map(tuple, last_waits)),
         block=block,
-        width=_WIDTH.get(backend, 1),
+        width=_LANE_WIDTH.get(backend, 1),
     )
 
 
-def _bind(op: str, arguments: Arguments, own: OwnTensors | None) -> Launch:
-    """The call by the c10d op `op`, a key of `ROWS`, ready to be made."""
+def _bind_call(op: str, arguments: Arguments, own: OwnTensors | None) -> Launch:
+    """Bind the call by the c10d op `op`, a key of `ROWS`."""
     operands, options = ROWS[op]
     record = arguments.record
     try:
@@ -296,21 +296,21 @@ def _bind(op: str, arguments: Arguments, own: OwnTensors | None) -> Launch:
         if own is None:
             return partial(method, *operands(arguments), *last)
         return lambda: method(*operands(own.given_to(arguments)), *last)
-    except AttributeError as error:  # a torch that lacks it
+    except AttributeError as error:  # a torch without this op
         raise CrossrankError(
             f"call {record.id} ({record.op}): torch {torch.__version__} has no {op} ({error}); "
             "leave it out with --ops, or use the torch of the recording"
         ) from error
 
 
-def _barrier(pg: ProcessGroup, device: torch.device) -> Launch:
-    """Asked of the backend itself, so that it is not recorded as a call of the replay."""
+def _make_barrier(pg: ProcessGroup, device: torch.device) -> Launch:
+    """Return a barrier of the backend itself, so that crossrank does not record it as a call."""
     backend: Any = pg._get_backend(device)
     return partial(backend.barrier, barrier_options(device))
 
 
 def late_ends(program: Program) -> list[int]:
-    """Calls of which only the wait tells when they were over."""
+    """Return the calls whose end is visible only in their wait."""
     on_gpu = program.device.type == "cuda"
     return [
         index
@@ -320,14 +320,14 @@ def late_ends(program: Program) -> list[int]:
     ]
 
 
-def _tensors(
+def _make_views(
     block: torch.Tensor,
     calls: list[PlannedCall],
     substitutes: list[Substitute],
     offsets: list[int],
     own: Container[int],
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Views into the block. Calls with the same memory and shape share one tensor object."""
+    """Return views into the block. Calls with the same memory and shape share one tensor object."""
 
     @cache
     def view(at: int, dtype: torch.dtype, extents: tuple[int, ...]) -> torch.Tensor:
@@ -345,8 +345,8 @@ def _tensors(
     return made
 
 
-def _together(members: list[Launch], pg: ProcessGroup, device: torch.device) -> Launch:
-    """Several calls as one launch: coalesced where the backend can, else one after the other without a wait."""
+def _combine(members: list[Launch], pg: ProcessGroup, device: torch.device) -> Launch:
+    """Combine several calls into one launch: coalesced if the backend can, else one after another without a wait."""
     backend: Any = pg._get_backend(device)
 
     def coalesced() -> Any:

@@ -1,11 +1,11 @@
-"""Where the processes of a replay meet: a key-value store, over which the plan goes out and the results come back.
+"""The rendezvous of a replay's processes: a key-value store for plans, states and results.
 
-The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
-the agent does, elsewhere rank 0. Whoever can connect to it can change what is replayed, so where the ranks meet on the
-loopback interface it listens there alone; torch's own server listens on every interface. What is put there carries an
-HMAC of a key that the ranks have from the process that started them, or from the variable `CROSSRANK_REPLAY_KEY` where
-a launcher did: what anybody else puts there ends the replay. Each rank keeps its state there, so that one that dies or
-hangs can be reported.
+The store is torch's TCPStore. Its host is the process that the user started (one machine), torchrun's agent, or rank 0.
+Any process that can connect to it can change the replay. So if the ranks meet on the loopback interface, the store
+listens only there; torch's own server would listen on every interface.
+
+Each value has an HMAC. Its key comes from the process that started the ranks, or under a launcher from the variable
+`CROSSRANK_REPLAY_KEY`. A value with a wrong HMAC ends the replay. Ranks keep their states here for reports of failures.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from crossrank.tools.traces.replayed import Settings
 
 ABORT = "abort"
 _POLL_S = 0.05
-_PATIENCE_S = 1800.0
-"""How long a rank looks for rank 0, which reads the files of all ranks before it is there."""
+_RANK0_WAIT_S = 1800.0
+"""How long a rank waits for rank 0, which first reads the files of all ranks."""
 FINISHED = "finished"
 
 _HASH = "sha256"
 _SEAL_BYTES = 32
 _ROUNDS = 16
-"""Round trips by which clocks are compared."""
+"""Round trips for a comparison of clocks."""
 
 Content = TypeVar("Content")
 Offset = tuple[int, int]
-"""(ns to add to this rank's clock to have rank 0's, largest error in ns)"""
+"""(ns to add to this rank's clock to get rank 0's, largest error in ns)"""
 
 
 class NoPlanError(Exception):
-    """Rank 0 has reported why there is nothing to replay; the other ranks end without a word."""
+    """Rank 0 has reported why there is nothing to replay; the other ranks end silently."""
 
 
 def host_store(place: RankInfo, timeout_s: float) -> Store:
-    """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that fails."""
+    """Return the store; rank 0 hosts it. Raises `CrossrankError` if that fails."""
     hosting = place.rank == 0 and not place.agent_store and not place.file
-    # Rank 0 hosts the store when it has read and matched everything: the others are patient.
-    patience_s = timeout_s if place.rank == 0 else max(timeout_s, _PATIENCE_S)
+    # Rank 0 hosts the store after it has read and matched everything, so the others wait longer.
+    patience_s = timeout_s if place.rank == 0 else max(timeout_s, _RANK0_WAIT_S)
     try:
         if not hosting:
             store = connect(place, patience_s)
@@ -79,22 +79,22 @@ def host_store(place: RankInfo, timeout_s: float) -> Store:
 
 
 def listen(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A store that this process hosts, at a free port where `port` is 0. It listens on the loopback interface alone
-    where `host` is an address of it or `localhost`, else on all: what other machines call `host` need not be the name
-    of an interface here. Raises `OSError` or `RuntimeError` where it cannot."""
+    """Return a store that this process hosts, at a free port if `port` is 0. If `host` is a loopback address or
+    `localhost`, it listens only there. Otherwise it listens on all interfaces, since `host` may name none here. Raises
+    `OSError` or `RuntimeError` if it cannot."""
     own: dict[str, Any] = {}
     if _is_loopback(host):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)
         port = listener.getsockname()[1]
-        # libuv takes no listening socket in torch 2.4.
+        # torch 2.4's libuv accepts no listening socket.
         own = {"master_listen_fd": listener.detach(), "use_libuv": False}
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, **own)
 
 
 def _is_loopback(host: str) -> bool:
-    # Not by looking names up: /etc/hosts often has the machine's own name at 127.0.1.1, by which others mean it.
+    # No look-up: /etc/hosts often has the machine's own name at 127.0.1.1, while others reach it by that name.
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -102,7 +102,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def connect(place: RankInfo, timeout_s: float) -> Store:
-    """A connection to the store that rank 0 hosts."""
+    """Connect to the store that rank 0 hosts."""
     timeout = timedelta(seconds=timeout_s)
     if place.file:
         return PrefixStore(place.attempt, FileStore(place.file))
@@ -111,17 +111,17 @@ def connect(place: RankInfo, timeout_s: float) -> Store:
 
 
 class Rendezvous:
-    """The store with the names that a replay uses in it."""
+    """The store, with the keys that a replay uses in it."""
 
     def __init__(self, store: Store, world_size: int, turn: int = 0, *, key: bytes = b"") -> None:
-        """`turn` numbers the replays that share a store; whoever lacks `key` can put nothing there that is taken."""
+        """`turn` numbers the replays that share a store. Without `key`, no process can put a valid value there."""
         self.store = PrefixStore(f"crossrank/{turn}", store)
         self.world_size = world_size
         self._turn = turn
         self._key = key
 
     def send_plan(self, plan: Plan, settings: Settings) -> None:
-        """Give every rank its part."""
+        """Send every rank its part."""
         fits_host = any(one.compute is not None and one.compute.own_ns is not None for one in plan.ranks)
         for rank in plan.ranks:
             item = WorkItem(
@@ -135,28 +135,28 @@ class Rendezvous:
             self.put(f"work/{rank.rank}", item)
 
     def send_end(self) -> None:
-        """Tell every rank but 0 that there is nothing more to do."""
+        """Send every rank except 0 that there is no more work."""
         for rank in range(1, self.world_size):
             self.put(f"work/{rank}", WorkItem(ends=True))
 
     def work_item(self, rank: int) -> WorkItem:
-        """What `rank` has to do; waits for it as long as rank 0 is there. Raises `NoPlanError` where it has none."""
+        """Wait for the work of `rank` while rank 0 is alive, and return it. Raises `NoPlanError` if there is none."""
         self.wait_for(f"work/{rank}")
         return self._get(f"work/{rank}", WorkItem)
 
     def wait_for(self, key: str) -> None:
-        """Wait until `key` is there, however long that takes. Raises `NoPlanError` when all have to end."""
+        """Wait until `key` is there, without a time limit. Raises `NoPlanError` when all ranks have to end."""
         while not self.store.check([key]):
             if self.aborted():
                 raise NoPlanError
             time.sleep(_POLL_S)
 
     def tell_machine(self, rank: int) -> None:
-        """Say where `rank`, which is this process, runs."""
+        """Publish the host of `rank`, which is this process."""
         self.put(f"machine/{rank}", Machine(socket.gethostname(), network_cards()))
 
     def machines(self, patience_s: float) -> list[Machine]:
-        """Where every rank runs. Raises `CrossrankError` where some do not say it in that time."""
+        """Return the host of every rank. Raises `CrossrankError` if some are missing after `patience_s`."""
         keys = [f"machine/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + patience_s
         while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
@@ -166,19 +166,19 @@ class Rendezvous:
         return [self._get(key, Machine) for key in keys]
 
     def states(self) -> dict[int, State]:
-        """The last state of every rank that has reported one."""
+        """Return the last state of every rank that has reported one."""
         keys = {rank: f"state/{rank}" for rank in range(self.world_size)}
         return {rank: self._get(key, State, is_sealed=False) for rank, key in keys.items() if self.store.check([key])}
 
     def results(self) -> list[RankResult]:
-        """The results of all ranks; waits for them."""
+        """Wait for the results of all ranks, and return them."""
         return [self._get(f"result/{rank}", RankResult) for rank in range(self.world_size)]
 
     def has_all_results(self) -> bool:
         return self.store.check([f"result/{rank}" for rank in range(self.world_size)])
 
     def abort(self) -> None:
-        """Tell all ranks to say where they are, and to end."""
+        """Ask all ranks to report their state and to end."""
         self.store.set(ABORT, "1")
 
     def aborted(self) -> bool:
@@ -189,8 +189,8 @@ class Rendezvous:
         self.store.set(key, self._seal(key, content) + content)  # type: ignore[arg-type]
 
     def _get(self, key: str, content: type[Content], *, is_sealed: bool = True) -> Content:
-        """What was put under `key`. Raises `CrossrankError` where none of the ranks put it there; what a rank says of
-        its state (`is_sealed=False`) is only shown."""
+        """Return the value of `key`. Raises `CrossrankError` if no rank of this replay put it there. States are not
+        checked (`is_sealed=False`): they are only shown."""
         found = self.store.get(key)
         seal, packed = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
         if is_sealed and not hmac.compare_digest(seal, self._seal(key, packed)):
@@ -205,11 +205,11 @@ class Rendezvous:
 
 
 def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
-    """How far this rank's monotonic clock is from that of rank 0. All ranks call it together; `when` names the
+    """Return the offset of this rank's monotonic clock to rank 0's. All ranks call it together; `when` names the
     occasion.
 
-    Processes of one boot of one machine share the clock. Of every other machine one rank measures the distance by
-    sending the time to and fro over the store: of several round trips the fastest counts, and half of it is the error.
+    Processes of one boot of a machine share its clock. On every other machine, one rank measures the offset with round
+    trips over the store: the fastest one counts, and half of its duration is the error.
     """
     store = rendezvous.store
     store.set(f"{when}/machine/{rank}", boot_id() or f"rank {rank}")
@@ -230,9 +230,9 @@ def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
         for trip in range(_ROUNDS):
             sent = time.monotonic_ns()
             store.set(f"{when}/{rank}/ping/{trip}", "1")
-            there = int(store.get(f"{when}/{rank}/pong/{trip}"))
-            back = time.monotonic_ns()
-            trips.append(((back - sent) // 2, there - (sent + back) // 2))
+            remote_time = int(store.get(f"{when}/{rank}/pong/{trip}"))
+            received = time.monotonic_ns()
+            trips.append(((received - sent) // 2, remote_time - (sent + received) // 2))
         error, offset = min(trips)
         store.set(f"{when}/offset/{rank}", f"{offset} {error}")
     offset, error = map(int, store.get(f"{when}/offset/{leader}").split(b" "))
@@ -240,7 +240,7 @@ def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
 
 
 def between(start: Offset, end: Offset) -> Offset:
-    """The offset in the middle of two measurements, with half of what they are apart added to the error: clocks drift.
+    """Return the mean of two offsets; the error grows by half of their difference, because clocks drift.
 
     >>> between((1000, 10), (1400, 20))
     (1200, 220)

@@ -1,7 +1,7 @@
-"""One rank of a replay: it joins the others, makes its calls, and hands in what it measured.
+"""One rank of a replay: joins the others, makes its calls, and returns its measurements.
 
-A thread beside it (`watch`) tells the store where the rank is, and ends the process when the rank makes no progress or
-another one has failed.
+A separate thread (`watch`) reports the state of the rank to the store. It ends the process if the rank makes no
+progress or another rank has failed.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from crossrank.replay.run.watch import FINAL_REPORT_S, Watch
 from crossrank.tools.traces.replayed import Settings
 
 _BACKEND_GRACE_S = 30.0
-_NO_BACKENDS = ("undefined", "fake")
-"""Names that torch keeps in its list of backends for itself."""
+_INTERNAL_BACKENDS = ("undefined", "fake")
+"""Names in torch's list of backends that are no real backends."""
 _PROFILED_PASSES = 3
-_FITS, _FITTED_PASSES = 2, 5
+_HOST_FITS, _FITTED_PASSES = 2, 5
 _PROFILED_STEPS = "1:3"
-"""Of a recording with a window, whose first pass shows what the profiler's start costs."""
+"""The window for the recording: its first pass contains the cost of the profiler's start."""
 
 
 def run_rank(
@@ -57,11 +57,11 @@ def run_rank(
     term: int | None = None,
     leads: bool = False,
 ) -> tuple[int, RankResult | None]:
-    """Replay as `rank`; returns the exit code and the result, None where there was no more to do or it failed.
+    """Replay as `rank`. Return the exit code and the result, None if there was nothing to do or the rank failed.
 
-    `second` is the rendezvous over a connection of its own, for the watch, which calls `final_report` before it ends
-    the process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
-    results and does not wait for that. Raises `NoPlanError` where rank 0 has nothing to replay.
+    `second` is a rendezvous over its own connection for the watch, which calls `final_report` before it ends the
+    process. `term` is a file that becomes readable when the launcher asks the process to end. The rank that `leads`
+    does not wait for the others. Raises `NoPlanError` if rank 0 has nothing to replay.
     """
     work = rendezvous.work_item(rank)
     if work.ends:
@@ -87,13 +87,13 @@ def run_rank(
 
 def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, watch: Watch) -> RankResult:
     settings = work.settings
-    device = _device(settings, local_rank)
-    # Longer than the watch's, which tells more than the error of a backend does.
+    device = _choose_device(settings, local_rank)
+    # Longer than the timeout of the watch, whose message is clearer than a backend's error.
     timeout = timedelta(seconds=settings.timeout_s + settings.slack_s + _BACKEND_GRACE_S)
     if settings.backend == "nccl":
         gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-        if gpu is not None:  # some builds for ROCm do not tell
-            # NCCL lets ranks share a GPU that NCCL_HOSTID says are on different hosts.
+        if gpu is not None:  # some builds for ROCm have no uuid
+            # NCCL lets ranks share a GPU if NCCL_HOSTID puts them on different hosts.
             host = os.environ.get("NCCL_HOSTID") or boot_id() or socket.gethostname()
             claim_gpu(rendezvous, rank, f"{host}/{gpu}")
     world = next((group for group in work.groups if group.ranks == list(range(work.world_size))), None)
@@ -111,9 +111,9 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     watch.phase("binding its calls")
     compute = None
     if work.compute is not None:
-        # With numbers of its own a replay meets values that training does not, and those near zero are slow.
+        # The replay's own numbers produce values that training does not. Values near zero (denormal) are slow.
         torch.set_flush_denormal(True)
-        if device.type == "cpu":  # the plan may be a stranger's, and an operation may give any amount
+        if device.type == "cpu":  # the plan may be from another user, and an operation may ask for any amount of memory
             share = memory() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
             limit_memory(max(share, min(2 * work.compute.bytes, memory())))
         scale, indices = parse_pace(settings.pace).scale, settings.indices
@@ -143,13 +143,13 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         comparer = DataComparer(program, rank, settings.compare_data, settings.rtol, settings.atol)
     with saving(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
         checks = [one for one in (checker, writer, comparer) if one is not None]
-        passes, cpu_s, times = _passes(executor, program, compute, work, watch, checks)
+        passes, cpu_s, times = _run_passes(executor, program, compute, work, watch, checks)
     computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
     watch.phase("leaving its process groups")
     executor.close()
-    # Not after a failure: groups whose other ends are gone may not let go.
+    # Not after a failure: groups whose other ranks are gone may hang.
     dist.destroy_process_group()
     return RankResult(
         rank=rank,
@@ -168,23 +168,23 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     )
 
 
-def _device(settings: Settings, local_rank: int) -> torch.device:
+def _choose_device(settings: Settings, local_rank: int) -> torch.device:
     if settings.device != "cuda":
-        # Every rank has its own process: as many threads in each as there are cores would only get in each other's way.
+        # Every rank is a process of its own. One thread per core in each of them would overload the cores.
         torch.set_num_threads(settings.threads)
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
         raise CrossrankError(f"finds no GPU on {socket.gethostname()}; start no ranks there, or use --backend gloo")
-    # A launcher may show every rank a GPU of its own alone: then all are number 0.
+    # A launcher may show each rank only its own GPU, which is then number 0.
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
 
 
 def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
-    """Note that `rank` uses the GPU of this name, unique over all machines. Raises `CrossrankError` where another rank
-    does already: NCCL would not start, or say why in words of its own."""
+    """Record that `rank` uses this GPU, whose name is unique over all nodes. Raises `CrossrankError` if another rank
+    uses it: NCCL would fail with a less clear message."""
     holder = int(rendezvous.store.compare_set(f"gpu/{gpu}", "", str(rank)))
     if holder != rank:
         raise CrossrankError(
@@ -194,10 +194,10 @@ def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
 
 
 def bound_device(group: Group | None, device: torch.device) -> torch.device | None:
-    """The `device_id` to make a group with: none, but for one that was bound to its GPU when it was recorded.
+    """Return the `device_id` for a new group: None, unless the recorded group was bound to its GPU.
 
-    With one, NCCL's communicator is made at once and carries single sends and receives in one order with everything
-    else; without, each pair of ranks gets one of its own at its first call. A job may need that to come to its end.
+    If bound, NCCL creates the communicator at once and runs single sends and receives in order with all other calls. If
+    not, each pair of ranks gets a communicator at its first call. A job may need either to reach its end.
     """
     return device if group is not None and group.eager and device.type == "cuda" else None
 
@@ -205,8 +205,8 @@ def bound_device(group: Group | None, device: torch.device) -> torch.device | No
 def _make_groups(
     work: WorkItem, world: Group | None, rank: int, device: torch.device, timeout: timedelta, watch: Watch
 ) -> dict[str, tuple[Group, ProcessGroup]]:
-    """The groups of which this rank is a member. All ranks make all groups, in the order of the plan: torch names a
-    group by how many there are, so ranks that made their own alone would wait for each other under different names."""
+    """Return the groups of this rank. All ranks create all groups, in the order of the plan: torch names a group by its
+    number. With other orders, ranks would wait for each other under different names."""
     groups: dict[str, tuple[Group, ProcessGroup]] = {}
     default = c10d._get_default_group()
     for number, group in enumerate(work.groups):
@@ -215,10 +215,10 @@ def _make_groups(
         if group is world:
             made = default
         else:
-            # Splits and lists go by the place in the group, which is not always by rank.
+            # Splits and lists follow the order in the group, which may differ from the rank order.
             options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
             bound = bound_device(group, device)
-            # A group takes it over from the first one.
+            # A new group inherits the binding of the first group.
             if bound is not None and default.bound_device_id is None:
                 options["device_id"] = bound
             made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None, **options)
@@ -227,7 +227,7 @@ def _make_groups(
     return groups
 
 
-def _passes(
+def _run_passes(
     executor: CpuExecutor,
     program: Program,
     compute: ComputeProgram | None,
@@ -235,9 +235,9 @@ def _passes(
     watch: Watch,
     checks: Sequence[Checker | DataWriter | DataComparer],
 ) -> tuple[list[Pass], float, list[int]]:
-    """(passes, CPU seconds of all, the clock of one more pass where there is computation)."""
+    """Run all passes. Return (passes, their CPU seconds, the clock of an extra pass if there is computation)."""
     settings = work.settings
-    # Asked of the backend itself, so that the ranks' rendezvous before a pass is not part of what is recorded.
+    # Call the backend directly, so that crossrank does not record the barrier before a pass.
     backend: Any = c10d._get_default_group()._get_backend(program.device)
 
     def barrier() -> None:
@@ -245,7 +245,7 @@ def _passes(
 
     def meet(phase: str) -> None:
         watch.phase(phase)
-        # Sums that go round in place would grow beyond every type otherwise.
+        # Otherwise repeated in-place sums would overflow every type.
         program.block.fill_(FILL)
         barrier()
 
@@ -254,17 +254,17 @@ def _passes(
         executor.run(trial=True)
         meet("in passes under the profiler")
         compute.learn_from_profiler(executor.run, _PROFILED_PASSES)
-        for _ in range(_FITS if work.fits_host else 0):
+        for _ in range(_HOST_FITS if work.fits_host else 0):
             fitted = []
             for number in range(_FITTED_PASSES):
                 meet(f"in pass {number + 1} that the host's time is fitted to")
                 fitted.append(executor.run().own_ns)
             compute.fit_host(median(fitted))
         give_memory_back()
-    for check in checks:  # in passes of their own: filling and comparing takes longer than the calls
+    for check in checks:  # in separate passes: filling and comparing takes longer than the calls
         meet("in the pass that is checked")
         executor.run(check.fill, check.take)
-    # With a graph the first pass makes communicators and the second captures.
+    # With a graph, the first pass creates communicators and the second captures the graph.
     for number in range(max(settings.warmup, 2) if settings.graph else settings.warmup):
         meet(f"in warm-up pass {number + 1}")
         executor.run()
@@ -294,33 +294,33 @@ def _passes(
 
 
 def leave(code: int) -> NoReturn:
-    """End this process now: threads of a backend that failed may keep an interpreter from ending."""
+    """End this process now: threads of a failed backend may keep the interpreter alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def check_backend_name(backend: str) -> None:
-    """Raise `CrossrankError` for a name that is no backend of this torch, whether it is built in or not."""
-    if backend not in _backends():
-        raise CrossrankError(f"--backend {backend!r} is not one of {', '.join(_backends())}")
+    """Raise `CrossrankError` if this torch does not know the backend, built in or not."""
+    if backend not in _list_backends():
+        raise CrossrankError(f"--backend {backend!r} is not one of {', '.join(_list_backends())}")
 
 
-def _backends() -> list[str]:
-    return [name for name in dist.Backend.backend_list if name not in _NO_BACKENDS]
+def _list_backends() -> list[str]:
+    return [name for name in dist.Backend.backend_list if name not in _INTERNAL_BACKENDS]
 
 
 def check_backend(backend: str | None, device: str | None, ranks_here: int | None) -> tuple[str, str]:
-    """(backend, device) to use; `ranks_here` are the ranks of this machine, where that is known.
+    """Return (backend, device) to use; `ranks_here` is the number of ranks on this node, if known.
 
-    Raises `CrossrankError` where this torch or this machine lacks them.
+    Raises `CrossrankError` if this torch or this node lacks them.
     """
     if backend is not None:
         check_backend_name(backend)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if gpus and backend != "gloo" else "cpu")
     backend = backend or ("nccl" if device == "cuda" and dist.is_nccl_available() else "gloo")
-    has = ", ".join(name for name in _backends() if dist.is_backend_available(name))
+    has = ", ".join(name for name in _list_backends() if dist.is_backend_available(name))
     for is_wrong, text in (
         (device not in ("cpu", "cuda"), f"--device {device!r} is neither cpu nor cuda"),
         (
