@@ -1,4 +1,4 @@
-"""`torchrun … -m crossrank.replay TRACE`: the command `crossrank replay` for launchers that start a module."""
+"""`torchrun … -m crossrank.replay TRACE`: `crossrank replay` for launchers that start a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`crossrank replay`, and `python -m crossrank.replay` under a launcher: the same options, the same output."""
+"""`crossrank replay`, and `python -m crossrank.replay` under a launcher, with the same options and output."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from crossrank.tools.traces.replayed import ReplayReport, Settings
 if TYPE_CHECKING:
     from crossrank.replay.run.processes import Lead
 
-_LONGEST_GAP_S = 86_400.0
-_MOST_LOCAL = 256
-"""Processes that one machine is asked to start; a launcher starts more."""
+_MAX_GAP_S = 86_400.0
+_MAX_LOCAL_RANKS = 256
+"""The most processes that one node starts; a launcher can start more."""
 
 
 class ReplayCommand:
@@ -58,15 +58,15 @@ class ReplayCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         replay_options.check(arguments)
-        if arguments.compute or arguments.profile:  # passes run under the profiler, which would say so on every rank
+        if arguments.compute or arguments.profile:  # the profiler would log on every rank
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         combinations = sweep.parse_sweeps(arguments.sweep) or [Combination({}, {})]
-        return on_ranks(arguments, combinations, lambda lead: _lead(arguments, combinations, lead))
+        return on_ranks(arguments, combinations, lambda lead: _run_combinations(arguments, combinations, lead))
 
 
 def on_ranks(arguments: argparse.Namespace, combinations: list[Combination], work: Callable[[Lead | None], int]) -> int:
-    """`work`, on this machine, or under a launcher on rank 0 while the other ranks serve it; the exit code."""
+    """Run `work` on this node, or under a launcher on rank 0, which the other ranks serve. Return the exit code."""
     host, port, variables, file = parse_init_method(arguments.init_method)
     place = detect_launcher(
         {**os.environ, **variables}, arguments.master_ip or host, arguments.master_port or port, file
@@ -89,7 +89,7 @@ def on_ranks(arguments: argparse.Namespace, combinations: list[Combination], wor
     try:
         return work(lead)
     except CrossrankError as error:
-        complain(str(error))  # before the others go, for a launcher ends all when one does
+        complain(str(error))  # before the others end: a launcher ends all ranks when one ends
         lead.refuse()
         return 2
 
@@ -107,27 +107,27 @@ def _check_launched(arguments: argparse.Namespace, combinations: list[Combinatio
         )
 
 
-def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: Lead | None) -> int:
-    """Read the trace, and replay every combination; everything but the work of the other ranks under a launcher."""
+def _run_combinations(arguments: argparse.Namespace, combinations: list[Combination], lead: Lead | None) -> int:
+    """Read the trace and replay every combination: all work except that of the other ranks under a launcher."""
     recorded = read_plan(arguments)
     swept = bool(arguments.sweep)
-    keeps = swept and arguments.output is not None
-    digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest() if keeps else ""
+    saves_results = swept and arguments.output is not None
+    digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest() if saves_results else ""
     outcomes: list[tuple[Combination, ReplayReport | str]] = []
     codes = [0]
     for number, one in enumerate(combinations):
         given = sweep.with_values(arguments, one.options)
         given.save_plan = arguments.save_plan if number == 0 else None
-        folder = Path(arguments.output, one.name) if keeps else None
-        made_of = sweep.stamp(given, one, digest)
-        report: ReplayReport | str | None = sweep.finished(folder, made_of) if folder is not None else None
+        folder = Path(arguments.output, one.name) if saves_results else None
+        stamp = sweep.stamp(given, one, digest)
+        report: ReplayReport | str | None = sweep.finished(folder, stamp) if folder is not None else None
         if report is not None:
             print(f"{one.name}: done before, in {folder}", file=sys.stderr)
         else:
             try:
-                code, report = _replay(recorded, given, one.variables, folder, lead)
+                code, report = _replay_once(recorded, given, one.variables, folder, lead)
                 if folder is not None and report is not None:
-                    (folder / sweep.STAMP).write_text(made_of)
+                    (folder / sweep.STAMP).write_text(stamp)
             except CrossrankError as error:
                 if not swept or lead is not None:
                     raise
@@ -151,15 +151,15 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
     return max(codes)
 
 
-def _replay(
+def _replay_once(
     recorded: Plan, given: argparse.Namespace, variables: dict[str, str], folder: Path | None, lead: Lead | None
 ) -> tuple[int, ReplayReport | None]:
-    """(exit code, report) of one replay, printed and written; of a dry run there is no report."""
+    """Run, print and write one replay; return (exit code, report). A dry run has no report."""
     if given.backend is not None:
         from crossrank.replay.run.worker import check_backend_name
 
         check_backend_name(given.backend)
-    plan = _changed(recorded, given, lead.place.world_size if lead is not None else None)
+    plan = _change_plan(recorded, given, lead.place.world_size if lead is not None else None)
     if given.compute:
         from crossrank.replay.run.operations import leave_out_refused
 
@@ -184,7 +184,7 @@ def _replay(
     if not given.json:
         print_plan(plan)
     results = run_plan(plan, settings, variables, lead)
-    report, times = make_report(plan, settings, results, what_if=_what_if(given), variables=variables)
+    report, times = make_report(plan, settings, results, what_if=_describe_changes(given), variables=variables)
     if given.json and not given.sweep:
         sys.stdout.write(indented(report).decode())
     elif not given.json:
@@ -206,16 +206,16 @@ def settings_of(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Set
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
     if given.graph and (device, backend) != ("cuda", "nccl"):
         raise CrossrankError(f"--graph captures calls of nccl on a GPU, not of {backend} on {device}; leave it out")
-    slack_ns = max(_busy_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
+    slack_ns = max(_longest_pause_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
     recorded = [rank.compute.threads for rank in plan.ranks if rank.compute is not None]
-    own = {name: getattr(given, name) for name in Settings.__struct_fields__ if hasattr(given, name)}
-    own |= {"backend": backend, "device": device, "imports": tuple(given.imports)}
-    own |= {"threads": given.threads or max(recorded, default=1)}
-    return Settings(**own, repeats=given.repeat, timeout_s=given.timeout, slack_s=slack_ns / 1e9)
+    values = {name: getattr(given, name) for name in Settings.__struct_fields__ if hasattr(given, name)}
+    values |= {"backend": backend, "device": device, "imports": tuple(given.imports)}
+    values |= {"threads": given.threads or max(recorded, default=1)}
+    return Settings(**values, repeats=given.repeat, timeout_s=given.timeout, slack_s=slack_ns / 1e9)
 
 
 def run_plan(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lead | None) -> list[RankResult]:
-    """Run `plan` on all ranks. Raises `Failed`, which is reported."""
+    """Run `plan` on all ranks. Reports a `Failed` and raises it again."""
     try:
         return lead.run(plan, settings) if lead is not None else _run_here(plan, settings, variables)
     except Failed as failed:
@@ -224,15 +224,15 @@ def run_plan(plan: Plan, settings: Settings, variables: Mapping[str, str], lead:
         raise
 
 
-def _busy_ns(rank: RankPlan, scale: float) -> float:
-    """How long a rank may keep the others waiting beside its calls, with so much of its recorded gaps."""
+def _longest_pause_ns(rank: RankPlan, scale: float) -> float:
+    """Return how long the other ranks may wait for the gaps and the computation of this rank."""
     if rank.compute is None:
         return sum(call.gap_ns for call in rank.calls) * scale
     return sum(one.gap_ns * scale + one.took_ns for one in rank.compute.operations)
 
 
 def read_plan(arguments: argparse.Namespace) -> Plan:
-    """The plan as recorded, before anything is changed in it."""
+    """Return the plan as recorded, without changes."""
     path: str = arguments.trace
     is_file = os.path.isfile(path)
     if is_file and look(path).kind == PLAN:
@@ -259,13 +259,13 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         )
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
     ranks = replay_inputs.read(found, fleet_of(arguments, size), steps=steps, one_trace=arguments.one_trace)
-    plan = build(ranks, path, found.kind, **_how(arguments))
+    plan = build(ranks, path, found.kind, **_reading_options(arguments))
     plan.notes += found.skipped
     return plan
 
 
-def _how(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What is said of the files, however they are read."""
+def _reading_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options for reading all kinds of files."""
     return {name: getattr(arguments, name) for name in ("one_trace", "world_size", "partial")}
 
 
@@ -275,7 +275,7 @@ def _read_with_computation(arguments: argparse.Namespace) -> Plan:
     found = find_windows(arguments.trace, arguments.window, one_trace=arguments.one_trace)
     paths = (path for one in found.inputs for path in (one.et, one.linked) if path and os.path.exists(path))
     fleet = fleet_of(arguments, sum(map(os.path.getsize, paths)))
-    return read_windows(found, arguments.trace, fleet, **_how(arguments))
+    return read_windows(found, arguments.trace, fleet, **_reading_options(arguments))
 
 
 _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
@@ -289,13 +289,13 @@ _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
     "overlap": transform.with_overlap,
     "blocking": lambda plan, _: transform.with_overlap(plan, "none"),
 }
-"""Options that change what is replayed, in the order in which they do."""
-_WHAT_IF = ("nproc", *_CHANGES)
+"""Options that change what is replayed, in the order in which they apply."""
+_CHANGE_OPTIONS = ("nproc", *_CHANGES)
 
 
-def _what_if(given: argparse.Namespace) -> dict[str, str]:
-    """The options that change what is replayed, as they were given."""
-    values = {name: getattr(given, name) for name in _WHAT_IF}
+def _describe_changes(given: argparse.Namespace) -> dict[str, str]:
+    """Return the given options that change what is replayed."""
+    values = {name: getattr(given, name) for name in _CHANGE_OPTIONS}
     values["blocking"] = given.blocking and "yes"
     return {
         f"--{name.replace('_', '-')}": f"{value:g}" if isinstance(value, float) else str(value)
@@ -305,7 +305,7 @@ def _what_if(given: argparse.Namespace) -> dict[str, str]:
 
 
 def resized(recorded: Plan, given: argparse.Namespace) -> Plan:
-    """A copy of the plan with the calls that were asked for, of the sizes that were asked for."""
+    """Return a copy of the plan with the requested calls and sizes."""
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
     for name, change in _CHANGES.items():
         value = getattr(given, name)
@@ -314,11 +314,11 @@ def resized(recorded: Plan, given: argparse.Namespace) -> Plan:
     return plan
 
 
-def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
-    """The plan with all that was asked for done to it, settled."""
+def _change_plan(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
+    """Return the plan with all requested changes, settled."""
     plan = resized(recorded, given)
     ranks = given.nproc or launched or plan.world_size
-    if launched is None and ranks > _MOST_LOCAL and (ranks != plan.world_size or not given.dry_run):
+    if launched is None and ranks > _MAX_LOCAL_RANKS and (ranks != plan.world_size or not given.dry_run):
         raise CrossrankError(
             f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or "
             "choose fewer with --nproc"
@@ -331,7 +331,7 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
         raise CrossrankError(f"{plan.source}: nothing is left to replay ({reasons})")
     scale = parse_pace(given.pace).scale
     longest = 0.0 if given.compute else max(gaps) * scale / 1e9
-    if longest > _LONGEST_GAP_S:
+    if longest > _MAX_GAP_S:
         raise CrossrankError(f"--pace {given.pace}: a gap would be {longest:.3g} s; choose a factor, or --pace fast")
     if scale and not any(gaps) and not given.compute:
         raise CrossrankError(
@@ -342,7 +342,7 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
 
 
 def make_folders(given: argparse.Namespace, target: str | None) -> None:
-    """Make the folders that results go to, before time is spent on them."""
+    """Make the folders of the results before the replay starts."""
     for option, path in (("--record", given.record), ("--profile", given.profile)):
         if path is not None and os.path.realpath(path) == os.path.realpath(given.trace):
             raise CrossrankError(f"{option} {path}: is the recording that is replayed; name another folder")

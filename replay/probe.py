@@ -1,4 +1,4 @@
-"""`crossrank probe`, and `python -m crossrank probe` under a launcher: find the slow rank, host or link."""
+"""`crossrank probe`, and `python -m crossrank probe` under a launcher: finds the slow rank, host or link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `crossrank replay` and `crossrank probe`, a row each, with the names that PARAM's users know too."""
+"""The options of `crossrank replay` and `crossrank probe`, one row each, with PARAM's names as well."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "S": float,
     "START:STOP": iterations,
 }
-"""What stands for a value in `--help` -> what makes the value of a text; a text itself for all others."""
+"""Placeholder of a value in `--help` -> the function that parses it; all others are strings."""
 _RANGES = {"N": (1, MOST_RANKS), "PORT": (1, 65535)}
-"""The lowest and the highest value, where an option has no range of its own."""
+"""The lowest and the highest value of an option without its own range."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class Option:
     """One option."""
 
     names: str
-    """The first is ours, and the name of its value; the others are PARAM's, or a launcher's."""
+    """The first name is crossrank's, and names its value; the others are PARAM's, or a launcher's."""
     help: str
     metavar: str = ""
-    """What stands for its value in `--help`; empty: a switch, or one of `choices`."""
+    """Placeholder of its value in `--help`; empty: a switch, or one of `choices`."""
     default: Any = None
-    """Of a switch False."""
+    """For a switch it is False."""
     choices: Collection[str] = ()
     range: tuple[float, float] | None = None
     """The lowest and the highest value."""
     several: bool = False
-    """It may be given again."""
+    """It may be given several times."""
     dest: str = ""
-    """The name of its value, where that is not the name of the option."""
+    """The name of its value, if it differs from the option's."""
     needs: str = ""
-    """The option that it is about."""
+    """The option that it requires."""
     not_with: Mapping[str, str] = field(default_factory=dict)
-    """Another option -> why the two do not go together."""
+    """Another option -> why the two exclude each other."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Option:
 
     @property
     def unset(self) -> Any:
-        """Its value where it is not given."""
+        """Return its value if it is not given."""
         return [] if self.several else False if self.is_switch else self.default
 
     @property
@@ -89,8 +89,8 @@ class Option:
 
 
 _ALONE = {"compute": "is about communication alone, with numbers of its own"}
-_BETWEEN = {"graph": "acts between calls, of which a graph has none"}
-_MEETING = {"init_method": "says where the ranks meet, as --init-method does"}
+_NO_GRAPH = {"graph": "acts between calls, of which a graph has none"}
+_NO_INIT_METHOD = {"init_method": "says where the ranks meet, as --init-method does"}
 
 READ = (
     Option("--trace-path", "the trace, as PARAM's users write it", "PATH"),
@@ -113,7 +113,7 @@ READ = (
     Option(
         "--compute",
         "replay the computation of a window too: every operation at its place, communication between them",
-        not_with=_BETWEEN,
+        not_with=_NO_GRAPH,
     ),
     Option("--window", "the window to replay with --compute (default: the first)", "N", needs="compute"),
     Option(
@@ -132,7 +132,7 @@ READ = (
     ),
 )
 CHANGE = (
-    # torchrun takes --nproc for one of its own, cut short, and refuses it as ambiguous.
+    # torchrun takes --nproc as an abbreviation of one of its options, and rejects it as ambiguous.
     Option(
         "--nproc --num-ranks",
         "replay with N ranks (default: as many as recorded, or as a launcher started; torchrun lets only --num-ranks "
@@ -148,7 +148,7 @@ CHANGE = (
     Option(
         "--blocking -b",
         "every call is waited for at once, with a barrier of its group before and after each collective",
-        not_with=_BETWEEN,
+        not_with=_NO_GRAPH,
     ),
     Option("--pgs", "only calls on these groups, by name or description", "LIST"),
     Option("--max-calls --max-msg-cnt", "the first N calls of each rank", "N"),
@@ -197,12 +197,12 @@ RUN = (
     ),
     Option("--atol", "absolute tolerance for that (as --rtol)", "F", range=(0, 1e6), needs="compare-data"),
     Option("--timeout", "end when a rank makes no progress for S s (120)", "S", default=120.0, range=(1, 1e6)),
-    Option("--record", "record the measured passes with crossrank into DIR", "DIR", not_with=_BETWEEN),
+    Option("--record", "record the measured passes with crossrank into DIR", "DIR", not_with=_NO_GRAPH),
     Option(
         "--profile --enable-profiler",
         "after the measured passes record two more into DIR, with execution traces and Kineto (a window)",
         "DIR",
-        not_with=_BETWEEN,
+        not_with=_NO_GRAPH,
     ),
     Option(
         "--init-method",
@@ -210,8 +210,8 @@ RUN = (
         "where no launcher says them; env:// = as the launcher says",
         "URL",
     ),
-    Option("--master-ip", "where rank 0 is, where the launcher does not say it", "HOST", not_with=_MEETING),
-    Option("--master-port", "its port (29500)", "PORT", not_with=_MEETING),
+    Option("--master-ip", "where rank 0 is, where the launcher does not say it", "HOST", not_with=_NO_INIT_METHOD),
+    Option("--master-port", "its port (29500)", "PORT", not_with=_NO_INIT_METHOD),
     Option("--tolerance", "what takes F times as long as others is slow (1.5)", "F", default=1.5, range=(1.01, 1e6)),
     Option(
         "--groups",
@@ -242,27 +242,27 @@ OPTIONS = {one.name: one for options in _GROUPS.values() for one in options}
 """Every option, by the name of its value."""
 
 
-def _names(text: str) -> frozenset[str]:
+def _split_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_PROBE_ALONE = _names("tolerance groups")
-_BOTH = _names(
+_ONLY_PROBE = _split_names("tolerance groups")
+_BOTH = _split_names(
     "trace_path trace_type steps partial one_trace world_size nproc scale_bytes dtype ops drop pgs max_calls backend "
     "device threads warmup repeat timeout record init_method master_ip master_port output json dry_run"
 )
-"""Options of `crossrank probe` and of `crossrank replay`, which has all but `_PROBE_ALONE`."""
-SWEPT_CHANGES = _names("nproc scale_bytes dtype ops drop bucket_mb overlap pgs max_calls threads")
-"""`--sweep` may give them values, and also `recorded`, which leaves them out: they change what was recorded."""
-SWEPT = SWEPT_CHANGES | _names("indices backend pace")
-NO_EFFECT = _names("strict sweep output by json save_plan dry_run")
+"""Options of both commands. `crossrank replay` has all except `_ONLY_PROBE`."""
+SWEPT_CHANGES = _split_names("nproc scale_bytes dtype ops drop bucket_mb overlap pgs max_calls threads")
+"""`--sweep` may set them, also to `recorded`, which means without the option: they change what was recorded."""
+SWEPT = SWEPT_CHANGES | _split_names("indices backend pace")
+NO_EFFECT = _split_names("strict sweep output by json save_plan dry_run")
 """No result depends on them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, mode: str = REPLAY) -> None:
-    """Add the options that the command has; the values of the others are as if they were not given."""
+    """Add the options of the command; all others get their unset values."""
     parser.add_argument("trace", nargs="?", help="a recording, a folder of traces of all ranks, one file, or a plan")
-    names = _BOTH | _PROBE_ALONE if mode == PROBE else OPTIONS.keys() - _PROBE_ALONE
+    names = _BOTH | _ONLY_PROBE if mode == PROBE else OPTIONS.keys() - _ONLY_PROBE
     for title, options in _GROUPS.items():
         group = parser.add_argument_group(title)
         for one in options:
@@ -276,7 +276,7 @@ def add_arguments(parser: argparse.ArgumentParser, mode: str = REPLAY) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse invalid values, and give both names of the trace one meaning."""
+    """Raise `CrossrankError` for invalid values, and store the trace under one name."""
     path = arguments.trace or arguments.trace_path
     if path is None or (arguments.trace and arguments.trace_path):
         raise CrossrankError("name one trace: a recording, a folder of traces, a file or a plan")

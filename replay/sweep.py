@@ -1,7 +1,7 @@
-"""Sweeps: the same trace replayed under every combination of the values that `--sweep` names.
+"""Sweeps: replays of one trace with every combination of the values in `--sweep`.
 
-Each combination has a folder of its own with its `replay.json`. One that is there and was made of the same trace with
-the same settings is not run again, so a sweep that was ended goes on where it stopped.
+Each combination has its own folder with its `replay.json`. A result of the same trace with the same settings is not
+computed again, so an interrupted sweep continues.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from crossrank.tools.traces.replayed import JSON, ReplayReport, StepComparison
 OPTIONS = {
     one.shown.removeprefix("--"): one for one in replay_options.OPTIONS.values() if one.name in replay_options.SWEPT
 }
-"""Options of the command that may be swept; any name in capitals is an environment variable."""
-_WITHOUT_EFFECT = replay_options.NO_EFFECT | {"run", "command", "jobs", "cluster"}
+"""Options that may be swept. All names in capitals are environment variables."""
+_NO_EFFECT = replay_options.NO_EFFECT | {"run", "command", "jobs", "cluster"}
 """Values that change no result."""
 
 RECORDED = "recorded"
-"""In a sweep, as the recording is: the option is left out."""
+"""In a sweep: as recorded, without the option."""
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 STAMP = "settings.txt"
 
@@ -44,13 +44,13 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """Folder of its results."""
+        """Return the name of the folder for its results."""
         text = "_".join(f"{name}={value}" for name, value in {**self.options, **self.variables}.items())
         return re.sub(r"[^\w.=,-]", "-", text)[:120]
 
 
 def parse_sweeps(texts: list[str]) -> list[Combination]:
-    """All combinations of `NAME=VALUE,VALUE…`. Raises `CrossrankError` for a name that cannot be swept."""
+    """Return all combinations of `NAME=VALUE,VALUE…`. Raises `CrossrankError` for a name that cannot be swept."""
     axes: list[list[tuple[str, str]]] = []
     for text in texts:
         name, equals, values = text.partition("=")
@@ -74,7 +74,7 @@ def parse_sweeps(texts: list[str]) -> list[Combination]:
 
 
 def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argparse.Namespace:
-    """`arguments` with the values that a sweep gives. Raises `CrossrankError` for an invalid one."""
+    """Return `arguments` with the values of a sweep. Raises `CrossrankError` for an invalid value."""
     given = argparse.Namespace(**vars(arguments))
     for name, value in values.items():
         try:
@@ -88,14 +88,14 @@ def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argpar
 
 
 def stamp(given: argparse.Namespace, one: Combination, plan_digest: str) -> str:
-    """What a result was made of: it is used again only where this is the same."""
-    values = {name: value for name, value in vars(given).items() if name not in _WITHOUT_EFFECT}
+    """Return a hash of all inputs of a result. A result with an equal stamp is used again."""
+    values = {name: value for name, value in vars(given).items() if name not in _NO_EFFECT}
     words = [f"{name}={value}" for part in (values, one.variables) for name, value in sorted(part.items())]
     return hashlib.sha256("\0".join([*words, plan_digest]).encode()).hexdigest() + "\n"
 
 
 def finished(folder: Path, expected: str) -> ReplayReport | None:
-    """The report that an earlier run left in `folder`, if it was made of the same."""
+    """Return the report of an earlier run in `folder`, if it had the same inputs."""
     try:
         if (folder / STAMP).read_text() != expected:
             return None
@@ -105,7 +105,7 @@ def finished(folder: Path, expected: str) -> ReplayReport | None:
 
 
 def sweep_json(results: list[tuple[Combination, ReplayReport | str]]) -> bytes:
-    """A list with an entry per combination: its options and variables, and its report or why there is none."""
+    """Return a list with one entry per combination: options, variables, and the report or why there is none."""
     rows = [
         {"options": one.options, "variables": one.variables}
         | ({"error": report} if isinstance(report, str) else {"report": report})
@@ -115,7 +115,7 @@ def sweep_json(results: list[tuple[Combination, ReplayReport | str]]) -> bytes:
 
 
 def print_sweep(results: list[tuple[Combination, ReplayReport | str]]) -> None:
-    """One table over all combinations; a text in the place of a report says why there is none."""
+    """Print one table of all combinations; a string in place of a report is the reason why there is none."""
     values = [{**one.options, **one.variables} for one, _ in results]
     names = list(dict.fromkeys(name for one in values for name in one))
     steps = [report.step for _, report in results if isinstance(report, ReplayReport) and report.step is not None]
@@ -125,7 +125,7 @@ def print_sweep(results: list[tuple[Combination, ReplayReport | str]]) -> None:
         if isinstance(report, str) or (steps and report.step is None):
             cells = ("-",) * (len(headings) - 1) + (report if isinstance(report, str) else "",)
         else:
-            cells = _of_step(report.step, steps[0]) if report.step is not None else _of_pass(report)
+            cells = _step_cells(report.step, steps[0]) if report.step is not None else _pass_cells(report)
         rows.append((*(one.get(name, "") for name in names), *cells))
     print_table(title, (*names, *headings), rows)
 
@@ -137,12 +137,12 @@ _PASS = (
 _STEP = ("Sweep: a whole step", ("#step ms p50", "#p95", "#exposed communication ms", "#against the first", ""))
 
 
-def _of_step(step: StepComparison, first: StepComparison) -> tuple[str, ...]:
+def _step_cells(step: StepComparison, first: StepComparison) -> tuple[str, ...]:
     times = (step.replayed_ms, step.replayed_p95_ms, step.exposed_ms)
     return *(f"{ms:,.2f}" for ms in times), f"{step.replayed_ms / first.replayed_ms:.2f} x", ""
 
 
-def _of_pass(report: ReplayReport) -> tuple[str, ...]:
+def _pass_cells(report: ReplayReport) -> tuple[str, ...]:
     rates = [row.busbw_gb_per_s.p50 for row in report.rows if row.busbw_gb_per_s is not None]
     return (
         f"{report.end_to_end_us.p50 / 1000:,.2f}",

@@ -1,5 +1,5 @@
-"""In: what every rank measured. Out: one report of all ranks, as files, a page and text.
+"""Makes one report from the measurements of all ranks: files, a page and text.
 
-`measure` puts the ranks together and beside the recording, `expected_values` says what values had to come out;
-`replay_report` writes files and prints a plan. How a report looks is in `tools.output.replay`.
+`measure` joins the ranks and compares them with the recording. `expected_values` computes the correct values.
+`replay_report` writes files and prints a plan. `tools.output.replay` formats the report.
 """

@@ -1,15 +1,13 @@
-"""Verifies what each collective gives (`--check`): inputs are filled with known numbers, outputs are compared.
+"""Verifies the result of each collective (`--check`): fills inputs with known numbers and compares the outputs.
 
-What is moved carries its sender: element j of a tensor of member m in the n-th call of its kind is
-(j + 31 m + 7 n) mod P, P a prime as large as the type holds exactly. What is reduced has one member (or as few as
-there must be) that decides each element, so that a result without it, or with it twice, is another number: 1 in a sum
-of zeros, 2 in a product or among maxima of ones. Where a call sends different parts to different members, a part is a
-tensor of its own. Outputs are spoilt before the call.
+* Moved data shows its sender. Element j of a tensor of member m in the n-th call of its kind is (j + 31 m + 7 n) mod P.
+  P is the largest prime that the type holds exactly, at most 65,521.
+* In a reduction, one member (or as few as possible) decides each element: 1 in a sum of zeros, 2 in a product or
+  maximum of ones. So a missing or repeated member changes the result. An average may differ by four roundings of its
+  type; in a narrow type with more members than elements, a missing member may change less.
+* If a call sends different parts to different members, each part counts as a tensor. Outputs are overwritten first.
 
-An average is compared within four roundings of its type: of one over more members than elements, in a narrow type, a
-missing member may be less than that.
-
-Numbers are made and compared on the device, or on the CPU where the device does not compute (a stand-in for a GPU).
+The device makes and compares the numbers; the CPU does so if the device cannot compute (a stand-in for a GPU).
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from crossrank.replay.plan.shapes import GATHERED_WHOLE, parts
 from crossrank.replay.run.program import Program
 from crossrank.tools.traces.replayed import CheckFailure, CheckResult
 
-_PART = 5
-"""By how much the numbers of one part of a call are ahead of those of the part before."""
-_SPOILT = 0x55
+_SHIFT = 5
+"""The shift of the numbers from one part of a call to the next."""
+_SPOILED = 0x55
 MOST_FAILURES = 20
-"""Of a rank, which are reported."""
+"""The most reported failures of a rank."""
 
 
 class Checker:
@@ -45,71 +43,71 @@ class Checker:
         self._numbers = [int(str(key[-1])) for key in keys]
 
     def fill(self, position: int) -> None:
-        """Set the inputs of launch `position`, and spoil its outputs."""
+        """Set the inputs of launch `position`, and overwrite its outputs."""
         for index in self.program.bound[position].calls:
             record = self.program.calls[index].record
             inputs, outputs = self.program.tensors[index]
-            mine = self._index(record, self.rank)
+            member = self._member_number(record, self.rank)
             for tensor in outputs:
-                tensor.view(-1).view(torch.uint8).fill_(0 if tensor.dtype == torch.bool else _SPOILT)
+                tensor.view(-1).view(torch.uint8).fill_(0 if tensor.dtype == torch.bool else _SPOILED)
             for part, tensor in enumerate(inputs):
-                for at, piece in self._parts(record, tensor, record.in_split):
-                    piece.copy_(self._sent(index, record, part, at, piece, mine))
+                for at, piece in self._split_parts(record, tensor, record.in_split):
+                    piece.copy_(self._input(index, record, part, at, piece, member))
 
     def take(self, position: int) -> None:
-        """Compare the outputs of launch `position`, which is over."""
+        """Compare the outputs of launch `position`, which has ended."""
         for index in self.program.bound[position].calls:
             record = self.program.calls[index].record
             _, outputs = self.program.tensors[index]
             for part, tensor in enumerate(outputs):
                 offset = 0
-                for at, piece in self._parts(record, tensor, record.out_split, of_output=True):
+                for at, piece in self._split_parts(record, tensor, record.out_split, of_output=True):
                     self._compare(index, part, offset, piece, self._expected(index, record, part, at, piece))
                     offset += piece.numel()
 
-    def _sent(self, index: int, record: CommRecord, part: int, at: int, piece: torch.Tensor, mine: int) -> torch.Tensor:
-        """What this rank puts into a part of a tensor."""
-        shift = self._numbers[index] + _PART * (part + at)
+    def _input(self, index: int, record: CommRecord, part: int, at: int, piece: torch.Tensor, own: int) -> torch.Tensor:
+        """Return the input of this rank for a part of a tensor."""
+        shift = self._numbers[index] + _SHIFT * (part + at)
         if record.op not in REDUCING:
-            return _moved(piece, shift, mine)
-        n = self._size(record)
+            return _make_moved(piece, shift, own)
+        n = self._group_size(record)
         whole = piece.numel()
         if record.c10d != "reduce_scatter_" and record.op == "reduce_scatter":
-            whole //= n  # each stretch is reduced by itself
-        return _to_reduce(piece, self.program.substitutes[index].reduce or "sum", shift, mine, n, whole)
+            whole //= n  # each stretch is reduced separately
+        return _make_to_reduce(piece, self.program.substitutes[index].reduce or "sum", shift, own, n, whole)
 
     def _expected(self, index: int, record: CommRecord, part: int, at: int, piece: torch.Tensor) -> torch.Tensor | None:
-        number, mine, n = self._numbers[index], self._index(record, self.rank), self._size(record)
+        number, own, n = self._numbers[index], self._member_number(record, self.rank), self._group_size(record)
         op, reduction = record.op, self.program.substitutes[index].reduce or "sum"
         if not gives(record, self.rank):
             return None
         if op in REDUCING:
-            # A list to scatter has a tensor for each member, a single one a stretch of it.
-            return _reduced(piece, reduction, number + _PART * (mine if record.c10d == "reduce_scatter_" else part), n)
+            # A list to scatter has a tensor for each member, a single tensor has a stretch.
+            return _result(piece, reduction, number + _SHIFT * (own if record.c10d == "reduce_scatter_" else part), n)
         if op == "broadcast":
-            return _moved(piece, number + _PART * part, self._index(record, record.root))
+            return _make_moved(piece, number + _SHIFT * part, self._member_number(record, record.root))
         if op in ("all_gather", "gather"):
-            # Member after member; `allgather_coalesced_` and the like have several tensors of each.
+            # Member by member; `allgather_coalesced_` and similar ops have several tensors for each.
             width = len(self.program.tensors[index][0])
             if record.c10d in GATHERED_WHOLE:
-                return _moved(piece, number + _PART * part, at)
-            return _moved(piece, number + _PART * (part % width), part // width)
+                return _make_moved(piece, number + _SHIFT * part, at)
+            return _make_moved(piece, number + _SHIFT * (part % width), part // width)
         if op == "scatter":
-            return _moved(piece, number + _PART * mine, self._index(record, record.root))
+            return _make_moved(piece, number + _SHIFT * own, self._member_number(record, record.root))
         if op == "all_to_all":
-            return _moved(piece, number + _PART * mine, part if record.c10d == "alltoall_" else at)
+            return _make_moved(piece, number + _SHIFT * own, part if record.c10d == "alltoall_" else at)
         if op == "recv":
-            return _moved(piece, number + _PART * part, self._index(record, record.peer))
+            return _make_moved(piece, number + _SHIFT * part, self._member_number(record, record.peer))
         return None
 
-    def _size(self, record: CommRecord) -> int:
+    def _group_size(self, record: CommRecord) -> int:
         return len(self.program.groups[record.pg].ranks or ())
 
-    def _parts(
+    def _split_parts(
         self, record: CommRecord, tensor: torch.Tensor, split: list[int] | None, *, of_output: bool = False
     ) -> list[tuple[int, torch.Tensor]]:
-        """(number, piece) of the parts of `tensor` that come from, or go to, different members."""
-        n = self._size(record)
+        """Return (number, piece) of the parts of `tensor` that different members send or receive."""
+        n = self._group_size(record)
         flat = tensor.reshape(-1)
         if record.c10d == "alltoall_base_":
             sizes = parts([flat.numel()], split, n)
@@ -119,7 +117,7 @@ class Checker:
             return [(0, flat)]
         return list(enumerate(flat.split(sizes)))
 
-    def _index(self, record: CommRecord, rank: int | None) -> int:
+    def _member_number(self, record: CommRecord, rank: int | None) -> int:
         return [one == rank for one in self.program.groups[record.pg].ranks or ()].index(True)
 
     def _compare(self, index: int, part: int, offset: int, piece: torch.Tensor, expected: torch.Tensor | None) -> None:
@@ -130,7 +128,7 @@ class Checker:
         piece = piece.to(expected.device)
         wrong = piece != expected
         if record.op in REDUCING and self.program.substitutes[index].reduce == "avg":
-            # Each backend divides in its own way.
+            # Backends divide differently.
             wrong = (piece - expected).abs() > expected.abs() * 4 * torch.finfo(piece.dtype).eps
             wrong |= ~torch.isfinite(piece)
         if bool(wrong.any()) and len(self.result.failures) < MOST_FAILURES:
@@ -146,7 +144,7 @@ def failure_of(
     expected: torch.Tensor,
     got: torch.Tensor,
 ) -> CheckFailure:
-    """What is `wrong` of a piece of output number `tensor`, which begins at its element `offset`."""
+    """Describe what is `wrong` in a piece of output number `tensor` that starts at element `offset`."""
     first = int(wrong.nonzero()[0])
     return CheckFailure(
         rank=rank,
@@ -162,54 +160,54 @@ def failure_of(
 
 
 def gives(record: CommRecord, rank: int) -> bool:
-    """Whether the operation says what is in the outputs of `rank`: of a reduction to one rank on that rank alone."""
+    """Return whether the operation defines the outputs of `rank`: a reduce does so only on its root."""
     return record.op != "reduce" or record.root == rank
 
 
 @lru_cache(maxsize=64)
-def _prime(dtype: torch.dtype) -> int:
-    """The largest prime below what the type holds exactly, at most 65,521."""
+def _largest_prime(dtype: torch.dtype) -> int:
+    """Return the largest prime that the type holds exactly, at most 65,521."""
     if dtype.is_complex:
         return 65_521
     exact = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
     return next(p for p in range(min(exact, 65_521), 1, -1) if all(p % q for q in range(2, int(p**0.5) + 1)))
 
 
-def _places(piece: torch.Tensor) -> torch.Tensor:
-    return torch.arange(piece.numel(), device=piece.device if _computes(piece.device) else "cpu")
+def _positions(piece: torch.Tensor) -> torch.Tensor:
+    return torch.arange(piece.numel(), device=piece.device if _can_compute(piece.device) else "cpu")
 
 
 @lru_cache(maxsize=8)
-def _computes(device: torch.device) -> bool:
+def _can_compute(device: torch.device) -> bool:
     return int(torch.arange(8, device=device).sum()) == 28
 
 
-def _moved(piece: torch.Tensor, shift: int, member: int) -> torch.Tensor:
-    """What `member` has in a tensor like `piece` that is moved."""
-    places = _places(piece)
-    if piece.dtype == torch.bool:  # bit by bit, over and over
+def _make_moved(piece: torch.Tensor, shift: int, member: int) -> torch.Tensor:
+    """Return the values of `member` in a moved tensor like `piece`."""
+    places = _positions(piece)
+    if piece.dtype == torch.bool:  # bit by bit, repeated
         return ((member + shift) >> (places % 12)) % 2 == 1
-    return ((places + 31 * member + 7 * shift) % _prime(piece.dtype)).to(piece.dtype)
+    return ((places + 31 * member + 7 * shift) % _largest_prime(piece.dtype)).to(piece.dtype)
 
 
-def _decides(places: torch.Tensor, shift: int, member: int, n: int, whole: int) -> torch.Tensor:
-    """Whether `member` is the one (of several, where there are fewer elements than members) that decides each place."""
-    turns = max(1, min(n, whole))
-    return (places + shift) % turns == member % turns
+def _is_deciding(places: torch.Tensor, shift: int, member: int, n: int, whole: int) -> torch.Tensor:
+    """Return whether `member` decides each position. With fewer elements than members, several decide one."""
+    cycle = max(1, min(n, whole))
+    return (places + shift) % cycle == member % cycle
 
 
-def _to_reduce(piece: torch.Tensor, reduction: str, shift: int, member: int, n: int, whole: int) -> torch.Tensor:
-    """What `member` of `n` puts into a tensor of which stretches of `whole` elements are reduced."""
-    others, own = _VALUES[reduction]
-    return torch.where(_decides(_places(piece), shift, member, n, whole), own, others).to(piece.dtype)
+def _make_to_reduce(piece: torch.Tensor, reduction: str, shift: int, member: int, n: int, whole: int) -> torch.Tensor:
+    """Return the input of `member` of `n` for a tensor whose stretches of `whole` elements are reduced."""
+    others, deciding = _VALUES[reduction]
+    return torch.where(_is_deciding(_positions(piece), shift, member, n, whole), deciding, others).to(piece.dtype)
 
 
-def _reduced(piece: torch.Tensor, reduction: str, shift: int, n: int) -> torch.Tensor:
-    """What `n` members give in a stretch like `piece` of the tensor that was reduced."""
-    _, own = _VALUES[reduction]
-    turns = max(1, min(n, piece.numel()))
-    places = (_places(piece) + shift) % turns
-    deciding = (n - 1 - places) // turns + 1  # members with that remainder
+def _result(piece: torch.Tensor, reduction: str, shift: int, n: int) -> torch.Tensor:
+    """Return the result of `n` members in a stretch like `piece` of the reduced tensor."""
+    _, deciding_value = _VALUES[reduction]
+    cycle = max(1, min(n, piece.numel()))
+    places = (_positions(piece) + shift) % cycle
+    deciding = (n - 1 - places) // cycle + 1  # the number of members with this remainder
     if reduction in ("sum", "avg"):
         total: torch.Tensor = deciding.to(torch.float64)
         if reduction == "avg":
@@ -219,7 +217,7 @@ def _reduced(piece: torch.Tensor, reduction: str, shift: int, n: int) -> torch.T
         return (2.0 ** deciding.to(torch.float64)).to(piece.dtype)
     if reduction == "bxor":
         return (deciding % 2).to(piece.dtype)
-    return torch.full_like(places, own, dtype=piece.dtype)
+    return torch.full_like(places, deciding_value, dtype=piece.dtype)
 
 
 _VALUES: dict[str, tuple[int, int]] = {
@@ -232,4 +230,4 @@ _VALUES: dict[str, tuple[int, int]] = {
     "bor": (0, 1),
     "bxor": (0, 1),
 }
-"""Reduction -> what members have at a place that they do not decide, and what those have that do."""
+"""Reduction -> the value of members that do not decide a position, and of those that do."""

@@ -1,13 +1,13 @@
-"""What a replay measured: the times of every call on every rank, and what follows from all ranks together.
+"""Computes the times of every call on every rank from the measurements of a replay.
 
-For one call of one pass, with arrivals a and ends e over the ranks that take part, all on rank 0's clock:
+For one call in one pass, with arrivals a and ends e of its ranks on rank 0's clock:
 
 * issue: the time until the launch returned, on each rank; the host's own work.
-* completion: e - a of a rank, waiting for others included.
-* waiting: from a rank's arrival to the last rank's, the part of its completion that others cost it.
-* time: from the last arrival to the last end: the collective itself. A call that is launched while others of its group
-  are under way arrives when the backend is free for it. algbw = S / time, busbw = algbw x factor, with S
-  and the factor of nccl-tests (`crossrank.comm.OPERATIONS`).
+* completion: e - a on one rank, with its waiting time.
+* waiting: from a rank's arrival to the last rank's arrival.
+* time: from the last arrival to the last end: the collective itself. If other calls of its group are unfinished, a call
+  arrives when the backend is free for it. The bandwidths are algbw = S / time and busbw = algbw x factor, with S and
+  the factor of nccl-tests (`crossrank.comm.OPERATIONS`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ from crossrank.tools.traces.replayed import (
 
 
 def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
-    """One row per call, rank and pass; times in ns, on one clock.
+    """Return one row per call, rank and pass; times in ns, on one clock.
 
-    `call` numbers calls over the ranks in the order in which rank 0 and the others make them, `index` those of a rank.
-    Of the whole call, and the same in all its rows, are `op` (with a word where it went out together with others, whose
-    times it then has), `bytes` (the largest of its ranks'), `ranks` (members of its group), `has_rate` (its bytes and
-    its time belong together), `bus_factor` (null where a bandwidth means nothing) and `late_end` (on some rank its end
-    is known only from its wait: its times are upper bounds). `first` marks the rows of one of its ranks. `recorded` is
-    null where the recording has no duration.
+    `call` numbers the calls of all ranks, `index` those of one rank. `first` marks the rows of one rank of a call.
+    `recorded` is null without a recorded duration. All rows of a call agree on `op` (with ", batched" in a batch, whose
+    times it then has), `bytes` (the largest of its ranks), `ranks` (members of its group), `has_rate` (its bytes and
+    its time belong together), `bus_factor` (null if a bandwidth has no meaning) and `late_end` (on some rank only the
+    wait shows the end, so the times are upper bounds).
     """
-    calls = _calls(plan, results)
+    calls = _list_calls(plan, results)
     sizes = [(size, *bucket_of(size)) for size in calls["bytes"].unique()]
     buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", "size_from", "size_to"), pl.Int64), orient="row")
     rows = calls.join(buckets, on="bytes", maintain_order="left").join(
-        _times(results), on=("rank", "index"), maintain_order="left"
+        _list_times(results), on=("rank", "index"), maintain_order="left"
     )
     last = pl.col("began").max().over("call", "pass")
     completion = pl.col("completed") - pl.col("began")
@@ -58,8 +57,8 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     )
 
 
-def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
-    """One row per call and rank."""
+def _list_calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
+    """Return one row per call and rank."""
     late = {result.rank: set(result.late_ends) for result in results}
     members = {group.pg: len(group.ranks or ()) for group in plan.groups}
     numbers: dict[Key, int] = {}
@@ -96,8 +95,8 @@ def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     )
 
 
-def _times(results: Sequence[RankResult]) -> pl.DataFrame:
-    """One row per rank, pass and index of a call, on rank 0's clock."""
+def _list_times(results: Sequence[RankResult]) -> pl.DataFrame:
+    """Return one row per rank, pass and index of a call, on rank 0's clock."""
     parts = []
     for result in results:
         for number, one in enumerate(result.passes):
@@ -112,18 +111,18 @@ _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
 def percentiles_us(nanoseconds: Sequence[float]) -> Percentiles:
-    """Percentiles in us."""
+    """Return percentiles in us."""
     return Percentiles(**{name: round(float(np.quantile(nanoseconds, q)) / 1000, 3) for name, q in _SHARES.items()})
 
 
 def table(times: pl.DataFrame) -> list[ReplayRow]:
-    """One row per operation, group and size bucket, the one that takes longest first."""
+    """Return one row per operation, group and size bucket, the longest first."""
 
     def spread(ns: pl.Expr) -> pl.Expr:
         return pl.struct((ns.quantile(q, "linear") / 1000).round(3).alias(name) for name, q in _SHARES.items())
 
     has_rate = pl.col("first") & pl.col("has_rate") & pl.col("bus_factor").is_not_null()
-    rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(has_rate)  # bytes/ns is GB/s
+    rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(has_rate)  # bytes/ns equals GB/s
     once = pl.col("first") & (pl.col("pass") == 0)
 
     def rates(factor: pl.Expr | float) -> pl.Expr:
@@ -140,16 +139,16 @@ def table(times: pl.DataFrame) -> list[ReplayRow]:
         busbw_gb_per_s=rates(pl.first("bus_factor")),
         late_ends=(once & pl.col("late_end")).sum(),
     )
-    found = []
+    result = []
     for row in rows.to_dicts():
         spreads = {name: Percentiles(**one) for name, one in row.items() if isinstance(one, dict)}
-        found.append(ReplayRow(**row | spreads))
-    return sorted(found, key=lambda row: -row.time_us.p50 * row.calls)
+        result.append(ReplayRow(**row | spreads))
+    return sorted(result, key=lambda row: -row.time_us.p50 * row.calls)
 
 
 def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[CallTimes]:
-    """Calls by what `field` of their records says (`source` or `step`), the block that takes longest first. Calls that
-    do not say it are left out; one that ranks make from several places counts for each."""
+    """Return the times of calls by a `field` of their records (`source` or `step`), the longest block first. Calls
+    without a value are skipped; a call with several values counts for each."""
     named = [
         (rank.rank, index, str(getattr(call.record, field)))
         for rank in plan.ranks
@@ -171,12 +170,12 @@ def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[CallTimes]:
     )
     spread = ("time_us", "waiting_us", "span_us")
     rows = totals.group_by("name", maintain_order=True).agg(pl.first("calls", "bytes"), *spread)
-    found = [CallTimes(**row | {name: percentiles_us(row[name]) for name in spread}) for row in rows.to_dicts()]
-    return sorted(found, key=lambda block: -block.time_us.p50)
+    result = [CallTimes(**row | {name: percentiles_us(row[name]) for name in spread}) for row in rows.to_dicts()]
+    return sorted(result, key=lambda block: -block.time_us.p50)
 
 
 def batches(times: pl.DataFrame, calls: int) -> Batches | None:
-    """So many calls in a row of each rank as one; None where no rank has as many."""
+    """Return the times of `calls` consecutive calls of each rank; None if no rank has as many."""
     rows = (
         times.group_by("rank", "pass", pl.col("index") // calls)
         .agg(took=pl.col("completed").max() - pl.col("began").min(), count=pl.len())
@@ -189,7 +188,7 @@ def batches(times: pl.DataFrame, calls: int) -> Batches | None:
 
 
 def end_to_end_ns(results: Sequence[RankResult]) -> list[int]:
-    """By pass: from the first rank's start to the last rank's end."""
+    """Return, by pass, the time from the first rank's start to the last rank's end."""
     return [
         max(one.passes[n].end + one.offset_ns for one in results)
         - min(one.passes[n].start + one.offset_ns for one in results)
@@ -198,13 +197,12 @@ def end_to_end_ns(results: Sequence[RankResult]) -> list[int]:
 
 
 def compare(plan: Plan, times: pl.DataFrame, results: Sequence[RankResult]) -> Comparison:
-    """Set the times of a replay, as `measure` gives them, against those that `plan` has of its recording.
+    """Compare the times of a replay, from `measure`, with the recorded times in `plan`.
 
-    Two times are compared. The completion of a call on one rank (from its begin to its end, waiting for others
-    included) with what the recording says of that rank; and the collective itself (in the replay from the last arrival,
-    in the recording the shortest completion among the ranks, which is that of the last to arrive, where none can end
-    before it: not of broadcasts, reductions to one rank, sends). The relative error is |replayed - recorded| /
-    recorded, with the median over the passes as the replayed time.
+    Compares the completion of a call on one rank, waiting time included. Compares the collective too: in the replay
+    from the last arrival, in the recording the shortest completion, which is the last rank's if no rank can end before
+    it arrives. So broadcasts, reduces and sends do not count. The relative error is |replayed - recorded| / recorded,
+    where the replayed time is the median over the passes.
     """
     size = ("op", "size_from", "size_to")
     calls = times.group_by("call", "rank", maintain_order=True).agg(
@@ -251,6 +249,6 @@ def _recorded_span_us(plan: Plan) -> float | None:
         times = [(call.record.t, call.took_ns or 0) for call in rank.calls if call.record.t]
         if len(times) > 1:
             spans.append(max(t + took for t, took in times) - times[0][0])
-    # Of calls here and there the end says nothing; of some iterations it does.
+    # With some calls skipped, the end is meaningless. With some steps skipped, it is not.
     reasons = plan.coverage().reasons.keys() - {NOT_IN_STEPS}
     return max(spans) / 1000 if spans and not reasons and not plan.damage else None

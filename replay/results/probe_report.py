@@ -1,14 +1,13 @@
-"""What a probe found: how long each group of ranks took beside those like it, and which rank or link that blames.
+"""Reports the result of a probe: the time of each group relative to similar groups, and the slow ranks and links.
 
-A group's time in a pass is from its first member's launch to its last member's end, for all come from a barrier; the
-median over the passes counts. Its ratio is that time over the lower quartile of the groups like it (as many ranks, the
-same bytes, on one host or across several), so that many slow ones are told from few quick ones.
+A group's time in a pass is from its first member's launch to its last member's end, since all start after a barrier.
+The median over the passes counts. Its ratio is this time divided by the lower quartile of similar groups: equal size,
+equal bytes, equal placement (one host or several). So it finds slow groups even if they are the majority.
 
-A rank is in several groups, and one slow partner slows a group: what tells of the rank itself is the quarter of its
-groups that is quickest, in a bisection the quickest, for there it is with the same partners again and again. Groups
-across hosts and within one are judged apart, since a slow network card slows the first alone; the score of a rank is
-the largest. It takes two groups to judge a rank by. A link is blamed where a pair is slow in every pass and no rank of
-it is to blame.
+A slow partner slows a group, so a rank's score is the lower quartile of its groups' ratios. In a bisection it is the
+minimum, since the partners repeat. Groups across hosts and within one are judged separately, because a slow network
+card slows only the first; the larger score counts. A rank needs two groups. A link is slow if a pair is slow in every
+pass and neither of its ranks is slow.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from crossrank.tools.output.console import Columns, table_of
 from crossrank.tools.tables import Row
 
 _SHOWN = 20
-_LEAST_OF_RANK = 2
-"""Groups of a rank that it is judged by."""
+_MIN_GROUPS = 2
+"""The fewest groups for a score."""
 
 
 class ProbeReport(msgspec.Struct, kw_only=True):
-    """`probe.json`."""
+    """The content of `probe.json`."""
 
     source: str
     kind: str
@@ -46,20 +45,20 @@ class ProbeReport(msgspec.Struct, kw_only=True):
     passes: int
     tolerance: float
     others: list[float]
-    """Least, median and largest score of the ranks that are not slow."""
+    """Smallest, median and largest score of the ranks that are not slow."""
     ranks: list[Row]
-    """The slowest first: `rank`, `host`, `score` (that of its quick groups, for the `bytes` and the place,
-    `across_hosts` or not, at which it is largest), `groups` (how many those are), `quick_us` (time of the quick ones
-    among them) and `is_slow`."""
+    """The slowest rank first. `score` is the largest over `bytes` and `across_hosts`, which have its case; `groups` is
+    the number of groups there, `quick_us` their lower quartile (bisect: minimum). Other columns: `rank`, `host`,
+    `is_slow`."""
     links: list[Row]
-    """Pairs that are slow with each other alone, the slowest first: `ranks`, `hosts`, `bytes`, `ratio`, `us` and
-    `ranks_are_well` (both were judged by such groups and are not slow; else it is the link or one of them)."""
+    """Pairs that are slow only with each other, slowest first: `ranks`, `hosts`, `bytes`, `ratio`, `us` and
+    `ranks_are_well` (both were judged in such groups and are not slow; otherwise one of them may be slow)."""
     compared: int
-    """Groups that others are like."""
+    """Groups with enough similar groups."""
     alone: int
-    """Groups with too few like them to compare, which count for nothing."""
+    """Groups with too few similar groups, which are ignored."""
     not_judged: list[Int]
-    """Ranks with too few groups to be judged by."""
+    """Ranks with too few groups for a score."""
     schema: str = "crossrank-probe 1"
     crossrank: str = crossrank.__version__
 
@@ -71,7 +70,7 @@ class ProbeReport(msgspec.Struct, kw_only=True):
 def judge(
     probe: Probe, results: Sequence[RankResult], machines: Sequence[Machine], backend: str, tolerance: float
 ) -> ProbeReport:
-    """Who is slower than `tolerance` times the others like them."""
+    """Find the ranks and links that are slower than `tolerance` times similar ones."""
     took = group_times(probe, results)
     groups = pl.DataFrame(
         {
@@ -85,9 +84,9 @@ def judge(
     )
     alike = (pl.col("ranks").list.len(), "bytes", "across_hosts")
     compared = groups.filter(pl.len().over(*alike) >= LEAST_ALIKE)
-    compared = compared.with_columns(base=_quick(pl.col("ns")).clip(1.0).over(*alike))
+    compared = compared.with_columns(base=_lower_quartile(pl.col("ns")).clip(1.0).over(*alike))
     hosts = [one.host for one in machines]
-    kinds = _judged(compared, hosts, pl.Expr.min if probe.kind == "bisect" else _quick, tolerance)
+    kinds = _judge_ranks(compared, hosts, pl.Expr.min if probe.kind == "bisect" else _lower_quartile, tolerance)
     judged = set(kinds.select("rank", "bytes", "across_hosts").iter_rows())
     ranks = kinds.unique("rank", keep="first", maintain_order=True)
     slow = set(ranks.filter("is_slow")["rank"])
@@ -125,7 +124,7 @@ def judge(
 
 
 def group_times(probe: Probe, results: Sequence[RankResult]) -> list[list[int]]:
-    """By group: ns in each pass, from its first member's launch to its last member's end."""
+    """Return, by group, the ns in each pass from its first member's launch to its last member's end."""
     moments = {}
     for result in results:
         columns = b"".join(getattr(one, name) for name in ("launched", "completed") for one in result.passes)
@@ -139,16 +138,16 @@ def group_times(probe: Probe, results: Sequence[RankResult]) -> list[list[int]]:
     return took
 
 
-def _judged(
-    compared: pl.DataFrame, hosts: Sequence[str], quick: Callable[[pl.Expr], pl.Expr], tolerance: float
+def _judge_ranks(
+    compared: pl.DataFrame, hosts: Sequence[str], quick_of: Callable[[pl.Expr], pl.Expr], tolerance: float
 ) -> pl.DataFrame:
-    """What the groups of a rank of one size and place say of it: the rows of `ProbeReport.ranks`, several of a rank."""
+    """Return a score for each rank, size and placement: the rows of `ProbeReport.ranks`, several for a rank."""
     kinds = (
         compared.explode("ranks")
         .rename({"ranks": "rank"})
         .group_by("rank", "bytes", "across_hosts", maintain_order=True)
-        .agg(score=quick(pl.col("ns") / pl.col("base")), groups=pl.len(), quick_us=quick(pl.col("us")))
-        .filter(pl.col("groups") >= _LEAST_OF_RANK)
+        .agg(score=quick_of(pl.col("ns") / pl.col("base")), groups=pl.len(), quick_us=quick_of(pl.col("us")))
+        .filter(pl.col("groups") >= _MIN_GROUPS)
         .sort(-pl.col("score"), "rank", maintain_order=True)
     )
     host = pl.Series(hosts, dtype=pl.String).gather(kinds["rank"])
@@ -156,7 +155,7 @@ def _judged(
     return kinds.with_columns(host=host, is_slow=pl.col("score") > tolerance).select(columns)
 
 
-def _quick(values: pl.Expr) -> pl.Expr:
+def _lower_quartile(values: pl.Expr) -> pl.Expr:
     return values.quantile(0.25, "lower")
 
 
@@ -172,7 +171,7 @@ _RANKS: Columns[Row] = (
 
 
 def print_probe(report: ProbeReport) -> None:
-    """Who is slow, and by what that is known."""
+    """Print the slow ranks and links, and their measurements."""
     sizes = " and ".join(amount(size) for size in report.sizes)
     print(
         f"{printable(report.source)}: probed {report.kind} of {report.world_size} ranks on "

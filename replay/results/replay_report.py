@@ -1,4 +1,4 @@
-"""What a replay gives: `replay.json`, `replay.csv` and a page."""
+"""Makes the outputs of a replay: `replay.json`, `replay.csv` and a page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from crossrank.tools.traces.replayed import (
 )
 
 HTML = "replay.html"
-_MOST_PROBLEMS = 5
+_MAX_SHOWN = 5
 
 
 def make_report(
@@ -42,7 +42,7 @@ def make_report(
     what_if: dict[str, str],
     variables: dict[str, str],
 ) -> tuple[ReplayReport, pl.DataFrame]:
-    """The report of one replay, and the table of `measure` that it is made of."""
+    """Return the report of one replay, and the table of `measure` for it."""
     times = measure(plan, results)
     comparison = compare(plan, times, results)
     checks = [result.check for result in results if result.check is not None]
@@ -55,7 +55,7 @@ def make_report(
         settings=settings,
         variables=variables,
         what_if=what_if,
-        **_figures(plan),
+        **_count_plan(plan),
         notes=plan.notes,
         damage=plan.damage,
         substitutes=dict(sum((Counter(result.substitutes) for result in results), Counter[str]())),
@@ -68,7 +68,7 @@ def make_report(
         rows=table(times),
         comparison=comparison if comparison.calls or comparison.recorded_end_to_end_us is not None else None,
         check=CheckResult(tensors=sum(one.tensors for one in checks), failures=failures) if checks else None,
-        data=_all_data([result.data for result in results if result.data is not None]),
+        data=_join_comparisons([result.data for result in results if result.data is not None]),
         by_source=blocks(times, plan, "source"),
         by_step=sorted(blocks(times, plan, "step"), key=lambda block: int(block.name)),
         batches=batches(times, settings.batch) if settings.batch is not None else None,
@@ -77,7 +77,7 @@ def make_report(
     return report, times
 
 
-def _all_data(parts: list[DataComparison]) -> DataComparison | None:
+def _join_comparisons(parts: list[DataComparison]) -> DataComparison | None:
     if not parts:
         return None
     return msgspec.structs.replace(
@@ -91,21 +91,21 @@ def _all_data(parts: list[DataComparison]) -> DataComparison | None:
 
 
 def indented(content: object) -> bytes:
-    """JSON that people can read as well."""
+    """Return `content` as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def plan_json(plan: Plan) -> bytes:
-    """What `print_plan` prints, as JSON."""
+    """Return the facts that `print_plan` prints, as JSON."""
     facts = {name: getattr(plan, name) for name in ("source", "kind", "world_size", "groups", "notes", "damage")}
-    facts |= _figures(plan) | {"memory_per_rank": _memory_per_rank(plan)}
+    facts |= _count_plan(plan) | {"memory_per_rank": _max_memory_per_rank(plan)}
     if computed := plan.recorded_computation():
         facts["computation"] = coverage_of(computed)
     return indented(facts)
 
 
-def _figures(plan: Plan) -> dict[str, Any]:
-    """What is counted of a plan, as both its JSON and the report of its replay have it."""
+def _count_plan(plan: Plan) -> dict[str, Any]:
+    """Return the counts of a plan, for its JSON and for the report of its replay."""
     coverage = plan.coverage()
     return {
         "coverage": coverage,
@@ -116,12 +116,12 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _memory_per_rank(plan: Plan) -> int:
+def _max_memory_per_rank(plan: Plan) -> int:
     return max(rank_bytes(rank) for rank in plan.ranks)
 
 
 def rank_bytes(rank: RankPlan) -> int:
-    """Memory for the tensors of a rank, in bytes: with computation, calls work on the same ones."""
+    """Return the bytes of a rank's tensors. With computation, its calls use the same tensors."""
     if rank.compute is None:
         return bytes_needed(rank.calls)
     changed = [call for call in rank.calls if call.merged or call.record.bytes != call.recorded_bytes]
@@ -129,7 +129,7 @@ def rank_bytes(rank: RankPlan) -> int:
 
 
 def print_plan(plan: Plan) -> None:
-    """Coverage, notes, and what the plan consists of."""
+    """Print coverage and notes of the plan."""
     coverage = plan.coverage()
     print(
         f"{printable(plan.source)}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
@@ -145,37 +145,37 @@ def print_plan(plan: Plan) -> None:
     if computed := plan.recorded_computation():
         for line in coverage_lines(coverage_of(computed)):
             print(f"  {line}")
-    print(f"  memory for tensors: up to {amount(_memory_per_rank(plan))} per rank")
+    print(f"  memory for tensors: up to {amount(_max_memory_per_rank(plan))} per rank")
     for reason, count in coverage.reasons.items():
         print(f"  left out: {count:,} call(s): {printable(reason)}")
-    for problem in plan.damage[:_MOST_PROBLEMS]:
+    for problem in plan.damage[:_MAX_SHOWN]:
         print(f"  damaged: {printable(problem)}; calls may be missing that nobody counts")
-    if len(plan.damage) > _MOST_PROBLEMS:
-        print(f"  damaged: and {len(plan.damage) - _MOST_PROBLEMS} more")
+    if len(plan.damage) > _MAX_SHOWN:
+        print(f"  damaged: and {len(plan.damage) - _MAX_SHOWN} more")
     for note in plan.notes:
         print(f"  {printable(note)}")
 
 
 def coverage_lines(coverage: ComputeCoverage) -> Iterator[str]:
-    """How much of the computation runs, and what does not."""
+    """Yield lines about the computation that runs and that does not."""
     yield (
         f"computation: {coverage.operations:,} of {coverage.recorded_operations:,} operations "
         f"({percent(coverage.share_of_operations)}), {percent(coverage.share_of_time)} of their recorded time"
     )
-    for row in coverage.left_out[:_MOST_PROBLEMS]:
+    for row in coverage.left_out[:_MAX_SHOWN]:
         yield (
             f"idles instead: {row.operations:,} x {printable(row.name)} ({milliseconds(row.ns / 1e6)}): "
             f"{printable(row.reason)}"
         )
-    if len(coverage.left_out) > _MOST_PROBLEMS:
-        yield f"idles instead: and {len(coverage.left_out) - _MOST_PROBLEMS} more kinds"
+    if len(coverage.left_out) > _MAX_SHOWN:
+        yield f"idles instead: and {len(coverage.left_out) - _MAX_SHOWN} more kinds"
 
 
 _RECORD_COLUMNS = ("op", "pg", "seq", "peer", "bytes", "dtype", "source")
 
 
 def to_csv(plan: Plan, times: pl.DataFrame) -> str:
-    """One line per call and rank; times in us, over the passes."""
+    """Return one line per call and rank; times in us, over the passes."""
 
     def in_us(column: str, share: float) -> pl.Expr:
         return (pl.col(column).quantile(share, "linear") / 1000).round(3).alias(f"{column}_us_p{100 * share:.0f}")
@@ -206,7 +206,7 @@ def to_csv(plan: Plan, times: pl.DataFrame) -> str:
 
 
 def write_report(folder: str, report: ReplayReport, plan: Plan, times: pl.DataFrame) -> list[str]:
-    """Write `replay.json`, `replay.csv` and `replay.html` into `folder`; returns their paths."""
+    """Write `replay.json`, `replay.csv` and `replay.html` into `folder`; return their paths."""
     from crossrank.tools.output.replay import replay_page
 
     contents = {

@@ -1,8 +1,8 @@
-"""What the calls of a replay give: saved (`--save-data`), or compared with what another one saved (`--compare-data`).
+"""Saves the results of a replay's calls (`--save-data`), or compares them with saved ones (`--compare-data`).
 
-Inputs are numbers that follow from the rank, the call and the tensor alone, so two replays of one trace on other
-hardware, another backend or another algorithm have to give the same but for rounding. A folder holds for each rank
-`rank-N.data`, all output tensors as they lie in memory, and `rank-N.data.json`, which says where each one is.
+The inputs depend only on rank, call and tensor. So two replays of one trace must give the same results, except for
+rounding, also on other hardware, backends or algorithms. A folder has for each rank `rank-N.data`, the memory of all
+output tensors, and `rank-N.data.json`, the position of each.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from crossrank.replay.run.program import Program
 from crossrank.tools.traces.replayed import DataComparison
 
 SCHEMA = "crossrank-data 1"
-_PART = 1 << 22
-"""Elements that are compared at once."""
-_LEAST_TOLERANCE = 1e-4
+_CHUNK = 1 << 22
+"""The number of elements that are compared at once."""
+_MIN_TOLERANCE = 1e-4
 
 
 class SavedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """An output of a call."""
 
     call: Count
-    """Its place among the rank's calls."""
+    """Its index among the rank's calls."""
     op: str
     part: Count
     dtype: str
@@ -48,10 +48,10 @@ class SavedTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedData(msgspec.Struct, frozen=True, kw_only=True):
-    """`rank-N.data.json`"""
+    """The content of `rank-N.data.json`."""
 
     tensors: list[SavedTensor]
-    """In the order in which they stand in `rank-N.data`, without a byte between them."""
+    """In their order in `rank-N.data`, without gaps."""
     schema: str = SCHEMA
 
 
@@ -66,13 +66,13 @@ class RandomInputs:
         """Set the inputs of launch `position`."""
         for index in self.program.bound[position].calls:
             for part, tensor in enumerate(self.program.tensors[index][0]):
-                # Made on the host, whatever the device: generators of devices give other numbers.
-                seed = zlib.crc32(f"{self.rank} {index} {part}".encode())  # of a larger one torch takes 32 bits
+                # On the CPU for every device: generators of other devices give other numbers.
+                seed = zlib.crc32(f"{self.rank} {index} {part}".encode())  # torch uses only 32 bits of a seed
                 generator = torch.Generator().manual_seed(seed)
-                tensor.view(-1).copy_(_numbers(tensor, generator))
+                tensor.view(-1).copy_(_make_numbers(tensor, generator))
 
     def outputs(self, position: int) -> Iterator[tuple[SavedTensor, torch.Tensor]]:
-        """What launch `position`, which is over, gave on this rank."""
+        """Yield the outputs of launch `position`, which has ended, on this rank."""
         for index in self.program.bound[position].calls:
             record = self.program.calls[index].record
             for part, tensor in enumerate(self.program.tensors[index][1]):
@@ -89,20 +89,20 @@ class DataWriter(RandomInputs):
 
     def __init__(self, program: Program, rank: int, file: IO[bytes]) -> None:
         super().__init__(program, rank)
-        self._file = file
+        self._path = file
         self.saved: list[SavedTensor] = []
 
     def take(self, position: int) -> None:
-        """Save what launch `position` gave."""
+        """Save the outputs of launch `position`."""
         for saved, tensor in self.outputs(position):
-            self._file.write(tensor.view(torch.uint8).cpu().numpy().tobytes())
+            self._path.write(tensor.view(torch.uint8).cpu().numpy().tobytes())
             self.saved.append(saved)
 
 
 @contextmanager
 def saving(program: Program, rank: int, folder: str) -> Iterator[DataWriter]:
-    """A writer of the files of one rank, which are there when the context has ended well."""
-    path = Path(_file(folder, rank))
+    """Yield a writer for the files of one rank. The files exist after the context has ended without an error."""
+    path = Path(_path(folder, rank))
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary, temporary.open("wb") as file:
         writer = DataWriter(program, rank, file)
@@ -112,10 +112,10 @@ def saving(program: Program, rank: int, folder: str) -> Iterator[DataWriter]:
 
 
 class DataComparer(RandomInputs):
-    """Compares the outputs of one rank with those that were saved."""
+    """Compares the outputs of one rank with saved ones."""
 
     def __init__(self, program: Program, rank: int, folder: str, rtol: float | None, atol: float | None) -> None:
-        """Raises `CrossrankError` where the files cannot be used."""
+        """Raises `CrossrankError` if the files cannot be used."""
         super().__init__(program, rank)
         self._rtol, self._atol = rtol, atol
         self._saved: dict[tuple[int, int], tuple[SavedTensor, int]] = {}
@@ -123,11 +123,11 @@ class DataComparer(RandomInputs):
         for one in load_saved(folder, rank).tensors:
             self._saved[one.call, one.part] = one, at
             at += one.bytes
-        self._bytes = np.memmap(_file(folder, rank), np.uint8, "r") if at else np.zeros(0, np.uint8)
+        self._bytes = np.memmap(_path(folder, rank), np.uint8, "r") if at else np.zeros(0, np.uint8)
         self.result = DataComparison(folder=folder, rtol=rtol, atol=atol)
 
     def take(self, position: int) -> None:
-        """Compare what launch `position` gave."""
+        """Compare the outputs of launch `position`."""
         for made, tensor in self.outputs(position):
             saved, at = self._saved.get((made.call, made.part), (None, 0))
             if saved != made:
@@ -136,17 +136,17 @@ class DataComparer(RandomInputs):
             self.result.tensors += 1
             record = self.program.calls[made.call].record
             size = tensor.dtype.itemsize
-            for first in range(0, made.elements, _PART):
-                now = tensor[first : first + _PART].cpu()
+            for first in range(0, made.elements, _CHUNK):
+                now = tensor[first : first + _CHUNK].cpu()
                 begin = at + first * size
                 then = torch.from_numpy(self._bytes[begin : begin + len(now) * size].copy()).view(now.dtype)
-                if self._compare(record, made, first, _exact(now), _exact(then)):
+                if self._compare(record, made, first, _widen(now), _widen(then)):
                     break
 
     def _compare(
         self, record: CommRecord, made: SavedTensor, first: int, now: torch.Tensor, then: torch.Tensor
     ) -> bool:
-        """Whether a part of a tensor differs from what was saved."""
+        """Return whether a part of a tensor differs from the saved one."""
         distance = (now - then).abs()
         self.result.largest_difference = max(self.result.largest_difference, float(distance.nan_to_num().max()))
         least = tolerance(getattr(torch, made.dtype))
@@ -161,15 +161,15 @@ class DataComparer(RandomInputs):
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative and absolute, where no other is given: 8 roundings of the type, at least 1e-4."""
-    return max(_LEAST_TOLERANCE, 8 * torch.finfo(dtype).eps) if dtype.is_floating_point else _LEAST_TOLERANCE
+    """Return the default for both tolerances, relative and absolute: 8 roundings of the type, at least 1e-4."""
+    return max(_MIN_TOLERANCE, 8 * torch.finfo(dtype).eps) if dtype.is_floating_point else _MIN_TOLERANCE
 
 
 def load_saved(folder: str, rank: int) -> SavedData:
-    """What was saved of `rank`. Raises `CrossrankError` where there is nothing."""
-    path = f"{_file(folder, rank)}.json"
+    """Return what was saved for `rank`. Raises `CrossrankError` if there is nothing."""
+    path = f"{_path(folder, rank)}.json"
     try:
-        size = Path(_file(folder, rank)).stat().st_size
+        size = Path(_path(folder, rank)).stat().st_size
         saved = msgspec.json.decode(Path(path).read_bytes(), type=SavedData)
         if saved.schema != SCHEMA:
             raise msgspec.DecodeError(f"its schema is {saved.schema!r}, not {SCHEMA!r}")
@@ -186,23 +186,23 @@ def load_saved(folder: str, rank: int) -> SavedData:
 
 
 def check_saved(plan: Plan, folder: str) -> None:
-    """Raise `CrossrankError` where what is in `folder` was not saved by a replay of the calls of `plan`."""
+    """Raise `CrossrankError` if another plan's replay saved the data in `folder`."""
     for rank in plan.ranks:
         operations = [one.record.op for one in rank.calls]
         for saved in load_saved(folder, rank.rank).tensors:
             if saved.call >= len(operations) or operations[saved.call] != saved.op:
                 raise CrossrankError(
-                    f"{_file(folder, rank.rank)}: was saved by a replay of other calls: call {saved.call} is there "
+                    f"{_path(folder, rank.rank)}: was saved by a replay of other calls: call {saved.call} is there "
                     f"{saved.op}; replay the same trace with the same options, or save anew with --save-data"
                 )
 
 
-def _file(folder: str, rank: int) -> str:
+def _path(folder: str, rank: int) -> str:
     return str(Path(folder) / f"rank-{rank}.data")
 
 
-def _numbers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """So many numbers of the type of `tensor`: of small whole ones none overflows in a sum."""
+def _make_numbers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return numbers for `tensor`: integers are small, so that no sum overflows."""
     count, dtype = tensor.numel(), tensor.dtype
     if dtype.is_complex:
         return torch.view_as_complex(torch.rand(count, 2, generator=generator) * 2 - 1).to(dtype)
@@ -211,6 +211,6 @@ def _numbers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2 if dtype == torch.bool else 4, (count,), generator=generator).to(dtype)
 
 
-def _exact(tensor: torch.Tensor) -> torch.Tensor:
-    """In a type that holds all others' values, but for the largest whole numbers."""
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert to a type that holds the values of all others, except for the largest integers."""
     return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)

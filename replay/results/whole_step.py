@@ -1,4 +1,4 @@
-"""A whole step as it was replayed, beside the step as it was recorded."""
+"""Compares a replayed step with the recorded step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from crossrank.replay.run.messages import RankResult
 from crossrank.tools.traces.replayed import ComputedOperation, StepComparison
 
 _SHOWN = 200
-_FEWEST = 5
-"""Steps of a rank from which a median has an interval."""
+_MIN_STEPS = 5
+"""The fewest steps of a rank for an interval of their median."""
 
 
 def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | None:
-    """What the ranks measured of their steps; None where no computation was replayed."""
+    """Return the comparison of steps; None if no computation was replayed."""
     computes = {rank.rank: rank.compute for rank in plan.ranks if rank.compute is not None}
     if not computes:
         return None
@@ -30,7 +30,7 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         for result in results
         for one in result.passes
         if one.steps
-        for step in _steps(one.steps, one.end)
+        for step in _step_durations(one.steps, one.end)
     ]
     waited = [one.waited / len(computes[result.rank].steps) for result in results for one in result.passes if one.steps]
     unprofiled = [ns for one in recorded for ns in one.unprofiled_ns]
@@ -54,8 +54,8 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         replayed_p95_ms=float(np.quantile(took, 0.95)) / 1e6,
         recorded_ms=median(unprofiled) / 1e6 if unprofiled else None,
         recorded_steps=len(unprofiled),
-        own_ratio=_own_ratio(computes, results),
-        noise=_noise(took, unprofiled, len(results)),
+        own_ratio=_compute_own_ratio(computes, results),
+        noise=_estimate_noise(took, unprofiled, len(results)),
         other_steps=sum(one.other_steps for one in recorded),
         profiled_ms=median(profiled) / 1e6 if profiled else None,
         profiled_operations_ms=fmean(within) / 1e6 if within else None,
@@ -66,16 +66,16 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         host_once_ms=fmean(one.host_once_ns / count for one, count in computed if count) / 1e6,
         bytes_per_rank=max(one.bytes for one in computes.values()),
         peak_bytes=max((one.peak_bytes for one, _ in computed), default=0),
-        operations=_operations(computes, results)[:_SHOWN],
+        operations=_join_operations(computes, results)[:_SHOWN],
     )
 
 
-def _steps(begins: Sequence[int], end: int) -> list[int]:
+def _step_durations(begins: Sequence[int], end: int) -> list[int]:
     return [later - earlier for earlier, later in zip(begins, [*begins[1:], end], strict=True)]
 
 
-def _own_ratio(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> float | None:
-    """What steps took without waits, replayed / recorded as it would be on this machine; mean over ranks."""
+def _compute_own_ratio(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> float | None:
+    """Return replayed / recorded step time without waits, the recorded one scaled to this machine; mean over ranks."""
     ratios = []
     for one in results:
         plan, slowness = computes[one.rank], one.computed.slowness if one.computed is not None else None
@@ -85,22 +85,22 @@ def _own_ratio(computes: dict[int, ComputePlan], results: Sequence[RankResult]) 
     return fmean(ratios) if ratios else None
 
 
-def _noise(replayed: Sequence[float], recorded: Sequence[float], ranks: int) -> float | None:
-    """Half the 95 % interval of the ratio of two medians, as a share of it. Ranks of one step wait for each other: the
-    steps of one rank are what is independent."""
+def _estimate_noise(replayed: Sequence[float], recorded: Sequence[float], ranks: int) -> float | None:
+    """Return half the 95 % interval of the ratio of two medians, as a share of it. Ranks of one step wait for each
+    other, so only the steps of one rank are independent."""
     shares = []
     for steps in (sorted(replayed), sorted(recorded)):
         count = len(steps) // max(ranks, 1)
-        if count < _FEWEST:
+        if count < _MIN_STEPS:
             return None
-        # Order statistics of a median: the ranks count/2 -+ 1.96 sqrt(count)/2.
-        reach = 0.98 * count**0.5 / count
-        low, high = np.quantile(steps, [max(0.0, 0.5 - reach), min(1.0, 0.5 + reach)])
+        # The interval of a median in order statistics: count/2 -+ 1.96 sqrt(count)/2.
+        half_width = 0.98 * count**0.5 / count
+        low, high = np.quantile(steps, [max(0.0, 0.5 - half_width), min(1.0, 0.5 + half_width)])
         shares.append((high - low) / 2 / (median(steps) or 1))
     return float(np.hypot(*shares))
 
 
-def _operations(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> list[ComputedOperation]:
+def _join_operations(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> list[ComputedOperation]:
     recorded, replayed, profiled, count = (Counter[str]() for _ in range(4))
     for compute in computes.values():
         for one in compute.operations:
