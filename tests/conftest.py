@@ -12,14 +12,20 @@ import pytest
 
 from tests import touched
 from tests.integration import fork_server, jobs
-from tests.integration.world import World
+from tests.integration.commands import Commands
+from tests.integration.world import TwoRanks, World
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[World]:
+def world() -> Iterator[World]:
     world = World(2)
     yield world
     world.close()
+
+
+@pytest.fixture
+def two_ranks(world: World, tmp_path: Path) -> TwoRanks:
+    return TwoRanks(world, tmp_path)
 
 
 _OF_THE_RECORDER = (
@@ -86,6 +92,16 @@ def _clean_environment(recorder_kernel: str) -> Iterator[None]:
 def _no_process_outlives_its_test() -> Iterator[None]:
     yield
     jobs.end_started()
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> jobs.Scripts:
+    return jobs.Scripts(tmp_path)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
 
 
 @pytest.fixture

@@ -83,8 +83,8 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Ways:
     if not CUDA:
         return Ways(machine.GLOO, {}, None)
     folder = tmp_path_factory.mktemp("ways")
-    done = machine.run_job("hello", folder / "own-hosts", machine.OWN_HOSTS, 75)
-    refused = machine.run_job("hello", folder / "as-they-are", machine.AS_THEY_ARE, 40)
+    done = machine.run_job("hello", folder / "own-hosts", machine.OWN_HOSTS, 75, fails=True)
+    refused = machine.run_job("hello", folder / "as-they-are", machine.AS_THEY_ARE, 40, fails=True)
     keep_log("ways", folder)
     return Ways(machine.OWN_HOSTS if done.code == 0 else machine.ONE_RANK, {"own hosts": done}, refused)
 
@@ -110,7 +110,6 @@ class Recorded(NamedTuple):
 @pytest.fixture(scope="session")
 def recorded(ways: Ways, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     folder = tmp_path_factory.mktemp("training")
-    recording = folder / "recording"
-    done = machine.run_job("training", folder / "job", ways.found, 150, TRACING="ALL", TRACING_DIR=str(recording))
+    done = machine.run_job("training", folder, ways.found, 150, fails=True)
     keep_log("training", folder)
-    return Recorded(folder, recording, done)
+    return Recorded(folder, folder / "recording", done)

@@ -57,7 +57,7 @@ GLOO = Way("gloo")
 OWN_HOSTS = Way("own hosts", own_host=True, env=ONE_GPU)
 AS_THEY_ARE = Way("as they are", env={"NCCL_DEBUG": "WARN"})
 """NCCL refuses two ranks on one GPU."""
-ONE_RANK = Way("one rank", ranks=1, env={"NCCL_DEBUG": "WARN"})
+ONE_RANK = Way("one rank", ranks=1, env={"NCCL_DEBUG": "WARN"} if CUDA else {})
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ def started(words: Sequence[str | Path], folder: Path, **variables: str) -> Iter
                     process.wait(4)
 
 
-def torchrun(words: Sequence[str | Path], way: Way, ranks: int | None = None) -> list[str]:
+def torchrun(words: Sequence[str | Path], way: Way) -> list[str]:
     """The command that starts the ranks of a program; `env` of the way has to be among its variables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks or way.ranks)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(way.ranks)]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     # NCCL reads the variable when it is initialised, and only a shell knows the rank before.
     shell = 'export NCCL_HOSTID=crossrank-$RANK; exec "$@"' if way.own_host else 'exec "$@"'
@@ -121,22 +121,28 @@ def job(name: str, folder: Path) -> list[str | Path]:
     return [Path(__file__).with_name("jobs.py"), name, folder]
 
 
-def run_job(name: str, folder: Path, way: Way, seconds: float, *, ranks: int | None = None, **variables: str) -> Done:
-    return run(torchrun(job(name, folder), way, ranks), folder, seconds, **of_job(way), **variables)
+def run_job(name: str, folder: Path, way: Way, seconds: float, *, fails: bool = False, **variables: str) -> Done:
+    """A job to its end in `folder/job`, recorded in `folder/recording`. It has to end well, unless it `fails`."""
+    folder = folder / "job"
+    done = run(torchrun(job(name, folder), way), folder, seconds, **of_job(way, folder) | variables)
+    assert done.code == 0 or fails, done.last
+    return done
 
 
-def of_job(way: Way) -> dict[str, str]:
-    """The variables of a job."""
-    return {"JOB_DEVICE": DEVICE, "OMP_NUM_THREADS": "2", **way.env}
+def of_job(way: Way, folder: Path) -> dict[str, str]:
+    """The variables of a job, which records all in the folder beside its own."""
+    recording = {"TRACING": "ALL", "TRACING_DIR": str(folder.with_name("recording"))}
+    return {"JOB_DEVICE": DEVICE, "OMP_NUM_THREADS": "2", **way.env, **recording}
 
 
-def crossrank(folder: Path, *words: str | Path, seconds: float = 60, **variables: str) -> Done:
-    """A command, which sees no GPU."""
-    return run([sys.executable, "-m", "crossrank", *words], folder, seconds, CUDA_VISIBLE_DEVICES="", **variables)
+def crossrank(folder: Path, *words: str | Path, code: int | None = 0, seconds: float = 60) -> Done:
+    """A command, which sees no GPU, and ends with a code; None for whatever."""
+    done = run([sys.executable, "-m", "crossrank", *words], folder, seconds, CUDA_VISIBLE_DEVICES="")
+    assert code in (None, done.code), done.last
+    return done
 
 
 def facts(folder: Path, name: str) -> dict[int, dict[str, Any]]:
-    """What the ranks of a job said."""
-    return {
-        int(path.stem.rsplit("-", 1)[1]): json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}-*.json"))
-    }
+    """What the ranks of a job said, which ran in `folder/job`."""
+    paths = sorted((folder / "job").glob(f"{name}-*.json"))
+    return {int(path.stem.rsplit("-", 1)[1]): json.loads(path.read_text()) for path in paths}

@@ -72,9 +72,8 @@ def keep_recording(name: str, recording: Path, *beside: Path) -> None:
     """Keep a recording, without the names of this machine, and files `beside` it."""
     target = FIXTURES / name
     shutil.rmtree(target, ignore_errors=True)
-    done = crossrank(FOLDER / "anonymize", "anonymize", recording, "-o", target)
+    crossrank(FOLDER / "anonymize", "anonymize", recording, "-o", target)
     shutil.rmtree(FOLDER / "anonymize")
-    assert done.code == 0, done.last
     for path in beside:
         shutil.copy(path, target)
     for path in target.iterdir():

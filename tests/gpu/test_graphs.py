@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import machine
-from tests.gpu.machine import CUDA, ONE_RANK, STAND_IN, Way
+from tests.gpu.machine import ONE_RANK, STAND_IN, Way
 
 
 @pytest.mark.needs(seconds=40, cuda=True)
 def test_graphs_are_captured_whatever_is_recorded_meanwhile(tmp_path: Path) -> None:
-    where = str(tmp_path / "recording")
-    done = machine.run_job("graphs", tmp_path / "job", ONE_RANK, 80, TRACING="ALL", TRACING_DIR=where)
-    found = machine.facts(tmp_path / "job", "graphs").get(0)
+    done = machine.run_job("graphs", tmp_path, ONE_RANK, 80, fails=True)
+    found = machine.facts(tmp_path, "graphs").get(0)
     assert found is not None, done.last
     # What an optimizer computes a stand-in does not; that its step could be captured is no text of an error.
     right = {name for name, value in found.items() if value is True or (STAND_IN and "window_" in name and not value)}
@@ -23,17 +22,14 @@ def test_graphs_are_captured_whatever_is_recorded_meanwhile(tmp_path: Path) -> N
 
 @pytest.mark.needs(seconds=60, ranks=2, cuda=True)
 def test_two_ranks_capture_a_collective(way: Way, tmp_path: Path) -> None:
-    where = str(tmp_path / "recording")
-    done = machine.run_job("graphs", tmp_path / "job", way, 80, TRACING="ALL", TRACING_DIR=where, TRACING_FLIGHT="0")
-    found = machine.facts(tmp_path / "job", "graphs")
+    done = machine.run_job("graphs", tmp_path, way, 80, fails=True, TRACING_FLIGHT="0")
+    found = machine.facts(tmp_path, "graphs")
     assert [one["plain"] for one in found.values()] == [True, True], done.last
 
 
 @pytest.mark.needs(seconds=40, real=True)
 def test_compiled_functions_compute_what_they_should(tmp_path: Path) -> None:
-    way = ONE_RANK if CUDA else machine.GLOO
-    where = str(tmp_path / "recording")
-    done = machine.run_job("compiled", tmp_path / "job", way, 110, ranks=1, TRACING="ALL", TRACING_DIR=where)
-    found = machine.facts(tmp_path / "job", "compiled").get(0)
+    done = machine.run_job("compiled", tmp_path, ONE_RANK, 110, fails=True)
+    found = machine.facts(tmp_path, "compiled").get(0)
     assert found is not None, done.last
     assert found == dict.fromkeys(found, True)

@@ -15,26 +15,23 @@ from tests.gpu.machine import CUDA, Done, Way
 _ON_CPU = () if CUDA else ("--backend", "gloo", "--device", "cpu")
 
 
-def replay(
-    way: Way, folder: Path, recording: Path, *options: str, seconds: float = 100, ranks: int | None = None
-) -> Done:
+def replay(way: Way, folder: Path, recording: Path, *options: str) -> Done:
     words = ["-m", "crossrank.replay", recording, "--timeout", "40", *options, *_ON_CPU]
-    return machine.run(machine.torchrun(list(map(str, words)), way, ranks), folder, seconds, **machine.of_job(way))
+    done = machine.run(machine.torchrun(words, way), folder, 100, **machine.of_job(way, folder))
+    assert done.code == 0, done.last
+    return done
 
 
 @pytest.mark.needs(seconds=60, ranks=2)
 def test_every_result_of_the_replay_is_right(recorded: Recorded, way: Way, tmp_path: Path, note: Any) -> None:
     done = replay(way, tmp_path, recorded.recording, "--check", "--strict", "--repeat", "3", "-o", "replay")
     note(printed=done.text[-3000:])
-    assert done.code == 0, done.last
-    assert machine.crossrank(tmp_path / "bandwidth", "bandwidth", tmp_path / "replay").code == 0
+    machine.crossrank(tmp_path / "bandwidth", "bandwidth", tmp_path / "replay")
 
 
 @pytest.mark.needs(seconds=60, ranks=2)
 def test_a_whole_step_is_replayed_with_its_computation(recorded: Recorded, way: Way, tmp_path: Path, note: Any) -> None:
-    done = replay(way, tmp_path, recorded.recording, "--compute", "-o", "replay")
-    note(printed=done.text[-3000:])
-    assert done.code == 0, done.last
+    note(printed=replay(way, tmp_path, recorded.recording, "--compute", "-o", "replay").text[-3000:])
 
 
 @pytest.mark.needs(seconds=10, ranks=2, cuda=True)
@@ -49,8 +46,5 @@ def test_two_ranks_on_one_gpu_are_refused_without_a_launcher(recorded: Recorded,
 @pytest.mark.parametrize("name", ["ring", "barrier"])
 def test_a_replay_comes_to_its_end(way: Way, name: str, tmp_path: Path) -> None:
     """The ring's communicators were made when they were needed; made ahead they would run one after the other."""
-    recording = tmp_path / "recording"
-    done = machine.run_job(name, tmp_path / "job", way, 60, TRACING="ALL", TRACING_DIR=str(recording))
-    assert done.code == 0, done.last
-    done = replay(way, tmp_path / "replay", recording, "--repeat", "2")
-    assert done.code == 0, done.last
+    machine.run_job(name, tmp_path, way, 60)
+    replay(way, tmp_path / "replay", tmp_path / "recording", "--repeat", "2")

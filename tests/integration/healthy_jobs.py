@@ -6,13 +6,15 @@ Each must end as it would without a recording, and nobody may say that it hangs.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -80,40 +82,31 @@ def send_to_everyone(group: dist.ProcessGroup | None = None) -> None:
         dist.send(torch.zeros(8), dst=other, group=group)
 
 
-def receives_early(rank: int) -> None:
-    connect(rank, NEXT)
+def receive_early(rank: int, compute: Callable[[], object], tag: int = 0) -> None:
+    """Rank 1 has posted the receive of what rank 0 sends when both have computed."""
+    connect(rank, tag)
     message = torch.zeros(8)
-    request = dist.irecv(message, src=0, tag=NEXT) if rank == 1 else None
-    pause()
+    request = dist.irecv(message, src=0, tag=tag) if rank == 1 else None
+    compute()
     if rank == 0:
-        dist.send(message + 1, dst=1, tag=NEXT)
+        dist.send(message + 1, dst=1, tag=tag)
     if request is not None:
         request.wait()
         assert DEVICE == "cuda" or message.tolist() == [1] * 8  # a stand-in computes nothing
 
 
+def receives_early(rank: int) -> None:
+    receive_early(rank, pause, NEXT)
+
+
 def receives_early_and_computes(rank: int) -> None:
-    connect(rank)
-    message = torch.zeros(8)
-    request = dist.irecv(message, src=0) if rank == 1 else None
-    evaluate()
-    if rank == 0:
-        dist.send(message, dst=1)
-    if request is not None:
-        request.wait()
+    receive_early(rank, evaluate)
 
 
 def receives_early_beside_a_backward_pass(rank: int) -> None:
-    connect(rank)
-    message = torch.zeros(8)
-    request = dist.irecv(message, src=0) if rank == 1 else None
     weight = torch.ones(4, requires_grad=True)
     weight.register_hook(lambda _: pause())
-    weight.sum().backward()
-    if rank == 0:
-        dist.send(message, dst=1)
-    if request is not None:
-        request.wait()
+    receive_early(rank, weight.sum().backward)
 
 
 class _LongBackward(torch.autograd.Function):
@@ -284,20 +277,17 @@ def compiles_for_long(rank: int) -> None:
 
 
 def works_on_when_its_group_is_gone(rank: int) -> None:
-    dist.barrier()
     dist.destroy_process_group()
     pause()
 
 
 def writes_a_report_when_others_have_ended(rank: int) -> None:
-    dist.barrier()
     dist.destroy_process_group()
     if rank == 0:
         evaluate()
 
 
 def makes_its_groups_anew(rank: int) -> None:
-    dist.barrier()
     dist.destroy_process_group()
     pause()
     store = dist.FileStore(os.environ["STORE"] + "-2", RANKS)
@@ -317,7 +307,6 @@ def joins_with_uneven_data(rank: int) -> None:
 
 
 def records_twice(rank: int) -> None:
-    dist.barrier()
     crossrank.disable()
     pause()
     crossrank.enable(directory=Path(os.environ["STORE"]).parent / "second", hang_seconds=HANG_SECONDS, on_hang="abort")
@@ -339,6 +328,15 @@ def stops_by_a_signal(rank: int) -> None:
 # --- threads ---------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def on_a_thread(work: Callable[[], object]) -> Iterator[None]:
+    """Do work beside the block, which does not end before."""
+    thread = threading.Thread(target=work, name="beside")
+    thread.start()
+    yield
+    thread.join()
+
+
 def listens_on_a_thread(rank: int) -> None:
     """Rank 0 tells the others to stop when it has computed enough."""
     control = dist.new_group(group_desc="control")
@@ -346,31 +344,22 @@ def listens_on_a_thread(rank: int) -> None:
     told = threading.Event()
 
     def listen() -> None:
-        dist.recv(torch.zeros(8, device=device_of(rank)), src=0, group=control)
-        told.set()
+        if rank > 0:
+            dist.recv(torch.zeros(8, device=device_of(rank)), src=0, group=control)
+            told.set()
 
-    listener = threading.Thread(target=listen, name="listener")
-    if rank > 0:
-        listener.start()
-    evaluate()
-    if rank == 0:
-        send_to_everyone(control)
-    else:
-        told.wait()
-        listener.join()
+    with on_a_thread(listen):
+        evaluate()
+        send_to_everyone(control) if rank == 0 else told.wait()
 
 
 def listens_on_a_thread_while_it_sleeps(rank: int) -> None:
     control = dist.new_group(group_desc="control")
     connect(rank, group=control)
-    listener = threading.Thread(target=functools.partial(dist.recv, torch.zeros(8), 0, control), name="listener")
-    if rank > 0:
-        listener.start()
-    pause()
-    if rank == 0:
-        send_to_everyone(control)
-    else:
-        listener.join()
+    with on_a_thread(functools.partial(dist.recv, torch.zeros(8), 0, control) if rank > 0 else lambda: None):
+        pause()
+        if rank == 0:
+            send_to_everyone(control)
 
 
 def averages_metrics_on_a_thread(rank: int) -> None:
@@ -381,10 +370,8 @@ def averages_metrics_on_a_thread(rank: int) -> None:
             time.sleep(LONG / 5)
             dist.all_reduce(torch.ones(1, device=device_of(rank)), group=metrics)
 
-    thread = threading.Thread(target=average, name="metrics")
-    thread.start()
-    pause()
-    thread.join()
+    with on_a_thread(average):
+        pause()
 
 
 def saves_beside_training(rank: int) -> None:
@@ -399,12 +386,10 @@ def saves_beside_training(rank: int) -> None:
                 evaluate()
             dist.barrier(group=saving)
 
-    thread = threading.Thread(target=save, name="saver")
-    thread.start()
-    for _ in range(round(LONG / 0.1)):
-        dist.all_reduce(torch.ones(8))
-        time.sleep(0.1)
-    thread.join()
+    with on_a_thread(save):
+        for _ in range(round(LONG / 0.1)):
+            dist.all_reduce(torch.ones(8))
+            time.sleep(0.1)
 
 
 WITH_GLOO = (
@@ -416,41 +401,12 @@ WITH_GLOO = (
     listens_on_a_thread_while_it_sleeps,
 )
 JOBS: dict[str, Callable[[int], None]] = {
-    job.__name__: job
-    for job in (
-        receives_early,
-        receives_early_and_computes,
-        receives_early_beside_a_backward_pass,
-        computes_for_long_in_a_backward_pass,
-        reduces_beside_long_computation,
-        waits_for_a_future_late,
-        begins_a_call_one_after_the_other,
-        receives_a_batch_early,
-        asks_again_and_again_whether_it_is_over,
-        evaluates_on_rank_0,
-        evaluates_on_rank_0_and_says_so,
-        saves_on_rank_0,
-        has_slow_data_on_one_rank,
-        merges_metrics_on_rank_0,
-        waits_for_the_first_stage,
-        is_waited_for_in_a_monitored_barrier,
-        waits_for_a_key_that_takes_long,
-        makes_a_group_late,
-        trains_without_communication,
-        compiles_for_long,
-        works_on_when_its_group_is_gone,
-        writes_a_report_when_others_have_ended,
-        makes_its_groups_anew,
-        joins_with_uneven_data,
-        records_twice,
-        stops_by_a_signal,
-        listens_on_a_thread,
-        listens_on_a_thread_while_it_sleeps,
-        averages_metrics_on_a_thread,
-        saves_beside_training,
-    )
+    name: job
+    for name, job in list(globals().items())
+    if inspect.isfunction(job) and job.__module__ == __name__ and [*inspect.signature(job).parameters] == ["rank"]
     if DEVICE == "cpu" or job not in WITH_GLOO
 }
+"""Functions of this module that take a rank and nothing else."""
 
 
 def run_rank(name: str, folder: Path, rank: int) -> None:

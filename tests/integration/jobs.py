@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.integration.fork_server import ForkedProcess
+from tests.integration.traces import Recorded, load
 
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
@@ -23,6 +25,17 @@ import torch, torch.distributed as dist
 import crossrank
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
+
+TWO_RANKS = """
+import datetime, os, signal, sys, threading, time
+import torch, torch.distributed as dist
+import crossrank
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+"""
+
+RECORDING = "crossrank-recording"
+"""Where scripts record that are told no folder."""
 
 _GLOO_CONNECTS = re.compile(r"^\[Gloo\] Rank \d+ is connected to .*\n", re.MULTILINE)
 """What gloo of torch 2.6 to 2.8 prints, in the middle of what scripts print; that of several ranks may be mixed."""
@@ -78,6 +91,62 @@ class EndedRanks:
     def returncode(self) -> int:
         """That of torchrun."""
         return int(any(self.codes))
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """Runs scripts in the folder of a test, and reads what they recorded."""
+
+    folder: Path
+    code: int | None = 0
+    """What each rank ends with; None for whatever."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, code: int | None = 0, /, folder: str = "", **variables: str) -> Scripts:
+        """As this one, but with another exit code, with variables, or in a folder below."""
+        below = self.folder / folder
+        below.mkdir(exist_ok=True)
+        return Scripts(below, code, variables)
+
+    def python(self, source: str) -> subprocess.CompletedProcess[str]:
+        """Run a script of one rank, that begins with `ONE_RANK`, to its end."""
+        return self._ended(python(self.folder, source, **self.variables))
+
+    def run(self, source: str) -> subprocess.CompletedProcess[str]:
+        """Run a script as it is to its end."""
+        return self._ended(fork([write_script(self.folder, source)], self.folder, **self.variables))
+
+    def ranks(self, source: str, count: int = 2) -> EndedRanks:
+        """Run a script as it is on ranks."""
+        ended = ranks(self.folder, write_script(self.folder, source), count, **self.variables)
+        assert self.code is None or ended.codes == [self.code] * count, (ended.codes, ended.stderr)
+        return ended
+
+    def start(self, source: str) -> subprocess.Popen[str]:
+        """Start a script of one rank, that begins with `ONE_RANK`; it has printed "ready" by then."""
+        process = start(self.folder, ONE_RANK + textwrap.dedent(source), **self.variables)
+        wait_for_line(process, "ready")
+        return process
+
+    def start_two(self, source: str) -> list[subprocess.Popen[str]]:
+        """Start two ranks of a script that begins with `TWO_RANKS`."""
+        source = TWO_RANKS + textwrap.dedent(source)
+        return [start(self.folder, source, RANK=str(rank), **self.variables) for rank in (0, 1)]
+
+    def crossrank(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run a command."""
+        return self._ended(fork(["-m", "crossrank", *words], self.folder, **self.variables))
+
+    def recorded(self, rank: int = 0, folder: str = RECORDING) -> Recorded:
+        return Recorded(self.folder / folder, rank)
+
+    def load(self, kind: str, folder: str = RECORDING) -> Any:
+        """A file of rank 0 that holds JSON."""
+        return load(self.folder / folder, kind)
+
+    def _ended(self, done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+        assert self.code in (None, done.returncode), (done.returncode, done.stderr)
+        return done
 
 
 def ranks(folder: Path, script: Path | str, ranks: int = 2, /, *arguments: str, **variables: str) -> EndedRanks:

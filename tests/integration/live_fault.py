@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,15 @@ def device_of(rank: int) -> torch.device:
 
 
 FOLDER = "LIVE_FAULTS_FOLDER"
+Job = Callable[..., None]
+"""What every rank runs: a function of the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """A job and what is true of it."""
 
-    job: Callable[[int], None]
+    job: Job
     ranks: int = 4
     culprits: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
@@ -71,7 +74,11 @@ class Fault:
     eager: bool = False
     """The group is bound to a GPU (`device_id=`), so communicators are made with their groups."""
     variant: str = ""
-    """What is different from the other row of the same job."""
+    """What is different from the other fault of the same job."""
+    alone: bool = False
+    """The job is what the culprits do, before the third of four reductions that all ranks make."""
+    end: Callable[[], object] | None = None
+    """How the culprit ends: given to the job, which has None on the other ranks."""
     with_nccl: bool = True
     """Whether it is a fault there, too. With NCCL the host does not wait for a group to be made, tags mean nothing, and
     there is no monitored barrier. A stand-in for a GPU computes no loss."""
@@ -93,6 +100,18 @@ class Fault:
     def name(self) -> str:
         return "_".join(filter(None, (self.job.__name__, self.variant)))
 
+    def run(self, rank: int) -> None:
+        """Be a rank of the job."""
+        if self.end is not None:
+            self.job(rank, self.end if rank in self.culprits else None)
+        elif not self.alone:
+            self.job(rank)
+        else:
+            for step in range(4):
+                if rank in self.culprits and step == 2:
+                    self.job(rank)
+                dist.all_reduce(torch.ones(64))
+
     @property
     def innocent(self) -> set[int]:
         return set(range(self.ranks)) - {*self.culprits, *self.involved}
@@ -100,13 +119,29 @@ class Fault:
     def lines(self) -> list[list[str]]:
         """For each culprit, or for everyone, the `file:line`s of which one must be shown; none are marked where its job
         is over."""
-        marks = [f"# rank {rank}" for rank in self.culprits] or ["# every rank"]
+        marks = [("# the culprit\n", f"# rank {rank}\n") for rank in self.culprits]
+        marks = marks or [("# every rank\n",) * 2]
         source, first = inspect.getsourcelines(self.job)
         file = Path(inspect.getfile(self.job)).name
-        return [
-            [f"{file}:{first + index}" for index, line in enumerate(source) if line.rstrip().endswith(mark)]
-            for mark in marks
-        ]
+        lines = list(enumerate(source, first))
+        return [[f"{file}:{number}" for number, line in lines if line.endswith(mark)] for mark in marks]
+
+
+NOTED: list[Fault] = []
+"""Every fault of the modules that were imported."""
+
+
+def fault(kinds: tuple[str, ...], **facts: Any) -> Callable[[Job], Job]:
+    """Note a job in `NOTED` as one with a fault that is found by these kinds; `facts` are fields of a `Fault`.
+
+    The truth of each was written before it was run.
+    """
+
+    def note(job: Job) -> Job:
+        NOTED.append(Fault(job=job, kinds=kinds, **facts))
+        return job
+
+    return note
 
 
 def replicated() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
@@ -116,6 +151,15 @@ def replicated() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
         nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
     )
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def training(steps: int) -> Iterator[tuple[int, nn.Module]]:
+    """Train under DDP: each step and its model, once it is done."""
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(steps)):
+        model(batch).sum().backward()
+        optimizer.step()
+        yield step, model
 
 
 class Blocks(nn.Module):

@@ -12,8 +12,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
+import tests.integration.more_live_faults  # noqa: F401  # notes more of them
 from crossrank.instrument.torch_dumps import uses_nccl2
 from tests.gpu.machine import STAND_IN
 from tests.integration import forked_jobs
@@ -33,17 +36,19 @@ from tests.integration.live_fault import (
     DEVICE,
     DIED,
     FOLDER,
+    NOTED,
     RAISED,
     UNANSWERED,
     Fault,
     batches,
     device_of,
+    fault,
     init_process_group,
     replicated,
     sharded,
+    training,
     wait_for_the_test,
 )
-from tests.integration.more_live_faults import MORE_FAULTS
 
 _KERNELS = ("compiled", "python")
 """Of every job half of the ranks record with one kernel and half with the other."""
@@ -52,14 +57,12 @@ _KERNELS = ("compiled", "python")
 # --- ranks that leave ------------------------------------------------------------------------------------------------
 
 
+@fault(RAISED, culprits=(2,), delays=DELAYS, alone=True)
 def raises_between_collectives(rank: int) -> None:
-    for step in range(4):
-        dist.all_reduce(torch.ones(1024))
-        if rank == 2 and step == 2:
-            raise ValueError("token id 50257 is out of range")  # rank 2
-        time.sleep(0.02)
+    raise ValueError("token id 50257 is out of range")  # rank 2
 
 
+@fault(ABSENT, culprits=(1,))
 def hangs_in_the_finally_of_an_exception(rank: int) -> None:
     try:
         for step in range(4):
@@ -71,6 +74,7 @@ def hangs_in_the_finally_of_an_exception(rank: int) -> None:
             time.sleep(600)
 
 
+@fault(RAISED, culprits=(1,), ranks=5, delays=DELAYS, with_nccl=False)
 def raises_while_others_are_in_backward(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(6)):
@@ -81,6 +85,7 @@ def raises_while_others_are_in_backward(rank: int) -> None:
         optimizer.step()
 
 
+@fault(RAISED, culprits=(6,), ranks=8, delays=DELAYS)
 def raises_in_a_mesh(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -93,15 +98,14 @@ def raises_in_a_mesh(rank: int) -> None:
         dist.all_reduce(torch.ones(256), group=mesh.get_group("data"))
 
 
+@fault((*RAISED, "no_entries"), culprits=(1,), delays=DELAYS)
 def raises_before_its_first_call(rank: int) -> None:
     if rank == 1:
         raise FileNotFoundError("/data/train-00001.bin")  # rank 1
-    model, optimizer = replicated()
-    for batch in batches(3):
-        model(batch).sum().backward()
-        optimizer.step()
+    list(training(3))
 
 
+@fault(RAISED, culprits=(2,), delays=DELAYS)
 def raises_and_the_others_wrap_what_fails(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(4)):
@@ -114,13 +118,12 @@ def raises_and_the_others_wrap_what_fails(rank: int) -> None:
         optimizer.step()
 
 
+@fault(RAISED, culprits=(1,), delays=DELAYS, alone=True)
 def waits_too_long_for_its_data(rank: int) -> None:
-    for step in range(4):
-        dist.all_reduce(torch.ones(64))
-        if (rank, step) == (1, 2):
-            raise RuntimeError("object store: the connection to 10.0.0.7 timed out")  # rank 1
+    raise RuntimeError("object store: the connection to 10.0.0.7 timed out")  # rank 1
 
 
+@fault(ABSENT, culprits=(3,), delays=DELAYS)
 def leaves_with_sys_exit(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(6)):
@@ -130,6 +133,7 @@ def leaves_with_sys_exit(rank: int) -> None:
             sys.exit(0)  # rank 3
 
 
+@fault(ABSENT, culprits=(1,), delays=DELAYS)
 def returns_from_main(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(6)):
@@ -139,33 +143,41 @@ def returns_from_main(rank: int) -> None:
             return  # rank 1
 
 
-def leaves_with_os_exit(rank: int) -> None:
+kill, terminate, stop = (partial(signal.raise_signal, one) for one in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP))
+
+
+@fault(DIED, variant="with_os_exit", end=lambda: os._exit(3), culprits=(2,), delays=DELAYS, line_with_nccl=False)
+@fault(DIED, variant="killed", end=kill, culprits=(2,), hang_seconds=300, delays=DELAYS, line_with_nccl=False)
+@fault(
+    DIED,
+    variant="killed_as_recorded_by_default",
+    end=kill,
+    culprits=(2,),
+    hang_seconds=300,
+    tracing="CROSSNODE",
+    nodes=1,
+    delays=DELAYS,
+    line_with_nccl=False,
+)
+@fault(DIED, variant="stopped", end=stop, culprits=(1,), cannot_dump=(1,), line_with_nccl=False)
+def ends_suddenly(rank: int, end: Callable[[], object] | None) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(60)):
-        model(batch).sum().backward()  # rank 2
+        model(batch).sum().backward()  # the culprit
         optimizer.step()
         time.sleep(0.02)
-        if (rank, step) == (2, 50):
-            os._exit(3)  # rank 2
+        if end is not None and step == 50:
+            end()
 
 
-def is_killed(rank: int) -> None:
-    model, optimizer = replicated()
-    for step, batch in enumerate(batches(60)):
-        if (rank, step) == (2, 50):
-            os.kill(os.getpid(), signal.SIGKILL)
-        model(batch).sum().backward()  # rank 2
-        optimizer.step()
-        time.sleep(0.02)
-
-
+@fault(DIED, culprits=(2,), hang_seconds=1, hangs=False, delays=DELAYS, line_with_nccl=False)
 def is_killed_after_a_long_evaluation(rank: int) -> None:
     """In the evaluation every rank notices that it does not communicate, and what it wrote then is long out of date."""
     dump = Path(os.environ[FOLDER]) / "recording" / f"rank-{rank}.flight.json.zst"
     model, optimizer = replicated()
     for step, batch in enumerate(batches(60)):
         if (rank, step) == (2, 50):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
         model(batch).sum().backward()  # rank 2
         optimizer.step()
         time.sleep(0.02)
@@ -173,43 +185,30 @@ def is_killed_after_a_long_evaluation(rank: int) -> None:
             time.sleep(0.02)
 
 
+@fault(ABSENT, culprits=(1,), delays=(3.0,))
 def is_terminated(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(20)):
         model(batch).sum().backward()  # rank 1
         optimizer.step()
         if (rank, step) == (1, 10):
-            os.kill(os.getpid(), signal.SIGTERM)  # rank 1
+            terminate()  # rank 1
 
 
 # --- ranks that stand still ------------------------------------------------------------------------------------------
 
 
+@fault((*ABSENT, "no_entries"), culprits=(1,))
 def sleeps_before_its_first_call(rank: int) -> None:
     if rank == 1:
         time.sleep(600)  # rank 1
-    model, optimizer = replicated()
-    for batch in batches(3):
-        model(batch).sum().backward()
-        optimizer.step()
+    list(training(3))
 
 
+@fault(ABSENT, culprits=(1,), alone=True)
 def stays_when_it_has_destroyed_its_group(rank: int) -> None:
-    for step in range(4):
-        dist.all_reduce(torch.ones(64))
-        if (rank, step) == (1, 2):
-            dist.destroy_process_group()
-            time.sleep(600)  # rank 1
-
-
-def is_stopped(rank: int) -> None:
-    model, optimizer = replicated()
-    for step, batch in enumerate(batches(60)):
-        model(batch).sum().backward()  # rank 1
-        optimizer.step()
-        time.sleep(0.02)
-        if (rank, step) == (1, 50):
-            os.kill(os.getpid(), signal.SIGSTOP)  # rank 1
+    dist.destroy_process_group()
+    time.sleep(600)  # rank 1
 
 
 class _Files(torch.utils.data.Dataset[torch.Tensor]):
@@ -225,6 +224,7 @@ class _Files(torch.utils.data.Dataset[torch.Tensor]):
         return torch.ones(16, device="cpu")
 
 
+@fault(ABSENT, culprits=(2,))
 def waits_for_its_data(rank: int) -> None:
     model, optimizer = replicated()
     loader = torch.utils.data.DataLoader(_Files(5 if rank == 2 else None), batch_size=2, num_workers=1)
@@ -234,12 +234,11 @@ def waits_for_its_data(rank: int) -> None:
 
 
 def gets_its_data_late(rank: int) -> None:
-    for step in range(4):
-        dist.all_reduce(torch.ones(64))
-        if (rank, step) == (2, 2):
-            wait_for_the_test()  # rank 2
+    wait_for_the_test()  # rank 2
 
 
+@fault(ABSENT, culprits=(3,))
+@fault(ABSENT, variant="until_the_user_gives_up", culprits=(3,), hang_seconds=300, gives_up_after=3)
 def waits_for_a_lock(rank: int) -> None:
     lock = threading.Lock()
     for step in range(4):
@@ -250,13 +249,12 @@ def waits_for_a_lock(rank: int) -> None:
         lock.release()
 
 
+@fault(ABSENT, culprits=(1,), timeout=4, hang_seconds=300, delays=DELAYS, alone=True)
 def lets_the_others_time_out(rank: int) -> None:
-    for step in range(4):
-        dist.all_reduce(torch.ones(64))
-        if (rank, step) == (1, 2):
-            time.sleep(600)  # rank 1
+    time.sleep(600)  # rank 1
 
 
+@fault(ABSENT, culprits=(2,), hang_seconds=300, delays=DELAYS, with_nccl=False)
 def misses_a_monitored_barrier(rank: int) -> None:
     for _ in range(2):
         dist.all_reduce(torch.ones(64))
@@ -265,6 +263,7 @@ def misses_a_monitored_barrier(rank: int) -> None:
     dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=True)
 
 
+@fault(ABSENT, culprits=(1,))
 def lost_its_thread(rank: int) -> None:
     """A thread averages metrics on a group of its own; on rank 1 it has died, and the loop waits for its answer."""
     metrics = dist.new_group(group_desc="metrics")
@@ -287,6 +286,7 @@ def lost_its_thread(rank: int) -> None:
         answered.get()  # rank 1
 
 
+@fault(ABSENT, culprits=(1,), hang_seconds=300, gives_up_after=6)
 def waits_in_a_thread_beside_training(rank: int) -> None:
     """A thread averages metrics on a group of its own; on rank 1 it stands still, and the loops go on."""
     metrics = dist.new_group(group_desc="metrics")
@@ -304,6 +304,16 @@ def waits_in_a_thread_beside_training(rank: int) -> None:
         time.sleep(0.05)  # rank 1
 
 
+@fault(("all_joined_not_completed",), with_gloo=False, by_stand_in=True, line_with_nccl=False)
+@fault(
+    ("not_started",),
+    variant="timed",
+    culprits=(1,),
+    timing=True,
+    with_gloo=False,
+    by_stand_in=True,
+    with_nccl2=False,
+)
 def runs_a_kernel_that_never_ends(rank: int) -> None:
     """The GPU of rank 1 does not come to its call; its host has made it."""
     os.environ["STAND_IN_KERNELS"] = "cos=-1" if rank == 1 else ""
@@ -315,6 +325,7 @@ def runs_a_kernel_that_never_ends(rank: int) -> None:
     torch.cuda.synchronize()
 
 
+@fault(RAISED, culprits=(1,), delays=DELAYS, with_gloo=False, by_stand_in=True)
 def loses_its_gpu(rank: int) -> None:
     os.environ["STAND_IN_LOST"] = "cos" if rank == 1 else ""
     for step in range(4):
@@ -325,6 +336,7 @@ def loses_its_gpu(rank: int) -> None:
         torch.cuda.synchronize()  # rank 1
 
 
+@fault(("all_joined_not_completed",), with_gloo=False, by_stand_in=True, line_with_nccl=False)
 def gets_an_error_of_nccl(rank: int) -> None:
     """A link breaks: rank 1 notices it, and nothing says that it is to blame."""
     os.environ["STAND_IN_NCCL_ERROR"] = "3" if rank == 1 else ""
@@ -333,6 +345,7 @@ def gets_an_error_of_nccl(rank: int) -> None:
     torch.cuda.synchronize()
 
 
+@fault(ANOTHER_WAY, culprits=(1, 6), ranks=8)
 def two_at_once(rank: int) -> None:
     """Two groups of data-parallel ranks, with a fault in each."""
     groups = [dist.new_group(range(4), group_desc="left"), dist.new_group(range(4, 8), group_desc="right")]
@@ -351,6 +364,7 @@ def two_at_once(rank: int) -> None:
 # --- ranks that go another way ---------------------------------------------------------------------------------------
 
 
+@fault(ABORTED, culprits=(0,), delays=DELAYS)
 def averages_the_loss_on_rank_0(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(5)):
@@ -362,6 +376,7 @@ def averages_the_loss_on_rank_0(rank: int) -> None:
     dist.barrier()
 
 
+@fault(ANOTHER_WAY, culprits=(0,))
 def gathers_metrics_on_rank_0(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(5)):
@@ -373,6 +388,7 @@ def gathers_metrics_on_rank_0(rank: int) -> None:
             dist.all_gather_object(losses, float(loss))  # rank 0
 
 
+@fault(ANOTHER_WAY, culprits=(3,))
 def has_a_batch_less(rank: int) -> None:
     model, optimizer = replicated()
     for batch in batches(5 if rank == 3 else 6):
@@ -381,6 +397,7 @@ def has_a_batch_less(rank: int) -> None:
     dist.barrier()  # rank 3
 
 
+@fault(ABSENT, culprits=(3,), delays=DELAYS, line_with_nccl=False)
 def has_a_batch_less_and_ends(rank: int) -> None:
     model, optimizer = replicated()
     for batch in batches(5 if rank == 3 else 6):
@@ -388,6 +405,7 @@ def has_a_batch_less_and_ends(rank: int) -> None:
         optimizer.step()
 
 
+@fault(ANOTHER_WAY, culprits=(1,))
 def skips_a_bad_batch(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(6)):
@@ -403,6 +421,7 @@ def skips_a_bad_batch(rank: int) -> None:
     dist.broadcast(torch.ones(32), src=0)  # rank 1
 
 
+@fault(("missing_rank", "size_mismatch"), culprits=(2,))
 def leaves_out_one_call(rank: int) -> None:
     """Its host goes on, as those of the others do."""
     for step in range(6):
@@ -412,6 +431,7 @@ def leaves_out_one_call(rank: int) -> None:
     dist.barrier()  # rank 2
 
 
+@fault(("root_mismatch",), culprits=(2,))
 def broadcasts_from_itself(rank: int) -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(64))
@@ -429,12 +449,15 @@ class _Towers(nn.Module):
         return self.down(self.up(batch))  # type: ignore[no-any-return, operator]
 
 
+@fault((*RAISED, "size_mismatch"), culprits=(1,), delays=DELAYS)
 def has_another_parameter_order(rank: int) -> None:
     model = DistributedDataParallel(_Towers(["down", "up"] if rank == 1 else ["up", "down"]))  # rank 1
     for batch in batches(3):
         model(batch).sum().backward()
 
 
+# A majority of five, where one is terminated before it comes to this call.
+@fault(ABORTED, culprits=(2,), ranks=5, delays=DELAYS)
 def has_other_buckets(rank: int) -> None:
     layers = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 512), nn.Linear(512, 512))
     # DDP sends rank 0's buckets to all ranks, but not where parameters may be unused.
@@ -443,6 +466,7 @@ def has_other_buckets(rank: int) -> None:
         model(batch).sum().backward()  # rank 2
 
 
+@fault((*DIED, "size_mismatch"), culprits=(1,), delays=DELAYS)
 def reduces_less(rank: int) -> None:
     """gloo aborts the process that is sent more than it has room for: here the one that is wrong."""
     for step in range(4):
@@ -450,6 +474,7 @@ def reduces_less(rank: int) -> None:
         dist.all_reduce(tokens)  # rank 1
 
 
+@fault(("size_mismatch",), culprits=(1,), delays=DELAYS)
 def reduces_more(rank: int) -> None:
     """Here gloo aborts the neighbour of the one that is wrong."""
     for step in range(4):
@@ -457,6 +482,7 @@ def reduces_more(rank: int) -> None:
         dist.all_reduce(tokens)  # rank 1
 
 
+@fault((*DIED, "dtype_mismatch"), culprits=(3,), delays=DELAYS)
 def runs_in_autocast(rank: int) -> None:
     head = nn.Linear(16, 16)
     for step, batch in enumerate(batches(4)):
@@ -465,6 +491,7 @@ def runs_in_autocast(rank: int) -> None:
         dist.all_reduce(logits)  # rank 3
 
 
+@fault(("size_mismatch",), culprits=(1,), delays=DELAYS)
 def exchanges_other_splits(rank: int) -> None:
     """Experts exchange tokens; rank 1 expects two more of each than it is sent."""
     for step in range(4):
@@ -473,35 +500,31 @@ def exchanges_other_splits(rank: int) -> None:
         dist.all_to_all_single(torch.zeros(sum(wanted)), sent, wanted, [4, 4, 4, 4])  # rank 1
 
 
+@fault(ANOTHER_WAY, culprits=(0,))
 def saves_on_rank_0(rank: int) -> None:
     import torch.distributed.checkpoint as dcp
 
-    model, optimizer = replicated()
-    for step, batch in enumerate(batches(5)):
-        model(batch).sum().backward()
-        optimizer.step()
+    for step, model in training(5):
         if rank == 0 and step == 3:
             dcp.save({"model": model.state_dict()}, checkpoint_id=Path(os.environ[FOLDER]) / "checkpoint")  # rank 0
 
 
+@fault(ANOTHER_WAY, culprits=(0,))
 def meets_alone_after_saving(rank: int) -> None:
-    model, optimizer = replicated()
-    for step, batch in enumerate(batches(5)):
-        model(batch).sum().backward()
-        optimizer.step()
+    for step, model in training(5):
         if rank == 0 and step == 3:
             torch.save(model.state_dict(), Path(os.environ[FOLDER]) / "model.pt")
             dist.barrier()  # rank 0
 
 
+@fault(ABSENT, culprits=(0,), with_nccl=False, alone=True)
+@fault(ABSENT, variant="bound_to_a_gpu", culprits=(0,), eager=True, with_gloo=False, alone=True)
 def makes_a_group_alone(rank: int) -> None:
-    for _ in range(3):
-        dist.all_reduce(torch.ones(64))
-    if rank == 0:
-        dist.new_group([0, 1])  # rank 0
-    dist.all_reduce(torch.ones(64))
+    dist.new_group([0, 1])  # rank 0
 
 
+@fault(ABSENT, culprits=(2,), with_nccl=False)
+@fault(ABSENT, variant="bound_to_a_gpu", culprits=(2,), eager=True, with_gloo=False)
 def leaves_a_group_to_the_others(rank: int) -> None:
     for _ in range(3):
         dist.all_reduce(torch.ones(64))
@@ -510,6 +533,7 @@ def leaves_a_group_to_the_others(rank: int) -> None:
     dist.new_group()
 
 
+@fault(("opposite_order", "missing_rank"), culprits=(2,), with_nccl2=False)
 def enters_groups_in_another_order(rank: int) -> None:
     tensor_parallel = dist.new_group([1, 2, 3], group_desc="tensor_parallel")
     for step in range(4):
@@ -521,6 +545,7 @@ def enters_groups_in_another_order(rank: int) -> None:
             dist.all_reduce(torch.ones(64))
 
 
+@fault(ABORTED, culprits=(3,), delays=DELAYS)
 def evaluates_alone(rank: int) -> None:
     """A layer that averages over ranks in its forward, which rank 3 calls once more."""
     from torch.distributed.nn.functional import all_reduce
@@ -534,6 +559,7 @@ def evaluates_alone(rank: int) -> None:
             dist.all_reduce(parameter.grad)  # rank 3
 
 
+@fault(ANOTHER_WAY, culprits=(0,), line_with_nccl=False)
 def samples_alone_under_fsdp(rank: int) -> None:
     model, optimizer = sharded()
     for step, batch in enumerate(batches(5)):
@@ -543,6 +569,7 @@ def samples_alone_under_fsdp(rank: int) -> None:
         optimizer.step()
 
 
+@fault(ANOTHER_WAY, culprits=(2,), line_with_nccl=False)
 def drops_a_layer_under_fsdp(rank: int) -> None:
     model, optimizer = sharded()
     for step, batch in enumerate(batches(5)):
@@ -554,6 +581,7 @@ def drops_a_layer_under_fsdp(rank: int) -> None:
 # --- sends and receives ----------------------------------------------------------------------------------------------
 
 
+@fault(("p2p_wait_cycle",), involved=(0, 1, 2, 3))
 def everyone_sends_first(rank: int) -> None:
     size = dist.get_world_size()
     dist.barrier()
@@ -561,6 +589,7 @@ def everyone_sends_first(rank: int) -> None:
     dist.recv(torch.zeros(1 << 16), src=(rank - 1) % size)
 
 
+@fault(UNANSWERED, culprits=(2,))
 def receives_from_the_wrong_stage(rank: int) -> None:
     activations = torch.ones(256)
     for microbatch in range(6):
@@ -570,6 +599,7 @@ def receives_from_the_wrong_stage(rank: int) -> None:
             dist.send(activations, dst=rank + 1)
 
 
+@fault(UNANSWERED, culprits=(1,))
 def sends_to_the_wrong_stage(rank: int) -> None:
     activations = torch.ones(256)
     for microbatch in range(6):
@@ -579,6 +609,7 @@ def sends_to_the_wrong_stage(rank: int) -> None:
             dist.send(activations, dst=3 if (rank, microbatch) == (1, 3) else rank + 1)  # rank 1
 
 
+@fault(UNANSWERED, culprits=(0,))
 def has_a_microbatch_less(rank: int) -> None:
     activations = torch.ones(256)
     for step in range(4):
@@ -590,6 +621,7 @@ def has_a_microbatch_less(rank: int) -> None:
         dist.all_reduce(torch.ones(64))  # rank 0
 
 
+@fault(UNANSWERED, involved=(0, 1), with_nccl=False)
 def uses_another_tag(rank: int) -> None:
     for step in range(4):
         if rank in (0, 2):
@@ -603,10 +635,7 @@ def uses_another_tag(rank: int) -> None:
 
 
 def evaluates_for_long(rank: int) -> None:
-    model, optimizer = replicated()
-    for step, batch in enumerate(batches(4)):
-        model(batch).sum().backward()
-        optimizer.step()
+    for step, _ in training(4):
         if step == 2:
             wait_for_the_test()
 
@@ -620,146 +649,17 @@ def has_a_slow_rank(rank: int) -> None:
         dist.all_reduce(done, op=dist.ReduceOp.MIN)
 
 
-FAULTS: list[Fault] = [
-    Fault(job=raises_between_collectives, culprits=(2,), kinds=RAISED, delays=DELAYS),
-    Fault(job=hangs_in_the_finally_of_an_exception, culprits=(1,), kinds=ABSENT),
-    Fault(
-        job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=RAISED, delays=DELAYS, with_nccl=False
-    ),
-    Fault(job=raises_in_a_mesh, ranks=8, culprits=(6,), kinds=RAISED, delays=DELAYS),
-    Fault(job=raises_before_its_first_call, culprits=(1,), kinds=(*RAISED, "no_entries"), delays=DELAYS),
-    Fault(job=raises_and_the_others_wrap_what_fails, culprits=(2,), kinds=RAISED, delays=DELAYS),
-    Fault(job=waits_too_long_for_its_data, culprits=(1,), kinds=RAISED, delays=DELAYS),
-    Fault(job=leaves_with_sys_exit, culprits=(3,), kinds=ABSENT, delays=DELAYS),
-    Fault(job=returns_from_main, culprits=(1,), kinds=ABSENT, delays=DELAYS),
-    Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED, delays=DELAYS, line_with_nccl=False),
-    Fault(job=is_killed, culprits=(2,), kinds=DIED, hang_seconds=300, delays=DELAYS, line_with_nccl=False),
-    Fault(
-        job=is_killed,
-        variant="as_recorded_by_default",
-        line_with_nccl=False,
-        culprits=(2,),
-        kinds=DIED,
-        delays=DELAYS,
-        hang_seconds=300,
-        tracing="CROSSNODE",
-        nodes=1,
-    ),
-    Fault(
-        job=is_killed_after_a_long_evaluation,
-        culprits=(2,),
-        kinds=DIED,
-        hang_seconds=1,
-        hangs=False,
-        delays=DELAYS,
-        line_with_nccl=False,
-    ),
-    Fault(job=is_terminated, culprits=(1,), kinds=ABSENT, delays=(3.0,)),
-    Fault(job=sleeps_before_its_first_call, culprits=(1,), kinds=(*ABSENT, "no_entries")),
-    Fault(job=stays_when_it_has_destroyed_its_group, culprits=(1,), kinds=ABSENT),
-    Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,), line_with_nccl=False),
-    Fault(job=waits_for_its_data, culprits=(2,), kinds=ABSENT),
-    Fault(job=waits_for_a_lock, culprits=(3,), kinds=ABSENT),
-    Fault(
-        job=waits_for_a_lock,
-        variant="until_the_user_gives_up",
-        culprits=(3,),
-        kinds=ABSENT,
-        hang_seconds=300,
-        gives_up_after=3,
-    ),
-    Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=4, hang_seconds=300, delays=DELAYS),
-    Fault(
-        job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300, delays=DELAYS, with_nccl=False
-    ),
-    Fault(job=lost_its_thread, culprits=(1,), kinds=ABSENT),
-    Fault(
-        job=waits_in_a_thread_beside_training,
-        culprits=(1,),
-        kinds=ABSENT,
-        hang_seconds=300,
-        gives_up_after=6,
-    ),
-    Fault(
-        job=runs_a_kernel_that_never_ends,
-        kinds=("all_joined_not_completed",),
-        with_gloo=False,
-        by_stand_in=True,
-        line_with_nccl=False,
-    ),
-    Fault(
-        job=runs_a_kernel_that_never_ends,
-        variant="timed",
-        culprits=(1,),
-        kinds=("not_started",),
-        timing=True,
-        with_gloo=False,
-        by_stand_in=True,
-        with_nccl2=False,
-    ),
-    Fault(job=loses_its_gpu, culprits=(1,), kinds=RAISED, delays=DELAYS, with_gloo=False, by_stand_in=True),
-    Fault(
-        job=gets_an_error_of_nccl,
-        kinds=("all_joined_not_completed",),
-        with_gloo=False,
-        by_stand_in=True,
-        line_with_nccl=False,
-    ),
-    Fault(job=two_at_once, ranks=8, culprits=(1, 6), kinds=ANOTHER_WAY),
-    Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ABORTED, delays=DELAYS),
-    Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
-    Fault(job=has_a_batch_less, culprits=(3,), kinds=ANOTHER_WAY),
-    Fault(job=has_a_batch_less_and_ends, culprits=(3,), kinds=ABSENT, delays=DELAYS, line_with_nccl=False),
-    Fault(job=skips_a_bad_batch, culprits=(1,), kinds=ANOTHER_WAY),
-    Fault(job=leaves_out_one_call, culprits=(2,), kinds=("missing_rank", "size_mismatch")),
-    Fault(job=broadcasts_from_itself, culprits=(2,), kinds=("root_mismatch",)),
-    Fault(job=has_another_parameter_order, culprits=(1,), kinds=(*RAISED, "size_mismatch"), delays=DELAYS),
-    # A majority of five, where one is terminated before it comes to this call.
-    Fault(job=has_other_buckets, ranks=5, culprits=(2,), kinds=ABORTED, delays=DELAYS),
-    Fault(job=reduces_less, culprits=(1,), kinds=(*DIED, "size_mismatch"), delays=DELAYS),
-    Fault(job=reduces_more, culprits=(1,), kinds=("size_mismatch",), delays=DELAYS),
-    Fault(job=runs_in_autocast, culprits=(3,), kinds=(*DIED, "dtype_mismatch"), delays=DELAYS),
-    Fault(job=exchanges_other_splits, culprits=(1,), kinds=("size_mismatch",), delays=DELAYS),
-    Fault(job=saves_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
-    Fault(job=meets_alone_after_saving, culprits=(0,), kinds=ANOTHER_WAY),
-    Fault(job=makes_a_group_alone, culprits=(0,), kinds=ABSENT, with_nccl=False),
-    Fault(job=leaves_a_group_to_the_others, culprits=(2,), kinds=ABSENT, with_nccl=False),
-    Fault(job=makes_a_group_alone, variant="bound_to_a_gpu", culprits=(0,), kinds=ABSENT, eager=True, with_gloo=False),
-    Fault(
-        job=leaves_a_group_to_the_others,
-        variant="bound_to_a_gpu",
-        culprits=(2,),
-        kinds=ABSENT,
-        eager=True,
-        with_gloo=False,
-    ),
-    Fault(
-        job=enters_groups_in_another_order,
-        culprits=(2,),
-        kinds=("opposite_order", "missing_rank"),
-        with_nccl2=False,
-    ),
-    Fault(job=evaluates_alone, culprits=(3,), kinds=ABORTED, delays=DELAYS),
-    Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY, line_with_nccl=False),
-    Fault(job=drops_a_layer_under_fsdp, culprits=(2,), kinds=ANOTHER_WAY, line_with_nccl=False),
-    Fault(job=everyone_sends_first, involved=(0, 1, 2, 3), kinds=("p2p_wait_cycle",)),
-    Fault(job=receives_from_the_wrong_stage, culprits=(2,), kinds=UNANSWERED),
-    Fault(job=sends_to_the_wrong_stage, culprits=(1,), kinds=UNANSWERED),
-    Fault(job=has_a_microbatch_less, culprits=(0,), kinds=UNANSWERED),
-    Fault(job=uses_another_tag, involved=(0, 1), kinds=UNANSWERED, with_nccl=False),
-]
-
-LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT)
+LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT, alone=True)
 LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
 SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
-EVERY_FAULT = FAULTS + MORE_FAULTS
-FAULTS = [fault for fault in EVERY_FAULT if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
+EVERY_FAULT = NOTED
+FAULTS = [one for one in EVERY_FAULT if (one.with_nccl if DEVICE == "cuda" else one.with_gloo)]
 if not STAND_IN:
-    FAULTS = [fault for fault in FAULTS if not fault.by_stand_in]
+    FAULTS = [one for one in FAULTS if not one.by_stand_in]
 if DEVICE == "cuda" and uses_nccl2():
-    FAULTS = [fault for fault in FAULTS if fault.with_nccl2]
-BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
+    FAULTS = [one for one in FAULTS if one.with_nccl2]
+BY_NAME = {one.name: one for one in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
 
 
 def run_rank(name: str, folder: Path, rank: int) -> None:
@@ -774,7 +674,7 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
         hang_seconds=fault.hang_seconds * slower,
         timing=fault.timing,
     )
-    fault.job(rank)
+    fault.run(rank)
     dist.destroy_process_group()
 
 

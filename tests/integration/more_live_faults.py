@@ -23,9 +23,9 @@ from tests.integration.live_fault import (
     FOLDER,
     RAISED,
     UNANSWERED,
-    Fault,
     batches,
     device_of,
+    fault,
     replicated,
     sharded,
 )
@@ -33,6 +33,7 @@ from tests.integration.live_fault import (
 # --- waits that begin late, or beside others -------------------------------------------------------------------------
 
 
+@fault(ABSENT, culprits=(2,))
 def waits_for_a_future(rank: int) -> None:
     for step in range(4):
         if (rank, step) == (2, 2):
@@ -42,6 +43,7 @@ def waits_for_a_future(rank: int) -> None:
         work.get_future().wait()
 
 
+@fault(ABSENT, culprits=(1,), line_with_nccl=False)
 def leaves_others_in_a_future_of_a_hook(rank: int) -> None:
     model, _ = replicated()
 
@@ -60,6 +62,8 @@ def leaves_others_in_a_future_of_a_hook(rank: int) -> None:
         model(batch).sum().backward()
 
 
+# With NCCL the receive may be what its stream waits in: nobody is accused there.
+@fault(ABSENT, culprits=(2,), with_nccl=False)
 def sleeps_with_a_receive_open(rank: int) -> None:
     """Rank 0 has posted a receive from rank 1 that is answered later; it is rank 2 that does not come."""
     control = dist.new_group(group_desc="control")
@@ -75,6 +79,7 @@ def sleeps_with_a_receive_open(rank: int) -> None:
         request.wait()
 
 
+@fault(ABSENT, culprits=(3,))
 def sleeps_while_others_listen(rank: int) -> None:
     """Every rank but 0 listens on a thread for what rank 0 never has to say; it is rank 3 that does not come."""
     control = dist.new_group(group_desc="control")
@@ -90,6 +95,7 @@ def sleeps_while_others_listen(rank: int) -> None:
         dist.all_reduce(torch.ones(64))
 
 
+@fault(ABSENT, culprits=(3,))
 def waits_for_what_it_began_before(rank: int) -> None:
     """The ranks compute before they wait for what rank 3 never began."""
     dist.all_reduce(torch.ones(64))
@@ -101,6 +107,7 @@ def waits_for_what_it_began_before(rank: int) -> None:
     work.wait()
 
 
+@fault(ABSENT, culprits=(1,), line_with_nccl=False)
 def sleeps_in_a_hook_of_the_backward_pass(rank: int) -> None:
     model, _ = replicated()
 
@@ -117,26 +124,24 @@ def sleeps_in_a_hook_of_the_backward_pass(rank: int) -> None:
         model(batch).sum().backward()
 
 
+@fault(ABSENT, culprits=(1,), alone=True)
 def turns_in_a_loop_without_end(rank: int) -> None:
     def drawn(count: int) -> list[float]:
         return [float(index * index) for index in range(count)]
 
-    for step in range(4):
-        total = 0.0
-        while (rank, step) == (1, 2):
-            total += sum(drawn(500))  # rank 1
-            total += max(drawn(700))  # rank 1
-            total -= min(drawn(900))  # rank 1
-        dist.all_reduce(torch.ones(64))
+    total = 0.0
+    while True:
+        total += sum(drawn(500))  # rank 1
+        total += max(drawn(700))  # rank 1
+        total -= min(drawn(900))  # rank 1
 
 
+@fault(ABSENT, culprits=(2,), alone=True)
 def waits_for_a_process(rank: int) -> None:
-    for step in range(4):
-        if (rank, step) == (2, 2):
-            subprocess.run(["sleep", "600"], check=True)  # rank 2
-        dist.all_reduce(torch.ones(64))
+    subprocess.run(["sleep", "600"], check=True)  # rank 2
 
 
+@fault(ABSENT, culprits=(0,))
 def waits_for_a_file(rank: int) -> None:
     """Rank 0 waits for a file that rank 1 writes behind the next barrier."""
     path = Path(os.environ[FOLDER]) / "shards.json"
@@ -148,15 +153,13 @@ def waits_for_a_file(rank: int) -> None:
         path.touch()
 
 
+@fault(ABSENT, culprits=(3,), alone=True)
 def waits_for_a_key(rank: int) -> None:
     """Rank 3 asks the store for what nobody sets."""
-    store = dist.distributed_c10d._get_default_store()
-    for step in range(4):
-        if (rank, step) == (3, 2):
-            store.wait(["ready"], timedelta(seconds=600))  # rank 3
-        dist.all_reduce(torch.ones(64))
+    dist.distributed_c10d._get_default_store().wait(["ready"], timedelta(seconds=600))  # rank 3
 
 
+@fault(ABSENT, culprits=(1,))
 def holds_a_lock_in_its_thread(rank: int) -> None:
     """On rank 1 a thread keeps the lock that training takes in each step."""
     lock = threading.Lock()
@@ -176,6 +179,7 @@ def holds_a_lock_in_its_thread(rank: int) -> None:
 # --- another way through the program ---------------------------------------------------------------------------------
 
 
+@fault(ABORTED, culprits=(1,))
 def stops_early(rank: int) -> None:
     for step in range(6):
         dist.all_reduce(torch.ones(64))
@@ -184,6 +188,7 @@ def stops_early(rank: int) -> None:
     dist.all_reduce(torch.ones(3))  # rank 1
 
 
+@fault(ABORTED, culprits=(2,))
 def does_a_step_again(rank: int) -> None:
     """Rank 2 catches an error behind its call, and makes the call again."""
     for step in range(4):
@@ -194,6 +199,7 @@ def does_a_step_again(rank: int) -> None:
     dist.barrier()
 
 
+@fault(ABORTED, culprits=(1,))
 def broadcasts_where_others_reduce(rank: int) -> None:
     for step in range(4):
         if (rank, step) == (1, 2):
@@ -202,6 +208,7 @@ def broadcasts_where_others_reduce(rank: int) -> None:
             dist.all_reduce(torch.ones(64))
 
 
+@fault(("root_mismatch",), culprits=(2,))
 def gathers_on_itself(rank: int) -> None:
     for step in range(4):
         to = 2 if (rank, step) == (2, 2) else 0
@@ -210,6 +217,7 @@ def gathers_on_itself(rank: int) -> None:
     dist.barrier()
 
 
+@fault(ABORTED, culprits=(3,))
 def gathers_objects_with_a_guard(rank: int) -> None:
     for step in range(4):
         dist.all_reduce(torch.ones(64))  # rank 3
@@ -218,15 +226,13 @@ def gathers_objects_with_a_guard(rank: int) -> None:
     dist.barrier()
 
 
+@fault(ABORTED, culprits=(0,), alone=True)
 def shares_its_settings_alone(rank: int) -> None:
     """Rank 0 broadcasts what it has read; the others have read it, too, and do not listen."""
-    for step in range(3):
-        dist.all_reduce(torch.ones(64))
-        if (rank, step) == (0, 1):
-            dist.broadcast_object_list([{"rate": 0.1}], src=0)  # rank 0
-    dist.barrier()
+    dist.broadcast_object_list([{"rate": 0.1}], src=0)  # rank 0
 
 
+@fault(ABORTED, culprits=(1,))
 def validates_more(rank: int) -> None:
     """Rank 1 has a larger part of the validation set."""
     for step in range(2):
@@ -236,6 +242,7 @@ def validates_more(rank: int) -> None:
     dist.barrier()
 
 
+@fault(ABORTED, culprits=(2,))
 def resumes_elsewhere(rank: int) -> None:
     """Rank 2 has found a checkpoint of the last step, the others none."""
     for step in range(3 if rank == 2 else 0, 4):
@@ -244,6 +251,7 @@ def resumes_elsewhere(rank: int) -> None:
             dist.all_gather([torch.zeros(8) for _ in range(4)], torch.ones(8))  # rank 2
 
 
+@fault(ABORTED, culprits=(2,))
 def skips_a_layer(rank: int) -> None:
     """A model of which rank 2 leaves a branch out: its gradients are never ready."""
     model, optimizer = replicated()
@@ -257,6 +265,7 @@ def skips_a_layer(rank: int) -> None:
             dist.barrier()  # rank 2
 
 
+@fault(ANOTHER_WAY, culprits=(3,), line_with_nccl=False)
 def tests_under_fsdp_on_one_rank(rank: int) -> None:
     model, optimizer = sharded()
     for step, batch in enumerate(batches(5)):
@@ -267,6 +276,7 @@ def tests_under_fsdp_on_one_rank(rank: int) -> None:
                 model(batch)  # rank 3
 
 
+@fault(RAISED, culprits=(2,))
 def raises_in_its_loss(rank: int) -> None:
     model, _ = replicated()
     for step, batch in enumerate(batches(4)):
@@ -276,6 +286,7 @@ def raises_in_its_loss(rank: int) -> None:
         loss.backward()
 
 
+@fault(RAISED, culprits=(1,))
 def goes_on_when_its_data_ends(rank: int) -> None:
     """Rank 1 catches the end of its data, and leaves."""
     data = iter(batches(2 if rank == 1 else 4))
@@ -290,6 +301,7 @@ def goes_on_when_its_data_ends(rank: int) -> None:
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
+@fault((*ANOTHER_WAY, "opposite_order"), culprits=(5,), ranks=8)
 def leaves_out_a_call_in_a_mesh(rank: int) -> None:
     mesh = init_device_mesh(DEVICE, (4, 2), mesh_dim_names=("data", "tensor"))
     for step in range(4):
@@ -298,6 +310,8 @@ def leaves_out_a_call_in_a_mesh(rank: int) -> None:
         dist.all_reduce(torch.ones(128), group=mesh["data"].get_group())
 
 
+# The truth is rank 6. Between two ranks nothing says which of them is wrong: a line may be new.
+@fault(("size_mismatch",), ranks=8)
 def takes_the_group_of_the_other_dimension(rank: int) -> None:
     mesh = init_device_mesh(DEVICE, (4, 2), mesh_dim_names=("data", "tensor"))
     for step in range(4):
@@ -306,6 +320,7 @@ def takes_the_group_of_the_other_dimension(rank: int) -> None:
         dist.all_reduce(torch.ones(128), group=mesh[name].get_group())  # every rank
 
 
+@fault(ABSENT, culprits=(6,), ranks=8)
 def sleeps_in_a_mesh(rank: int) -> None:
     mesh = init_device_mesh(DEVICE, (2, 4), mesh_dim_names=("data", "tensor"))
     for step in range(4):
@@ -318,6 +333,7 @@ def sleeps_in_a_mesh(rank: int) -> None:
 # --- pipelines -------------------------------------------------------------------------------------------------------
 
 
+@fault(UNANSWERED, culprits=(2,))
 def stalls_in_the_middle(rank: int) -> None:
     activations = torch.ones(256)
     for microbatch in range(6):
@@ -330,6 +346,8 @@ def stalls_in_the_middle(rank: int) -> None:
     dist.barrier()
 
 
+# The truth is rank 1. Between two ranks nothing says which of them is wrong.
+@fault((*UNANSWERED, *ABSENT), involved=(2,), line_with_nccl=False)
 def leaves_out_a_send_of_a_batch(rank: int) -> None:
     left, right = (rank - 1) % 4, (rank + 1) % 4
     for step in range(4):
@@ -342,6 +360,7 @@ def leaves_out_a_send_of_a_batch(rank: int) -> None:
     dist.barrier()
 
 
+@fault(UNANSWERED, culprits=(1,), line_with_nccl=False)
 def goes_backward_too_soon(rank: int) -> None:
     """Rank 1 awaits a gradient of rank 2 where its activations are due."""
     activations, gradients = torch.ones(256), torch.ones(256)
@@ -358,6 +377,8 @@ def goes_backward_too_soon(rank: int) -> None:
             dist.send(gradients, dst=rank - 1)
 
 
+# With NCCL the receives of both threads are on one stream, and the job hangs before rank 2 sleeps.
+@fault((*ABSENT, *UNANSWERED), culprits=(2,), with_nccl=False)
 def keeps_a_thread_of_another_rank_waiting(rank: int) -> None:
     """Rank 1 receives on a thread, and its main thread waits for what that one gets, in a function of C."""
     control = dist.new_group(group_desc="control")
@@ -381,6 +402,7 @@ def keeps_a_thread_of_another_rank_waiting(rank: int) -> None:
         dist.all_reduce(torch.ones(64))
 
 
+@fault((*ABSENT, *UNANSWERED), culprits=(2,), with_nccl=False)
 def keeps_a_chain_of_threads_waiting(rank: int) -> None:
     """Rank 1 receives on a thread from rank 2, and rank 0 on a thread from rank 1, which passes on what it got."""
     control = dist.new_group(group_desc="control")
@@ -409,6 +431,7 @@ class _Slow(nn.Module):
         return batch
 
 
+@fault(ABSENT, culprits=(3,))
 def stalls_in_its_model(rank: int) -> None:
     model, optimizer = replicated()
     slow = _Slow()
@@ -417,43 +440,3 @@ def stalls_in_its_model(rank: int) -> None:
             batch = slow(batch)  # rank 3
         model(batch).sum().backward()
         optimizer.step()
-
-
-MORE_FAULTS: list[Fault] = [
-    Fault(job=waits_for_a_future, culprits=(2,), kinds=ABSENT),
-    Fault(job=leaves_others_in_a_future_of_a_hook, culprits=(1,), kinds=ABSENT, line_with_nccl=False),
-    # With NCCL the receive may be what its stream waits in: nobody is accused there.
-    Fault(job=sleeps_with_a_receive_open, culprits=(2,), kinds=ABSENT, with_nccl=False),
-    Fault(job=sleeps_while_others_listen, culprits=(3,), kinds=ABSENT),
-    Fault(job=waits_for_what_it_began_before, culprits=(3,), kinds=ABSENT),
-    Fault(job=sleeps_in_a_hook_of_the_backward_pass, culprits=(1,), kinds=ABSENT, line_with_nccl=False),
-    Fault(job=turns_in_a_loop_without_end, culprits=(1,), kinds=ABSENT),
-    Fault(job=waits_for_a_process, culprits=(2,), kinds=ABSENT),
-    Fault(job=waits_for_a_file, culprits=(0,), kinds=ABSENT),
-    Fault(job=waits_for_a_key, culprits=(3,), kinds=ABSENT),
-    Fault(job=holds_a_lock_in_its_thread, culprits=(1,), kinds=ABSENT),
-    Fault(job=stops_early, culprits=(1,), kinds=ABORTED),
-    Fault(job=does_a_step_again, culprits=(2,), kinds=ABORTED),
-    Fault(job=broadcasts_where_others_reduce, culprits=(1,), kinds=ABORTED),
-    Fault(job=gathers_on_itself, culprits=(2,), kinds=("root_mismatch",)),
-    Fault(job=gathers_objects_with_a_guard, culprits=(3,), kinds=ABORTED),
-    Fault(job=shares_its_settings_alone, culprits=(0,), kinds=ABORTED),
-    Fault(job=validates_more, culprits=(1,), kinds=ABORTED),
-    Fault(job=resumes_elsewhere, culprits=(2,), kinds=ABORTED),
-    Fault(job=skips_a_layer, culprits=(2,), kinds=ABORTED),
-    Fault(job=tests_under_fsdp_on_one_rank, culprits=(3,), kinds=ANOTHER_WAY, line_with_nccl=False),
-    Fault(job=raises_in_its_loss, culprits=(2,), kinds=RAISED),
-    Fault(job=goes_on_when_its_data_ends, culprits=(1,), kinds=RAISED),
-    Fault(job=leaves_out_a_call_in_a_mesh, ranks=8, culprits=(5,), kinds=(*ANOTHER_WAY, "opposite_order")),
-    # The truth is rank 6, and rank 1 below. Between two ranks nothing says which of them is wrong: a line may be new.
-    Fault(job=takes_the_group_of_the_other_dimension, ranks=8, kinds=("size_mismatch",)),
-    Fault(job=sleeps_in_a_mesh, ranks=8, culprits=(6,), kinds=ABSENT),
-    Fault(job=stalls_in_the_middle, culprits=(2,), kinds=UNANSWERED),
-    Fault(job=leaves_out_a_send_of_a_batch, involved=(2,), kinds=(*UNANSWERED, *ABSENT), line_with_nccl=False),
-    Fault(job=goes_backward_too_soon, culprits=(1,), kinds=UNANSWERED, line_with_nccl=False),
-    Fault(job=stalls_in_its_model, culprits=(3,), kinds=ABSENT),
-    Fault(job=keeps_a_chain_of_threads_waiting, culprits=(2,), kinds=(*ABSENT, *UNANSWERED), with_nccl=False),
-    # With NCCL the receives of both threads are on one stream, and the job hangs before rank 2 sleeps.
-    Fault(job=keeps_a_thread_of_another_rank_waiting, culprits=(2,), kinds=(*ABSENT, *UNANSWERED), with_nccl=False),
-]
-"""The truth of each was written before it was run."""

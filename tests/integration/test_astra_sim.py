@@ -23,6 +23,7 @@ from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.feeder_contract import check
 from tests.integration import jobs
+from tests.integration.commands import Commands
 from tests.integration.kineto_only import execution_trace
 from tests.unit.graph.chakra.test_files import file_of, node
 from tests.unit.graph.linking.public_traces import needs_traces, public
@@ -109,13 +110,11 @@ def simulate(prefix: Path, system: str = "system.json", seconds: float = 120) ->
     return Simulated(out + err, ranks, finished, last)
 
 
-def convert(source: str | Path, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+def convert(source: str | Path, folder: Path, command: Commands, *words: str) -> list[dict[str, Any]]:
     """Convert for ASTRA-sim; the figures of our own simulation of each window."""
-    assert main(["convert", str(source), "-o", str(folder), "--lower", "astra-sim", "--jobs", "1", *words]) == 0
-    capsys.readouterr()
-    assert main(["simulate", str(source), "--json", "--jobs", "1"]) == 0
-    simulations: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["simulations"]
-    assert main(["check", *map(str, sorted(folder.glob("*.et")))]) == 0
+    command("convert", source, "-o", folder, "--lower", "astra-sim", "--jobs", "1", *words)
+    command("check", *sorted(folder.glob("*.et")))
+    simulations: list[dict[str, Any]] = command.json("simulate", source, "--jobs", "1")["simulations"]
     return simulations
 
 
@@ -126,8 +125,8 @@ def as_measured(simulated: Simulated, ours: dict[str, Any]) -> bool:
 
 
 @needs_traces
-def test_the_ranks_of_dlrm_finish_when_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (ours,) = convert(public("dlrm_8gpu"), tmp_path, capsys)
+def test_the_ranks_of_dlrm_finish_when_they_did(tmp_path: Path, command: Commands) -> None:
+    (ours,) = convert(public("dlrm_8gpu"), tmp_path, command)
     for system in ("system.json", "replay.json"):
         simulated = simulate(tmp_path / "chakra", system)
         assert simulated.ranks == 8
@@ -135,63 +134,59 @@ def test_the_ranks_of_dlrm_finish_when_they_did(tmp_path: Path, capsys: pytest.C
 
 
 @needs_traces
-def test_a_range_around_backward_does_not_count_its_time_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_range_around_backward_does_not_count_its_time_twice(tmp_path: Path, command: Commands) -> None:
     with gzip.open(public("nccl_2gpu") + "/rank-0.kineto.json.gz") as file:
         kineto = json.load(file)
     (tmp_path / "rank-0.kineto.json").write_text(json.dumps(kineto))
     (tmp_path / "rank-0.et.json").write_text(json.dumps(execution_trace(kineto)))
-    (ours,) = convert(tmp_path, tmp_path / "out", capsys)
+    (ours,) = convert(tmp_path, tmp_path / "out", command)
     # The other rank's files are not there; it did the same.
     shutil.copy(tmp_path / "out" / "chakra.0.et", tmp_path / "out" / "chakra.1.et")
     assert as_measured(simulate(tmp_path / "out" / "chakra"), ours)
 
 
 @needs_traces
-def test_without_the_host_astra_sim_says_the_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(public("dlrm_8gpu"), tmp_path, capsys, "--nodes", "gpu")
+def test_without_the_host_astra_sim_says_the_overlap(tmp_path: Path, command: Commands) -> None:
+    convert(public("dlrm_8gpu"), tmp_path, command, "--nodes", "gpu")
     simulated = simulate(tmp_path / "chakra")
     assert simulated.finished == 8
     assert simulated.text.count("Total compute-communication overlap") == 8
     assert "removed before call" not in simulated.text
 
 
-def test_both_windows_of_the_demo_finish_when_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_windows_of_the_demo_finish_when_they_did(tmp_path: Path, command: Commands) -> None:
     done = jobs.torchrun(tmp_path, ROOT / "examples" / "demo.py", ranks=4, TRACING_DIR=str(tmp_path / "recording"))
     assert done.returncode == 0, done.stderr
     for prefix, ours in zip(
-        ("chakra", "chakra-w2"), convert(tmp_path / "recording", tmp_path / "out", capsys), strict=True
+        ("chakra", "chakra-w2"), convert(tmp_path / "recording", tmp_path / "out", command), strict=True
     ):
         # gloo between processes of one machine is no network, so its communications last as long as measured.
         assert as_measured(simulate(tmp_path / "out" / prefix, "replay.json"), ours)
         assert simulate(tmp_path / "out" / prefix).finished == 4
 
 
-def test_experts_that_send_each_other_different_amounts_finish(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_that_send_each_other_different_amounts_finish(tmp_path: Path, command: Commands) -> None:
     script = jobs.write_script(tmp_path, EXPERTS)
     done = jobs.torchrun(tmp_path, script, ranks=2, TRACING_DIR=str(tmp_path / "recording"))
     assert done.returncode == 0, done.stderr
     assert main(["convert", str(tmp_path / "recording"), "-o", str(tmp_path / "plain"), "--jobs", "1"]) == 0
     assert simulate(tmp_path / "plain" / "chakra").finished < 2
     assert main(["check", *map(str, (tmp_path / "plain").glob("*.et"))]) == 1
-    convert(tmp_path / "recording", tmp_path / "out", capsys)
+    convert(tmp_path / "recording", tmp_path / "out", command)
     for system in ("system.json", "replay.json"):
         assert simulate(tmp_path / "out" / "chakra", system).finished == 2
 
 
 @pytest.mark.parametrize("nodes", ["all", "gpu"])
 def test_a_job_of_every_kind_of_communication_finishes_when_it_is_lowered(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: str
+    tmp_path: Path, command: Commands, nodes: str
 ) -> None:
     script = jobs.write_script(tmp_path, EVERY_KIND)
     done = jobs.torchrun(tmp_path, script, ranks=3, TRACING_DIR=str(tmp_path / "recording"))
     assert done.returncode == 0, done.stderr
     assert main(["convert", str(tmp_path / "recording"), "-o", str(tmp_path / "plain"), "--jobs", "1"]) == 0
     assert main(["check", *map(str, (tmp_path / "plain").glob("*.et"))]) == 1
-    convert(tmp_path / "recording", tmp_path / "out", capsys, "--nodes", nodes)
+    convert(tmp_path / "recording", tmp_path / "out", command, "--nodes", nodes)
     assert simulate(tmp_path / "out" / "chakra").finished == 3
 
 
@@ -251,20 +246,17 @@ def test_check_fails_on_what_does_not_finish_and_on_nothing_else(tmp_path: Path,
     ],
 )
 def test_it_takes_as_long_as_our_simulation_on_the_same_network(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], ranks: int, apart: float
+    command: Commands, words: tuple[str, ...], ranks: int, apart: float
 ) -> None:
     binary = os.environ["ASTRA_SIM"]
-    assert main(["simulate", public("dlrm_8gpu"), *words, "--astra-sim", binary, "--json", "--jobs", "1"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = command.json("simulate", public("dlrm_8gpu"), *words, "--astra-sim", binary, "--jobs", "1")
     (ours,), (theirs,) = answer["simulations"], answer["astra_sim"]
     assert (theirs["finished"], theirs["ranks"]) == (ranks, ranks)
     assert theirs["last_ns"] == pytest.approx(ours["makespan_ns"], rel=apart)
 
 
 @needs_traces
-def test_its_roofline_runs_what_has_a_count_and_plays_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_roofline_runs_what_has_a_count_and_plays_the_rest(tmp_path: Path, command: Commands) -> None:
     words = ["--lower", "astra-sim", "--nodes", "gpu", "--jobs", "1"]
     system = json.loads((EXAMPLES / "system.json").read_text()) | {"roofline-enabled": 1, "peak-perf": 15}
     (tmp_path / "roofline.json").write_text(json.dumps(system))
@@ -275,7 +267,7 @@ def test_its_roofline_runs_what_has_a_count_and_plays_the_rest(
 
 
 @needs_traces
-def test_what_is_no_astra_sim_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_astra_sim_ends_in_one_line(tmp_path: Path, command: Commands) -> None:
     for binary in (tmp_path / "gone", Path("/bin/false")):
-        assert main(["simulate", public("dlrm_8gpu"), "--astra-sim", str(binary), "--jobs", "1"]) == 2
-        assert capsys.readouterr().err.startswith(f"crossrank: {binary}: ")
+        said = command.said("simulate", public("dlrm_8gpu"), "--astra-sim", binary, "--jobs", "1")
+        assert said.startswith(f"crossrank: {binary}: ")

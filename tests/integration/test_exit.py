@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from crossrank.recording import CommsFile, list_recording
+from crossrank.recording import list_recording
 from tests.integration import fork_server, jobs
+from tests.integration.jobs import RECORDING, Scripts
 from tests.integration.names import needs_gloo_recorder
-from tests.integration.traces import execution_trace_ids, kineto_ids, load
-
-RECORDING = "crossrank-recording"
-
-IN_A_WINDOW = (
-    jobs.ONE_RANK
-    + """
-crossrank.enable(window="0:1000000")
-dist.all_reduce(torch.ones(4))
-print("ready", flush=True)
-while True:
-    dist.all_reduce(torch.ones(4))
-    time.sleep(0.001)
-"""
-)
+from tests.integration.traces import execution_trace_ids, kineto_ids
 
 
 @pytest.fixture(autouse=True)
@@ -35,15 +23,21 @@ def _to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(fork_server.TEARDOWN, "1")
 
 
-def read(folder: Path, rank: int = 0) -> tuple[CommsFile, list[int]]:
-    comms = CommsFile(str(folder / RECORDING / f"rank-{rank}.comms.jsonl.zst"))
-    return comms, [record.id for record in comms.records()]
+def end(process: subprocess.Popen[str], number: int = signal.SIGTERM) -> str:
+    """Have a process die of a signal; what it printed to stderr."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == -number
+    return errors
 
 
-def test_a_signal_at_the_first_moment_of_the_end_leaves_whole_files(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def of_windows(scripts: Scripts) -> list[set[int]]:
+    """The calls in the execution trace and in the Kineto trace."""
+    return [set(execution_trace_ids(scripts.load("et"))), set(kineto_ids(scripts.load("kineto")))]
+
+
+def test_a_signal_at_the_first_moment_of_the_end_leaves_whole_files(scripts: Scripts) -> None:
+    result = scripts(-signal.SIGTERM).python("""
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
 
@@ -54,114 +48,88 @@ def test_a_signal_at_the_first_moment_of_the_end_leaves_whole_files(tmp_path: Pa
                 os.kill(os.getpid(), signal.SIGTERM)
 
         sys.setprofile(interrupt)
-        """,
-    )
-    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "interrupted\n"), result.stderr
-    comms, ids = read(tmp_path)
+        """)
+    assert result.stdout == "interrupted\n"
+    comms = scripts.recorded()
     assert (comms.end or {})["reason"] == "exit"
-    assert ids == [0]
+    assert comms.ids == [0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_in_a_window_leaves_whole_files_and_kills_as_ever(number: signal.Signals, tmp_path: Path) -> None:
-    process = jobs.start(tmp_path, IN_A_WINDOW)
-    jobs.wait_for_line(process, "ready")
+def test_a_signal_in_a_window_leaves_whole_files_and_kills_as_ever(number: signal.Signals, scripts: Scripts) -> None:
+    process = scripts.start("""
+        crossrank.enable(window="0:1000000")
+        dist.all_reduce(torch.ones(4))
+        print("ready", flush=True)
+        while True:
+            dist.all_reduce(torch.ones(4))
+            time.sleep(0.001)
+        """)
     time.sleep(0.3)
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == -number
-    comms, ids = read(tmp_path)
-    assert comms.issues.problems == []
-    assert comms.end is not None
+    end(process, number)
+    comms = scripts.recorded()
     assert comms.end["reason"] == ("SIGTERM" if number == signal.SIGTERM else "exit")
-    assert ids == list(range(len(ids)))
-    for found in (
-        execution_trace_ids(load(tmp_path / RECORDING, "et")),
-        kineto_ids(load(tmp_path / RECORDING, "kineto")),
-    ):
+    assert comms.ids == list(range(len(comms.ids)))
+    for found in of_windows(scripts):
         # The signal may have come between the last record and its launch.
-        assert set(ids[:-1]) <= set(found) <= set(ids)
+        assert set(comms.ids[:-1]) <= found <= set(comms.ids)
 
 
-def test_an_exception_in_a_window_keeps_its_traceback_and_status(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_an_exception_in_a_window_keeps_its_traceback_and_status(scripts: Scripts) -> None:
+    result = scripts(1).python("""
         crossrank.enable(window="0:10")
         dist.all_reduce(torch.ones(4))
         raise ValueError("the user's own")
-        """,
-    )
-    assert result.returncode == 1
+        """)
     assert result.stderr.count("ValueError: the user's own") == 1
-    assert set(execution_trace_ids(load(tmp_path / RECORDING, "et"))) == {0}
-    assert set(kineto_ids(load(tmp_path / RECORDING, "kineto"))) == {0}
+    assert of_windows(scripts) == [{0}, {0}]
 
 
-def test_sys_exit_keeps_its_status(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, "crossrank.enable(); dist.barrier(); sys.exit(7)")
-    assert result.returncode == 7
-    comms, ids = read(tmp_path)
-    assert ids == [0]
+def test_sys_exit_keeps_its_status(scripts: Scripts) -> None:
+    scripts(7).python("crossrank.enable(); dist.barrier(); sys.exit(7)")
+    comms = scripts.recorded()
+    assert comms.ids == [0]
     assert comms.end is not None
 
 
-def test_os_exit_loses_at_most_the_last_second_and_names_the_torn_trace(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_os_exit_loses_at_most_the_last_second_and_names_the_torn_trace(scripts: Scripts, tmp_path: Path) -> None:
+    scripts(5).python("""
         crossrank.enable(window="0:10")
         dist.all_reduce(torch.ones(4))
         time.sleep(1.2)
         dist.all_reduce(torch.ones(4))
         os._exit(5)
-        """,
-    )
-    assert result.returncode == 5
-    comms, ids = read(tmp_path)
-    assert ids[:1] == [0]
-    assert comms.issues.problems == []
+        """)
+    comms = scripts.recorded()
+    assert comms.ids[:1] == [0]
     assert comms.end is None
     assert list_recording(str(tmp_path / RECORDING)).partial == (".rank-0.et.json.part",)
-    inspected = jobs.fork(["-m", "crossrank.tools.cli", "inspect", RECORDING], tmp_path)
-    assert "unfinished rank 0" in inspected.stdout
-    assert "cut off    .rank-0.et.json.part" in inspected.stdout
-    assert inspected.returncode == 1
+    inspected = scripts(1).crossrank("inspect", RECORDING).stdout
+    assert "unfinished rank 0" in inspected
+    assert "cut off    .rank-0.et.json.part" in inspected
 
 
-def test_sigkill_loses_at_most_the_last_second(tmp_path: Path) -> None:
-    process = jobs.start(
-        tmp_path,
-        jobs.ONE_RANK
-        + """
-crossrank.enable()
-for number in range(1000000):
-    dist.all_reduce(torch.ones(4))
-    if number == 2000:
-        print("ready", time.monotonic_ns(), flush=True)
-    time.sleep(0.0005)
-""",
-    )
-    ready = int(jobs.wait_for_line(process, "ready")[1])
+def test_sigkill_loses_at_most_the_last_second(scripts: Scripts) -> None:
+    process = scripts.start("""
+        crossrank.enable()
+        for number in range(1000000):
+            dist.all_reduce(torch.ones(4))
+            if number == 2000:
+                print("ready", flush=True)
+            time.sleep(0.0005)
+        """)
+    ready = time.monotonic_ns()
     time.sleep(1.5)
     killed = time.monotonic_ns()
-    process.kill()
-    process.communicate(timeout=30)
-    assert process.returncode == -signal.SIGKILL
-    comms = CommsFile(str(tmp_path / RECORDING / "rank-0.comms.jsonl.zst"))
-    records = list(comms.records())
-    assert comms.issues.problems == []
-    assert records[-1].t > ready
-    assert killed - records[-1].t < 1_000_000_000
-    assert [record.id for record in records] == list(range(len(records)))
+    end(process, signal.SIGKILL)
+    comms = scripts.recorded()
+    last = comms.calls[-1].t
+    assert last > ready
+    assert killed - last < 1_000_000_000
+    assert comms.ids == list(range(len(comms.ids)))
 
 
 STUCK = """
-import os, time
-import torch, torch.distributed as dist
-import crossrank
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
 crossrank.enable()
 dist.barrier()
 print("ready", flush=True)
@@ -171,31 +139,33 @@ dist.all_reduce(torch.ones(4))
 """
 
 
-@needs_gloo_recorder
-def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(tmp_path: Path) -> None:
-    ranks = [jobs.start(tmp_path, STUCK, RANK=str(rank)) for rank in (0, 1)]
+def stuck_rank(scripts: Scripts, source: str = STUCK) -> subprocess.Popen[str]:
+    """Rank 0 of two, which waits in C++ for the other one."""
+    ranks = scripts.start_two(source)
     for process in ranks:
         jobs.wait_for_line(process, "ready")
-    time.sleep(0.5)  # rank 0 waits in C++ by now
-    ranks[0].send_signal(signal.SIGUSR1)
-    flight = tmp_path / RECORDING / "rank-0.flight.json.zst"
-    jobs.wait_for_file(flight)
-    names = [entry["profiling_name"] for entry in load(tmp_path / RECORDING, "flight")["entries"]]
+    time.sleep(0.5)
+    return ranks[0]
+
+
+@needs_gloo_recorder
+def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    process = stuck_rank(scripts)
+    process.send_signal(signal.SIGUSR1)
+    jobs.wait_for_file(tmp_path / RECORDING / "rank-0.flight.json.zst")
+    names = [entry["profiling_name"] for entry in scripts.load("flight")["entries"]]
     assert names == ["gloo:barrier", "gloo:all_reduce"]
-    assert ranks[0].poll() is None
-    ranks[0].send_signal(signal.SIGTERM)
-    ranks[0].wait(timeout=15)
-    assert ranks[0].returncode == -signal.SIGTERM
-    comms, ids = read(tmp_path)
-    assert ids == [0, 1]
-    assert comms.end is not None
+    assert process.poll() is None
+    end(process)
+    comms = scripts.recorded()
+    assert comms.ids == [0, 1]
     assert comms.end["reason"] == "SIGTERM"
 
 
-def test_the_scripts_own_signal_handlers_are_left_alone(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_the_scripts_own_signal_handlers_are_left_alone(scripts: Scripts) -> None:
+    result = scripts.python("""
         seen = []
         mine = lambda number, frame: seen.append(number)
         signal.signal(signal.SIGTERM, mine)
@@ -209,16 +179,13 @@ def test_the_scripts_own_signal_handlers_are_left_alone(tmp_path: Path) -> None:
         assert signal.getsignal(signal.SIGUSR1) is mine
         assert seen == [signal.SIGTERM, signal.SIGUSR1], seen
         assert signal.set_wakeup_fd(-1) == -1
-        """,
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert read(tmp_path)[1] == [0]
+        """)
+    assert result.stderr == ""
+    assert scripts.recorded().ids == [0]
 
 
-def test_a_forked_child_leaves_the_parents_files_intact(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_forked_child_leaves_the_parents_files_intact(scripts: Scripts, tmp_path: Path) -> None:
+    scripts.python("""
         crossrank.enable(window="0:10")
         dist.all_reduce(torch.ones(4))
         dist.destroy_process_group()  # with gloo's threads a forked child never exits, traced or not
@@ -230,79 +197,52 @@ def test_a_forked_child_leaves_the_parents_files_intact(tmp_path: Path) -> None:
             sys.exit(3)  # through atexit and the destructors
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         torch.ones(4) + 1
-        """,
-    )
-    assert result.returncode == 0, result.stderr
-    comms, ids = read(tmp_path)
-    assert comms.issues.problems == []
-    assert ids == [0]
-    assert set(execution_trace_ids(load(tmp_path / RECORDING, "et"))) == {0}
-    assert set(kineto_ids(load(tmp_path / RECORDING, "kineto"))) == {0}
-    assert sorted(os.listdir(tmp_path / RECORDING)) == [
-        "rank-0.comms.jsonl.zst",
-        "rank-0.et.json.zst",
-        "rank-0.flight.json.zst",
-        "rank-0.kineto.json.zst",
-    ]
+        """)
+    comms = scripts.recorded()
+    assert comms.ids == [0]
+    assert of_windows(scripts) == [{0}, {0}]
+    kinds = ("comms.jsonl", "et.json", "flight.json", "kineto.json")
+    assert sorted(os.listdir(tmp_path / RECORDING)) == [f"rank-0.{kind}.zst" for kind in kinds]
 
 
-def test_data_loader_workers_do_no_harm(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_data_loader_workers_do_no_harm(scripts: Scripts) -> None:
+    scripts.python("""
         from torch.utils.data import DataLoader
         crossrank.enable(window="0:10")
         for batch in DataLoader(torch.arange(8.0), batch_size=2, num_workers=2):
             dist.all_reduce(batch)
-        """,
-    )
-    assert result.returncode == 0, result.stderr
-    comms, ids = read(tmp_path)
-    assert comms.issues.problems == []
-    assert ids == [0, 1, 2, 3]
-    assert {0, 1, 2, 3} <= set(execution_trace_ids(load(tmp_path / RECORDING, "et")))
+        """)
+    assert scripts.recorded().ids == [0, 1, 2, 3]
+    assert {0, 1, 2, 3} <= set(execution_trace_ids(scripts.load("et")))
 
 
-def test_a_forked_child_may_record_on_its_own(tmp_path: Path) -> None:
-    result = jobs.fork(
-        [
-            jobs.write_script(
-                tmp_path,
-                """
-                import os
-                import torch, torch.distributed as dist
-                import crossrank
+def test_a_forked_child_may_record_on_its_own(scripts: Scripts) -> None:
+    scripts.run("""
+        import os
+        import torch, torch.distributed as dist
+        import crossrank
 
-                def work(directory):
-                    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-                    with crossrank.enable(directory=directory) as tracing:
-                        assert tracing.active
-                        dist.barrier()
+        def work(directory):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            with crossrank.enable(directory=directory) as tracing:
+                assert tracing.active
+                dist.barrier()
 
-                crossrank.enable(directory="parent")
-                child = os.fork()
-                if child == 0:
-                    work("child")
-                    os._exit(0)
-                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-                dist.all_reduce(torch.ones(4))
-                """,
-            ),
-        ],
-        tmp_path,
-    )
-    assert result.returncode == 0, result.stderr
-    for folder, expected in (("parent", ["all_reduce"]), ("child", ["barrier"])):
-        comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
-        assert [record.op for record in comms.records()] == expected
-        assert comms.issues.problems == []
+        crossrank.enable(directory="parent")
+        child = os.fork()
+        if child == 0:
+            work("child")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(4))
+        """)
+    assert scripts.recorded(folder="parent").ops == ["all_reduce"]
+    assert scripts.recorded(folder="child").ops == ["barrier"]
 
 
-def test_forked_workers_of_multiprocessing_finish_their_files(tmp_path: Path) -> None:
-    script = jobs.write_script(
-        tmp_path,
-        """
+def test_forked_workers_of_multiprocessing_finish_their_files(scripts: Scripts) -> None:
+    scripts.run("""
         import multiprocessing, os
         import torch, torch.distributed as dist
         import crossrank
@@ -319,20 +259,15 @@ def test_forked_workers_of_multiprocessing_finish_their_files(tmp_path: Path) ->
         for worker in workers:
             worker.join()
             assert worker.exitcode == 0
-        """,
-    )
-    result = jobs.fork([script], tmp_path)
-    assert result.returncode == 0, result.stderr
+        """)
     for rank in (0, 1):
-        comms, ids = read(tmp_path, rank)
-        assert ids == [0]
+        comms = scripts.recorded(rank)
+        assert comms.ids == [0]
         assert comms.end is not None
 
 
-def test_a_handler_that_the_script_sets_later_has_all_the_time_it_takes(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_handler_that_the_script_sets_later_has_all_the_time_it_takes(scripts: Scripts) -> None:
+    result = scripts.python("""
         crossrank.enable()
         def save(number, frame):
             time.sleep(2.5)
@@ -341,16 +276,13 @@ def test_a_handler_that_the_script_sets_later_has_all_the_time_it_takes(tmp_path
         signal.signal(signal.SIGTERM, save)
         dist.barrier()
         os.kill(os.getpid(), signal.SIGTERM)
-        """,
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "saved\n", "")
-    assert read(tmp_path)[1] == [0]
+        """)
+    assert (result.stdout, result.stderr) == ("saved\n", "")
+    assert scripts.recorded().ids == [0]
 
 
-def test_what_the_scripts_signal_handlers_raise_reaches_the_script(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_what_the_scripts_signal_handlers_raise_reaches_the_script(scripts: Scripts) -> None:
+    result = scripts.python("""
         class Late(Exception):
             pass
         raised = caught = 0
@@ -370,248 +302,180 @@ def test_what_the_scripts_signal_handlers_raise_reaches_the_script(tmp_path: Pat
                 caught += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(raised - caught)
-        """,
-    )
-    assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
-
-
-# The end of a window waits for the GPU; one that is stuck is played by a profiler that does not stop.
-STUCK_GPU = (
-    jobs.ONE_RANK
-    + """
-import torch.autograd.profiler
-from crossrank.instrument.write import window
-window._PATIENCE_DYING = 1.0
-torch.autograd.profiler.profile.__exit__ = lambda *_: time.sleep(600)
-crossrank.enable(window="0:1000000")
-dist.all_reduce(torch.ones(4))
-"""
-)
+        """)
+    assert result.stdout == "0\n"
 
 
 @pytest.mark.parametrize("main_thread", ["runs Python", "is stuck as well"])
 def test_on_a_stuck_gpu_a_signal_ends_the_process_with_its_dump_and_its_comms_file(
-    main_thread: str, tmp_path: Path
+    main_thread: str, scripts: Scripts
 ) -> None:
     # A thread that is stuck in C++ runs no handler of Python's; here such signals are blocked for it.
-    stuck = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n" if main_thread == "is stuck as well" else ""
-    process = jobs.start(tmp_path, STUCK_GPU + stuck + 'print("ready", flush=True)\ntime.sleep(600)\n')
-    jobs.wait_for_line(process, "ready")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGTERM
-    assert "crossrank: window 1 is incomplete: the process dies, and closing the window took over 1 s" in errors
-    comms, ids = read(tmp_path)
-    assert ids == [0]
-    assert comms.end is not None
+    blocked = "signal.SIGTERM" if main_thread == "is stuck as well" else ""
+    # The end of a window waits for the GPU; one that is stuck is played by a profiler that does not stop.
+    process = scripts.start(f"""
+        import torch.autograd.profiler
+        from crossrank.instrument.write import window
+        window._PATIENCE_DYING = 1.0
+        torch.autograd.profiler.profile.__exit__ = lambda *_: time.sleep(600)
+        crossrank.enable(window="0:1000000")
+        dist.all_reduce(torch.ones(4))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [{blocked}])
+        print("ready", flush=True)
+        time.sleep(600)
+        """)
+    assert "crossrank: window 1 is incomplete: the process dies, and closing the window took over 1 s" in end(process)
+    comms = scripts.recorded()
+    assert comms.ids == [0]
     assert comms.end["reason"] == "SIGTERM"
-    assert load(tmp_path / RECORDING, "flight")["crossrank"]["reason"] == "SIGTERM"
+    assert scripts.load("flight")["crossrank"]["reason"] == "SIGTERM"
 
 
 @pytest.mark.parametrize("ending", ["disable() on another thread", "disable() on the main thread"])
-def test_a_signal_that_comes_while_the_recording_ends_is_carried_out_when_it_has(ending: str, tmp_path: Path) -> None:
+def test_a_signal_that_comes_while_the_recording_ends_is_carried_out_when_it_has(ending: str, scripts: Scripts) -> None:
     start = "threading.Thread(target=crossrank.disable).start()" if "another" in ending else "crossrank.disable()"
-    process = jobs.start(
-        tmp_path,
-        jobs.ONE_RANK
-        + f"""
-from crossrank.instrument.write import flight_dump
-crossrank.enable()
-dist.all_reduce(torch.ones(4))
-dump = flight_dump.dump
-def slow(moment):
-    print("ready", flush=True)
-    time.sleep(1)
-    return dump(moment)
-flight_dump.dump = slow
-{start}
-time.sleep(600)
-""",
-    )
-    jobs.wait_for_line(process, "ready")
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (-signal.SIGTERM, "")
-    comms, ids = read(tmp_path)
-    assert ids == [0]
-    assert comms.end is not None
-    assert comms.end["reason"] == "disable"
+    process = scripts.start(f"""
+        from crossrank.instrument.write import flight_dump
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        dump = flight_dump.dump
+        def slow(moment):
+            print("ready", flush=True)
+            time.sleep(1)
+            return dump(moment)
+        flight_dump.dump = slow
+        {start}
+        time.sleep(600)
+        """)
+    assert end(process) == ""
+    comms = scripts.recorded()
+    assert (comms.ids, comms.end["reason"]) == ([0], "disable")
 
 
-def test_what_ends_too_slowly_on_another_thread_does_not_keep_the_process_alive(tmp_path: Path) -> None:
-    process = jobs.start(
-        tmp_path,
-        jobs.ONE_RANK
-        + """
-from crossrank.instrument.hooks import signals
-from crossrank.instrument.write import flight_dump
-signals._LONGEST_END = 2.0
-crossrank.enable()
-dist.all_reduce(torch.ones(4))
-def stuck(moment):
-    print("ready", flush=True)
-    time.sleep(600)
-flight_dump.dump = stuck
-threading.Thread(target=crossrank.disable, daemon=True).start()
-time.sleep(600)
-""",
-    )
-    jobs.wait_for_line(process, "ready")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGTERM
+def test_what_ends_too_slowly_on_another_thread_does_not_keep_the_process_alive(scripts: Scripts) -> None:
+    process = scripts.start("""
+        from crossrank.instrument.hooks import signals
+        from crossrank.instrument.write import flight_dump
+        signals._LONGEST_END = 2.0
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        def stuck(moment):
+            print("ready", flush=True)
+            time.sleep(600)
+        flight_dump.dump = stuck
+        threading.Thread(target=crossrank.disable, daemon=True).start()
+        time.sleep(600)
+        """)
+    end(process)
 
 
-# Rank 1 does not record: what the nodes of the job are is not known for long.
-SLOW_JOB = """
-import os, time
-import torch, torch.distributed as dist
-import crossrank
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
-if rank == 0:
-    crossrank.enable()
-for number in range(1000):
-    dist.all_reduce(torch.ones(4))
-    if rank == 0:
-        print("call", number, time.monotonic_ns(), flush=True)
-    time.sleep(0.05)
-"""
-
-
-def test_the_calls_of_a_slow_job_are_on_disk_half_a_second_later_also_at_its_start(tmp_path: Path) -> None:
-    ranks = [jobs.start(tmp_path, SLOW_JOB, RANK=str(rank)) for rank in (0, 1)]
+def test_the_calls_of_a_slow_job_are_on_disk_half_a_second_later_also_at_its_start(scripts: Scripts) -> None:
+    # Rank 1 does not record: what the nodes of the job are is not known for long.
+    ranks = scripts.start_two("""
+        if rank == 0:
+            crossrank.enable()
+        for number in range(1000):
+            dist.all_reduce(torch.ones(4))
+            if rank == 0:
+                print("call", number, time.monotonic_ns(), flush=True)
+            time.sleep(0.05)
+        """)
     assert ranks[0].stdout is not None
     called: list[int] = []
     while len(called) < 24:  # a bit more than a second
         called.append(int(ranks[0].stdout.readline().split()[2]))
     ranks[0].kill()
     killed = time.monotonic_ns()
-    comms, ids = read(tmp_path)
-    assert comms.issues.problems == []
+    comms = scripts.recorded()
     old_enough = sum(moment < killed - 500_000_000 for moment in called)
     assert old_enough >= 10
-    assert len(ids) >= old_enough
+    assert len(comms.ids) >= old_enough
 
 
-GLOO_ABORTS = """
-import os
-import torch, torch.distributed as dist
-import crossrank
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
-crossrank.enable()
-dist.barrier()
-dist.all_reduce(torch.ones(1000 if rank == 0 else 100000))
-"""
-
-
-def test_an_abort_of_gloo_leaves_the_call_that_caused_it(tmp_path: Path) -> None:
-    ranks = [jobs.start(tmp_path, GLOO_ABORTS, RANK=str(rank)) for rank in (0, 1)]
-    errors = [process.communicate(timeout=60)[1] for process in ranks]
-    assert ranks[0].returncode == -signal.SIGABRT
-    assert "terminate called after throwing an instance of 'gloo::EnforceNotMet'" in errors[0]
-    comms, ids = read(tmp_path)
-    assert ids == [0, 1]
-    assert comms.issues.problems == []
-    assert comms.end is not None
-    assert comms.end["reason"] == "SIGABRT"
-    assert load(tmp_path / RECORDING, "flight")["crossrank"]["reason"] == "SIGABRT"
-
-
-def test_the_exceptions_that_end_a_script_and_its_threads_are_noted_and_printed_as_ever(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
-        before = threading.excepthook
+def test_an_abort_of_gloo_leaves_the_call_that_caused_it(scripts: Scripts) -> None:
+    ranks = scripts.start_two("""
         crossrank.enable()
-        dist.all_reduce(torch.ones(4))
+        dist.barrier()
+        dist.all_reduce(torch.ones(1000 if rank == 0 else 100000))
+        """)
+    _, errors = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode == -signal.SIGABRT
+    assert "terminate called after throwing an instance of 'gloo::EnforceNotMet'" in errors
+    comms = scripts.recorded()
+    assert comms.ids == [0, 1]
+    assert comms.end["reason"] == "SIGABRT"
+    assert scripts.load("flight")["crossrank"]["reason"] == "SIGABRT"
+
+
+def test_the_exceptions_that_end_a_script_and_its_threads_are_noted_and_printed_as_ever(scripts: Scripts) -> None:
+    result = scripts(1).python("""
         def fail():
             raise KeyError("shard 3")
-        thread = threading.Thread(target=fail, name="loader")
-        thread.start()
-        thread.join()
-        crossrank.disable()
-        assert threading.excepthook is before
-        crossrank.enable(directory="second")
-        dist.all_reduce(torch.ones(4))
-        thread = threading.Thread(target=fail, name="loader")
-        thread.start()
-        thread.join()
+        before = threading.excepthook
+        for directory in ("first", "second"):
+            crossrank.disable()
+            assert threading.excepthook is before
+            crossrank.enable(directory=directory)
+            dist.all_reduce(torch.ones(4))
+            thread = threading.Thread(target=fail, name="loader")
+            thread.start()
+            thread.join()
         raise ValueError("the user's own")
-        """,
-    )
-    assert result.returncode == 1
+        """)
     assert result.stderr.count("KeyError: 'shard 3'") == 2
     assert result.stderr.count("ValueError: the user's own") == 1
-    assert "crossrank" not in result.stderr.replace("crossrank-recording", "")
-    ends = []
-    for folder in (RECORDING, "second"):
-        comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
-        list(comms.records())
-        assert comms.end is not None
-        ends.append(comms.end["exceptions"])
+    assert "crossrank" not in result.stderr
+    ends = [scripts.recorded(folder=folder).end["exceptions"] for folder in ("first", "second")]
     loader, main = ("loader", "KeyError: 'shard 3'"), ("MainThread", "ValueError: the user's own")
     assert [[(found["thread"], found["error"]) for found in end] for end in ends] == [[loader], [main, loader]]
     innermost = ends[1][1]["frames"][0]
     assert (innermost["name"], Path(innermost["filename"]).name) == ("fail", "train.py")
     assert [frame["name"] for frame in ends[1][0]["frames"]] == ["<module>"]
-    moment = load(tmp_path / "second", "flight")["crossrank"]
+    moment = scripts.load("flight", "second")["crossrank"]
     assert (moment["error"], moment["exceptions"]) == ("ValueError: the user's own", ends[1])
 
 
-def test_each_failure_at_exit_is_one_line_and_no_traceback(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_each_failure_at_exit_is_one_line_and_no_traceback(scripts: Scripts) -> None:
+    result = scripts.python("""
         from crossrank.instrument import api
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
         api._current.recorder.calls = None
         api._current.windows.close = None
-        """,
-    )
-    assert result.returncode == 0
+        """)
     assert "Traceback" not in result.stderr
     lines = [line.partition(": TypeError")[0] for line in result.stderr.splitlines()]
     assert lines == [
         "crossrank: the end of a window is not recorded",
         "crossrank: the flight recorder was not dumped",
     ]
-    assert read(tmp_path)[0].end is not None
+    assert scripts.recorded().end is not None
 
 
-def test_a_comms_file_tells_until_when_it_is_complete(tmp_path: Path) -> None:
-    process = jobs.start(
-        tmp_path,
-        jobs.ONE_RANK
-        + """
-crossrank.enable()
-dist.all_reduce(torch.ones(4))
-time.sleep(1.5)
-print("ready", time.monotonic_ns(), flush=True)
-time.sleep(600)
-""",
-    )
-    ready = int(jobs.wait_for_line(process, "ready")[1])
+def test_a_comms_file_tells_until_when_it_is_complete(scripts: Scripts, tmp_path: Path) -> None:
+    process = scripts.start("""
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        time.sleep(1.5)
+        print("ready", flush=True)
+        time.sleep(600)
+        """)
+    ready = time.monotonic_ns()
     path = tmp_path / RECORDING / "rank-0.comms.jsonl.zst"
     size = path.stat().st_size
     time.sleep(1.0)
     process.kill()
     killed = time.monotonic_ns()
     process.communicate()
-    comms, ids = read(tmp_path)
-    assert ids == [0]
-    assert comms.issues.problems == []
+    comms = scripts.recorded()
+    assert comms.ids == [0]
     assert ready < comms.clocks[-1]["t"] < killed
     assert killed - comms.clocks[-1]["t"] < 500_000_000
     assert abs(path.stat().st_size - size) < 100  # a rank that stands still writes over its last word
 
 
-def test_a_signal_to_a_child_that_was_just_forked_does_not_reach_its_parent(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_signal_to_a_child_that_was_just_forked_does_not_reach_its_parent(scripts: Scripts) -> None:
+    result = scripts.python("""
         import multiprocessing
         crossrank.enable(flight=False)
         dist.all_reduce(torch.ones(4))
@@ -625,36 +489,23 @@ def test_a_signal_to_a_child_that_was_just_forked_does_not_reach_its_parent(tmp_
             child.join()
             codes.add(child.exitcode)
         print("trained", codes, signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        """,
-    )
-    assert (result.returncode, result.stdout) == (0, "trained {-15} set()\n"), result.stderr
-    comms, _ = read(tmp_path)
-    assert comms.end is not None
-    assert comms.end["reason"] == "exit"
+        """)
+    assert result.stdout == "trained {-15} set()\n"
+    assert scripts.recorded().end["reason"] == "exit"
 
 
 @pytest.mark.parametrize("loop", ["before", "after"])
 def test_a_rank_that_hangs_dies_of_sigterm_also_where_an_event_loop_takes_the_signals(
-    loop: str, tmp_path: Path
+    loop: str, scripts: Scripts
 ) -> None:
     taken = """
 import asyncio
 loop = asyncio.new_event_loop()
 loop.add_signal_handler(signal.SIGUSR2, lambda: None)
 """
-    begin = taken if loop == "before" else ""
-    closed = taken + "loop.remove_signal_handler(signal.SIGUSR2)\nloop.close()\ncrossrank.step()\n"
-    after = "" if loop == "before" else closed
-    source = STUCK.replace("import os, time", "import os, signal, time").replace(
-        "crossrank.enable()\n", begin + "crossrank.enable()\n" + after
-    )
-    ranks = [jobs.start(tmp_path, source, RANK=str(rank)) for rank in (0, 1)]
-    for process in ranks:
-        jobs.wait_for_line(process, "ready")
-    time.sleep(0.5)  # rank 0 waits in C++ by now
-    ranks[0].send_signal(signal.SIGTERM)
-    ranks[0].wait(timeout=15)
-    assert ranks[0].returncode == -signal.SIGTERM
+    enable = "crossrank.enable()\n"
+    closed = "loop.remove_signal_handler(signal.SIGUSR2)\nloop.close()\ncrossrank.step()\n"
+    end(stuck_rank(scripts, STUCK.replace(enable, taken + enable if loop == "before" else enable + taken + closed)))
 
 
 @pytest.mark.parametrize(
@@ -664,10 +515,10 @@ loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         ("return '\\ud800 half'", "Odd: \\ud800 half"),
     ],
 )
-def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(text: str, noted: str, tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        f"""
+def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(
+    text: str, noted: str, scripts: Scripts
+) -> None:
+    result = scripts(1).python(f"""
         class Odd(Exception):
             def __str__(self):
                 {text}
@@ -679,22 +530,17 @@ def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(text: st
         thread.start()
         thread.join()
         raise Odd from KeyError("the cause")
-        """,
-    )
-    assert result.returncode == 1
+        """)
     assert "crossrank/" not in result.stderr
-    comms, ids = read(tmp_path)
-    assert ids == [0]
-    assert comms.end is not None
+    comms = scripts.recorded()
+    assert comms.ids == [0]
     found = [(one["thread"], one["error"], one["causes"]) for one in comms.end["exceptions"]]
     assert found == [("MainThread", noted, ["KeyError: 'the cause'"]), ("loader", noted, [])]
-    assert load(tmp_path / RECORDING, "flight")["crossrank"]["error"] == noted
+    assert scripts.load("flight")["crossrank"]["error"] == noted
 
 
-def test_the_exception_of_a_worker_of_multiprocessing_is_noted(tmp_path: Path) -> None:
-    script = jobs.write_script(
-        tmp_path,
-        """
+def test_the_exception_of_a_worker_of_multiprocessing_is_noted(scripts: Scripts) -> None:
+    scripts.run("""
         import os, sys
         import torch, torch.distributed as dist, torch.multiprocessing as mp
         import crossrank
@@ -713,37 +559,23 @@ def test_the_exception_of_a_worker_of_multiprocessing_is_noted(tmp_path: Path) -
                 mp.spawn(work, (os.path.abspath("torchs"),), nprocs=1)
             except mp.ProcessRaisedException:
                 pass
-        """,
-    )
-    result = jobs.fork([script], tmp_path)
-    assert result.returncode == 0, result.stderr
+        """)
     for folder in ("own", "torchs"):
-        comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
-        list(comms.records())
-        assert comms.end is not None
-        (found,) = comms.end["exceptions"]
+        (found,) = scripts.recorded(folder=folder).end["exceptions"]
         assert (found["error"], found["frames"][0]["name"]) == ("ValueError: shard 3", "work")
 
 
-def test_an_exception_of_long_ago_is_not_what_ended_a_recording(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_an_exception_of_long_ago_is_not_what_ended_a_recording(scripts: Scripts) -> None:
+    scripts.python("""
         sys.last_value = ZeroDivisionError("a cell of a notebook")
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
-        """,
-    )
-    assert result.returncode == 0
-    comms, _ = read(tmp_path)
-    assert comms.end is not None
-    assert comms.end["exceptions"] == []
+        """)
+    assert scripts.recorded().end["exceptions"] == []
 
 
-def test_a_recording_whose_end_is_interrupted_is_taken_away_all_the_same(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_recording_whose_end_is_interrupted_is_taken_away_all_the_same(scripts: Scripts) -> None:
+    result = scripts(-signal.SIGTERM).python("""
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
         from crossrank.instrument.write import flight_dump
@@ -756,6 +588,5 @@ def test_a_recording_whose_end_is_interrupted_is_taken_away_all_the_same(tmp_pat
             print("interrupted", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)
-        """,
-    )
-    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "interrupted True\n")
+        """)
+    assert result.stdout == "interrupted True\n"

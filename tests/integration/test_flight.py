@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from crossrank.instrument.write import flight_dump
-from crossrank.tools.cli import main
 from crossrank.tools.traces.flight_recorder import FlightDump, Moment, read_flight_dump
 from tests.integration import jobs
+from tests.integration.commands import Commands
+from tests.integration.jobs import Scripts
 from tests.integration.names import needs_gloo_recorder
 
 pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
-
-RECORDING = "crossrank-recording"
 
 SILENT = """
 import threading, time
@@ -36,20 +35,19 @@ wait_for_somebody()
 
 
 def dump_of(folder: Path) -> tuple[FlightDump, Moment]:
-    dump = read_flight_dump(str(folder / RECORDING / "rank-0.flight.json.zst"))
+    dump = read_flight_dump(str(folder / jobs.RECORDING / "rank-0.flight.json.zst"))
     assert dump.moment is not None
     return dump, dump.moment
 
 
-def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, SILENT + 'raise RuntimeError("timed out")\n')
+def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(scripts: Scripts, tmp_path: Path) -> None:
+    result = scripts(1).python(SILENT + 'raise RuntimeError("timed out")\n')
 
-    assert result.returncode == 1
-    folder = tmp_path / RECORDING
+    folder = tmp_path / jobs.RECORDING
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: "))
     said = re.fullmatch(
         r"crossrank: no communication on rank 0 for (\d+\.?\d*) s, and no rank waits for another; "
-        rf"{folder} has what every rank did last \(verdict: ok\)",
+        rf"{folder} has the last calls of every rank \(verdict: ok\)",
         line,
     )
     assert said is not None
@@ -63,8 +61,8 @@ def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(tmp_path: 
 
 
 @needs_gloo_recorder
-def test_when_communication_goes_on_after_a_hang_the_end_is_written(tmp_path: Path) -> None:
-    jobs.python(tmp_path, SILENT + 'dist.all_reduce(torch.ones(4))\nraise RuntimeError("later")\n')
+def test_when_communication_goes_on_after_a_hang_the_end_is_written(scripts: Scripts, tmp_path: Path) -> None:
+    scripts(1).python(SILENT + 'dist.all_reduce(torch.ones(4))\nraise RuntimeError("later")\n')
 
     dump, moment = dump_of(tmp_path)
     assert (moment.reason, moment.error) == ("exit", "RuntimeError: later")
@@ -76,18 +74,13 @@ def test_when_communication_goes_on_after_a_hang_the_end_is_written(tmp_path: Pa
 
 @needs_gloo_recorder
 @pytest.mark.parametrize("emit", ["ALL", "CROSSNODE"])
-def test_a_dump_holds_the_last_calls_whatever_is_emitted(emit: str, tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_dump_holds_the_last_calls_whatever_is_emitted(emit: str, scripts: Scripts, tmp_path: Path) -> None:
+    scripts(TRACING=emit).python("""
         crossrank.enable()
         for _ in range(600):
             dist.all_reduce(torch.ones(4))
-        """,
-        TRACING=emit,
-    )
+        """)
 
-    assert result.returncode == 0
     dump, moment = dump_of(tmp_path)
     assert [record.seq for record in moment.calls] == list(range(89, 601))
     assert [(group.pg, group.desc, group.ranks) for group in moment.groups] == [("0", "default_pg", [0])]
@@ -95,18 +88,15 @@ def test_a_dump_holds_the_last_calls_whatever_is_emitted(emit: str, tmp_path: Pa
     assert dump.entries[-1].collective_seq_id == 600
 
 
-def test_the_watch_for_hangs_can_be_switched_off(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_the_watch_for_hangs_can_be_switched_off(scripts: Scripts) -> None:
+    result = scripts.python("""
         crossrank.enable(hang_seconds=0)
         dist.all_reduce(torch.ones(4))
         assert not [thread.name for thread in threading.enumerate() if "hang" in thread.name]
-        """,
-    )
+        """)
 
-    assert (result.returncode, result.stderr) == (0, "")
-    bad = jobs.python(tmp_path, "crossrank.enable()", TRACING_HANG_SECONDS="soon")
+    assert result.stderr == ""
+    bad = scripts(TRACING_HANG_SECONDS="soon").python("crossrank.enable()")
     assert bad.stderr == (
         "crossrank: tracing is off: TRACING_HANG_SECONDS='soon' is not a number of seconds from 0.1 to 10,000,000; "
         "0 turns the hang watch off\n"
@@ -127,32 +117,26 @@ def _entry(record_id: int, pg_id: int, group: str, seq: int, created: int) -> di
 
 
 def test_the_recorders_of_nccl_and_gloo_become_one() -> None:
+    completed = {"train": {"last_completed_collective": 9}, "checkpoint": {"last_completed_collective": 1}}
     train = {
         "version": "2.10",
         "entries": [_entry(7, 0, "train", 8, 100), _entry(8, 0, "train", 9, 300)],
         "pg_config": {"train": {"ranks": "[0, 1]"}},
-        "pg_status": {"0": {"last_completed_collective": 9}},
+        "pg_status": {"0": completed["train"]},
     }
     checkpoint = {
         "version": "2.10",
         "entries": [_entry(0, 0, "checkpoint", 1, 200), _entry(1, 0, "checkpoint", 2, 400)],
         "pg_config": {"": {"ranks": "[]"}},
-        "pg_status": {"0": {"last_completed_collective": 1}},
+        "pg_status": {"0": completed["checkpoint"]},
     }
     merged = flight_dump._merged([train, checkpoint])
-    assert [(entry["process_group"][0], entry["collective_seq_id"]) for entry in merged["entries"]] == [
-        ("train", 8),
-        ("checkpoint", 1),
-        ("train", 9),
-        ("checkpoint", 2),
-    ]
     # The first number says that seven entries fell out of a ring.
-    assert [entry["record_id"] for entry in merged["entries"]] == [7, 8, 9, 10]
+    assert [
+        (entry["record_id"], entry["process_group"][0], entry["collective_seq_id"]) for entry in merged["entries"]
+    ] == [(7, "train", 8), (8, "checkpoint", 1), (9, "train", 9), (10, "checkpoint", 2)]
     status = {entry["process_group"][0]: merged["pg_status"][str(entry["pg_id"])] for entry in merged["entries"]}
-    assert status == {
-        "train": {"last_completed_collective": 9},
-        "checkpoint": {"last_completed_collective": 1},
-    }
+    assert status == completed
     assert set(merged["pg_config"]) == {"train", ""}
     assert flight_dump._merged([checkpoint, train])["entries"] == [
         entry | {"pg_id": 1 - entry["pg_id"]} for entry in merged["entries"]
@@ -166,10 +150,8 @@ def test_one_recorder_that_has_two_names_is_taken_once() -> None:
 
 
 @needs_gloo_recorder
-def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(scripts: Scripts, tmp_path: Path) -> None:
+    result = scripts.python("""
         import pickle
         from crossrank.instrument import torch_dumps
         train = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": [{
@@ -183,60 +165,43 @@ def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
         torch_dumps.cuda_is_in_use = lambda: True
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
-        """,
-    )
+        """)
 
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stderr == ""
     dump, _ = dump_of(tmp_path)
     assert [entry.profiling_name for entry in dump.entries] == ["nccl:all_reduce", "gloo:all_reduce"]
 
 
-SILENT_TOGETHER = """
-import os, time
-import torch, torch.distributed as dist
-import crossrank
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
-crossrank.enable()
-for go_on in ("go-1", "go-2"):
-    dist.barrier()
-    while not os.path.exists(go_on):
-        time.sleep(0.02)
-"""
-
-
-def test_one_rank_says_each_silence_once(tmp_path: Path) -> None:
-    ranks = [jobs.start(tmp_path, SILENT_TOGETHER, RANK=str(rank), TRACING_HANG_SECONDS="0.5") for rank in (0, 1)]
+def test_one_rank_says_each_silence_once(scripts: Scripts, tmp_path: Path) -> None:
+    ranks = scripts(TRACING_HANG_SECONDS="0.5").start_two("""
+        crossrank.enable()
+        for go_on in ("go-1", "go-2"):
+            dist.barrier()
+            while not os.path.exists(go_on):
+                time.sleep(0.02)
+        """)
     for go_on in ("go-1", "go-2"):
         assert ranks[0].stderr is not None
         said = (line for line in ranks[0].stderr if line.startswith("crossrank: "))
         assert next(said).startswith("crossrank: no communication on rank ")
-        assert all((tmp_path / RECORDING / f"rank-{rank}.flight.json.zst").exists() for rank in (0, 1))
+        assert all((tmp_path / jobs.RECORDING / f"rank-{rank}.flight.json.zst").exists() for rank in (0, 1))
         (tmp_path / go_on).touch()
     errors = "".join(process.communicate(timeout=30)[1] for process in ranks)
     assert "crossrank: " not in errors
     assert [process.returncode for process in ranks] == [0, 0]
 
 
-GROUP_WITH_A_SHORT_TIMEOUT = """
-import datetime, os, time
-import torch, torch.distributed as dist
-import crossrank
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
-crossrank.enable()
-group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=16))
-dist.barrier(group=group)
-if rank == 0:
-    dist.all_reduce(torch.ones(4), group=group)
-else:
-    time.sleep(17)
-"""
-
-
 @needs_gloo_recorder
-def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_path: Path) -> None:
-    ranks = [jobs.start(tmp_path, GROUP_WITH_A_SHORT_TIMEOUT, RANK=str(rank)) for rank in (0, 1)]
+def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(scripts: Scripts, tmp_path: Path) -> None:
+    ranks = scripts.start_two("""
+        crossrank.enable()
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=16))
+        dist.barrier(group=group)
+        if rank == 0:
+            dist.all_reduce(torch.ones(4), group=group)
+        else:
+            time.sleep(17)
+        """)
     errors = "".join(process.communicate(timeout=40)[1] for process in ranks)
     assert ranks[0].returncode == 1
     assert re.search(r"crossrank: the job hangs: no communication on rank \d+ for (8|9|1[0-5])(\.\d+)? s\. ", errors)
@@ -246,30 +211,26 @@ def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_pat
     assert dump.entries[-1].retired is False
 
 
-AFTER_ITS_GROUP = """
-import shutil, time
-crossrank.enable(hang_seconds=0.4)
-for _ in range(3):
-    dist.all_reduce(torch.ones(4))
-dist.destroy_process_group()
-
-def works_alone():
-    while not os.path.exists("crossrank-recording/rank-0.flight.json.zst"):
-        time.sleep(0.05)
-
-works_alone()
-shutil.copytree("crossrank-recording", "while it works/crossrank-recording")
-"""
-
-
 def test_a_rank_that_goes_on_without_its_group_shows_where_it_is_and_is_healthy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripts: Scripts, tmp_path: Path, command: Commands
 ) -> None:
-    result = jobs.python(tmp_path, AFTER_ITS_GROUP)
+    result = scripts.python("""
+        import shutil
+        crossrank.enable(hang_seconds=0.4)
+        for _ in range(3):
+            dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
 
-    assert (result.returncode, result.stderr) == (0, "")
+        def works_alone():
+            while not os.path.exists("crossrank-recording/rank-0.flight.json.zst"):
+                time.sleep(0.05)
+
+        works_alone()
+        shutil.copytree("crossrank-recording", "while it works/crossrank-recording")
+        """)
+    assert result.stderr == ""
     _, moment = dump_of(tmp_path / "while it works")
     (main_thread,) = (stack for stack in moment.stacks if stack.thread == "MainThread")
     assert "works_alone" in [frame.name for frame in main_thread.frames]
     for folder in (tmp_path, tmp_path / "while it works"):
-        assert main(["diagnose", str(folder / RECORDING)]) == 0, capsys.readouterr().out
+        command("diagnose", folder / jobs.RECORDING)

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.growing import JOB, convert
 from crossrank.tools.cli import main
 from tests.integration import jobs
+from tests.integration.commands import Commands
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
 pytestmark = pytest.mark.touches("tools", traced=False)
@@ -34,7 +35,7 @@ def test_calls_groups_sizes_and_their_order_are_those_of_the_larger_job(tmp_path
 
 
 @needs_traces
-def test_equal_ranks_are_one_file_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_ranks_are_one_file_on_request(tmp_path: Path, command: Commands) -> None:
     words = ["convert", public("dlrm_8gpu"), "--ranks", "24", "--jobs", "1", "-o"]
     assert main([*words, str(tmp_path / "plain")]) == main([*words, str(tmp_path / "dedupe"), "--dedupe"]) == 0
     assert json.loads((tmp_path / "dedupe" / "comm_groups.json").read_text()) == {}
@@ -59,20 +60,18 @@ def test_equal_ranks_are_one_file_on_request(tmp_path: Path, capsys: pytest.Capt
         (["--ranks", "0"], "--ranks 0 is no number of ranks; a job has 1 to 1,048,576"),
     ],
 )
-def test_what_cannot_be_grown_ends_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    code = main(["convert", public("dlrm_8gpu"), "--jobs", "1", "-o", str(tmp_path / "out"), *words])
-    err = capsys.readouterr().err
+def test_what_cannot_be_grown_ends_in_one_line(tmp_path: Path, command: Commands, words: list[str], said: str) -> None:
+    code, _, err = command.ended("convert", public("dlrm_8gpu"), "--jobs", "1", "-o", tmp_path / "out", *words)
     # What is wrong with the traces themselves takes two lines.
     assert (code, said in err, err.count("\n")) == (2 if said else 0, True, 1 if said else 2)
 
 
 @needs_traces
-def test_ranks_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_are_not_there_are_named(tmp_path: Path, command: Commands) -> None:
     for rank in (0, 1, 3):
         for kind in ("et", "kineto"):
             name = f"rank-{rank}.{kind}.json.gz"
             (tmp_path / name).symlink_to(Path(public("dlrm_8gpu"), name))
-    assert main(["convert", str(tmp_path), "--ranks", "16", "--jobs", "1", "-o", str(tmp_path / "out")]) == 2
-    assert "rank 2,4-7 of 8 is not there, and new ranks do what recorded ones do" in capsys.readouterr().err
+    assert "rank 2,4-7 of 8 is not there, and new ranks do what recorded ones do" in command.said(
+        "convert", tmp_path, "--ranks", "16", "--jobs", "1", "-o", tmp_path / "out"
+    )

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from crossrank.tools.cli import main
 from tests.integration import forked_jobs
+from tests.integration.commands import Commands
 from tests.integration.healthy_jobs import JOBS, RANKS
 
 pytestmark = pytest.mark.touches("tools", traced=False)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_healthy_job_is_neither_ended_nor_said_to_hang(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_healthy_job_is_neither_ended_nor_said_to_hang(name: str, tmp_path: Path, command: Commands) -> None:
     job = forked_jobs.start("tests.integration.healthy_jobs", name, tmp_path / "job", RANKS)
     try:
         job.wait_until_over()
@@ -26,6 +24,6 @@ def test_a_healthy_job_is_neither_ended_nor_said_to_hang(
             [True] * RANKS,
         ), "\n".join(logs)
         assert not any("the job hangs" in log for log in logs), logs
-        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        command("diagnose", job.recording)
     finally:
         job.kill()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from crossrank.instrument.write import flight_dump
 from crossrank.recording import CommsFile
-from tests.integration import callers, jobs, names
-from tests.integration.world import Task, World
+from tests.integration import callers, names
+from tests.integration.jobs import Scripts
+from tests.integration.world import Task, TwoRanks
 
 DDP = [("all_reduce", None)]
 COMPILED = [("all_reduce", None)]
@@ -153,12 +154,12 @@ def _flight_count() -> int:
 
 
 @pytest.mark.parametrize("caller", EXPECTED, ids=lambda c: c.__name__)
-def test_caller_is_recorded_exactly_once(caller: Task, two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(caller, tmp_path)
+def test_caller_is_recorded_exactly_once(caller: Task, two_ranks: TwoRanks) -> None:
+    two_ranks.run(caller)
     expected = EXPECTED[caller]
     for rank in (0, 1):
         wanted = expected[rank] if isinstance(expected, tuple) else expected
-        seen = [(record.op, record.api) for record in records_of(recording, rank)]
+        seen = [(record.op, record.api) for record in two_ranks.recorded(rank).calls]
         assert seen == wanted
 
 
@@ -173,12 +174,10 @@ def test_caller_is_recorded_exactly_once(caller: Task, two_ranks: World, tmp_pat
     ],
     ids=lambda c: c.__name__,
 )
-def test_flight_recorder_counts_as_many_collectives(
-    caller: Task, two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    counts = two_ranks.run(_with_oracle, tmp_path, caller)
+def test_flight_recorder_counts_as_many_collectives(caller: Task, two_ranks: TwoRanks) -> None:
+    counts = two_ranks.run(_with_oracle, caller)
     for rank, count in enumerate(counts):
-        assert len(records_of(recording, rank)) == count
+        assert len(two_ranks.recorded(rank).calls) == count
 
 
 def _fake_and_meta(rank: int) -> None:
@@ -192,9 +191,9 @@ def _fake_and_meta(rank: int) -> None:
 
 
 @pytest.mark.skipif(names.VERSION < (2, 11), reason=f"torch {torch.__version__} makes no calls with fake tensors")
-def test_fake_and_meta_tensors_are_not_recorded(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_fake_and_meta, tmp_path)
-    assert [record.op for record in records_of(recording, 0)] == ["all_reduce"]
+def test_fake_and_meta_tensors_are_not_recorded(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_fake_and_meta)
+    assert [record.op for record in two_ranks.recorded().calls] == ["all_reduce"]
 
 
 def _recompiles(rank: int, directory: str) -> list[int]:
@@ -215,9 +214,9 @@ def _recompiles(rank: int, directory: str) -> list[int]:
     return counts
 
 
-def test_enable_and_disable_recompile_nothing(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    assert two_ranks.run(_recompiles, tmp_path, str(recording), record=False) == [[1, 1, 1], [1, 1, 1]]
-    assert len(records_of(recording, 0)) == 1
+def test_enable_and_disable_recompile_nothing(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run_bare(_recompiles) == [[1, 1, 1], [1, 1, 1]]
+    assert len(two_ranks.recorded().calls) == 1
 
 
 def _errors(rank: int) -> list[str]:
@@ -234,17 +233,15 @@ def _errors(rank: int) -> list[str]:
     return messages
 
 
-def test_errors_of_a_call_reach_the_user_unchanged(two_ranks: World, tmp_path: Path) -> None:
-    untraced = two_ranks.run(_errors, tmp_path / "off", record=False)
-    traced = two_ranks.run(_errors, tmp_path / "on")
+def test_errors_of_a_call_reach_the_user_unchanged(two_ranks: TwoRanks) -> None:
+    untraced = two_ranks.run(_errors, folder="off", record=False)
+    traced = two_ranks.run(_errors, folder="on")
     assert traced == untraced
     assert len(traced[0]) == 2
 
 
-def test_a_forked_child_takes_over_the_kernels_of_its_parent(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_forked_child_takes_over_the_kernels_of_its_parent(scripts: Scripts) -> None:
+    result = scripts.python("""
         def kernels():
             table = torch._C._dispatch_dump("c10d::allreduce_").splitlines()
             return sum(line.startswith("BackendSelect") for line in table)
@@ -270,9 +267,7 @@ def test_a_forked_child_takes_over_the_kernels_of_its_parent(tmp_path: Path) -> 
         crossrank.enable(directory="parent")
         in_child(enable_and_disable)
         print("parent", crossrank.enabled(), kernels(), flush=True)
-        """,
-    )
-    assert result.returncode == 0, result.stderr
+        """)
     assert result.stdout.splitlines() == [
         "before 0",
         "child True 1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from torch.autograd import Variable
 from torch.optim import SGD, AdamW
 
 import crossrank
-from crossrank.recording import CommsFile
-from tests.integration.test_interception import records_of
-from tests.integration.traces import execution_trace_ids, load
-from tests.integration.world import World
+from tests.integration.traces import execution_trace_ids
+from tests.integration.world import TwoRanks
 
 ITERATIONS = 6
 JOINS = 3  # in which iteration an optimizer joins
@@ -138,16 +135,14 @@ LOOPS = [per_group, per_sub_group, two_for_one_loss, joins_later, accumulated, i
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_turn_of_the_loop_is_one_iteration(
-    loop: Callable[[int], None], two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    two_ranks.run(loop, tmp_path, window="4:5")
+def test_every_turn_of_the_loop_is_one_iteration(loop: Callable[[int], None], two_ranks: TwoRanks) -> None:
+    two_ranks.run(loop, window="4:5")
     for rank in (0, 1):
-        comms = CommsFile(str(recording / f"rank-{rank}.comms.jsonl.zst"))
-        records = list(comms.records())
+        comms = two_ranks.recorded(rank)
+        records = comms.calls
         assert [record.step for record in records] == list(range(ITERATIONS))
         assert [line["step"] for line in comms.steps] == list(range(1, ITERATIONS + 1))
-        assert list(execution_trace_ids(load(recording, "et", rank))) == [records[4].id]
+        assert list(execution_trace_ids(two_ranks.load("et", rank))) == [records[4].id]
 
 
 def _two_critic_steps(rank: int) -> list[str]:
@@ -167,8 +162,8 @@ def _two_critic_steps(rank: int) -> list[str]:
     return said
 
 
-def test_what_the_steps_do_not_tell_is_warned_of_once_for_the_job(two_ranks: World, tmp_path: Path) -> None:
-    (warning,), others = two_ranks.run(_two_critic_steps, tmp_path)
+def test_what_the_steps_do_not_tell_is_warned_of_once_for_the_job(two_ranks: TwoRanks) -> None:
+    (warning,), others = two_ranks.run(_two_critic_steps)
     assert others == []
     assert "call crossrank.step() at the end of every iteration" in warning
 
@@ -191,6 +186,6 @@ def _without_the_engine(rank: int, directory: str) -> bool:
         Variable._execution_engine = engine
 
 
-def test_a_torch_without_the_engine_costs_only_that(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    assert two_ranks.run(_without_the_engine, tmp_path, str(recording), record=False) == [True, True]
-    assert len(records_of(recording, 0)) == 1
+def test_a_torch_without_the_engine_costs_only_that(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run_bare(_without_the_engine) == [True, True]
+    assert len(two_ranks.recorded().calls) == 1

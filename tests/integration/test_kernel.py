@@ -6,20 +6,18 @@ import fcntl
 import os
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
 from crossrank.instrument.compiled import build
-from crossrank.recording import CommsFile
 from tests.integration import jobs, names
 from tests.integration.forked_jobs import wait_until
+from tests.integration.jobs import RECORDING, Scripts
+from tests.integration.traces import Recorded
 
-RECORDING = "crossrank-recording"
 ONE_CALL = """
 crossrank.enable()
 dist.all_reduce(torch.ones(4))
@@ -63,27 +61,18 @@ dist.all_reduce(wide, group=dist.new_group([0]))
 """.replace("ALL_GATHER", names.ALL_GATHER).replace("REDUCE_SCATTER", names.REDUCE_SCATTER)
 
 
-def recorded(folder: Path) -> list[CommRecord]:
-    return list(CommsFile(str(folder / RECORDING / "rank-0.comms.jsonl.zst")).records())
-
-
-def kernel_of(folder: Path) -> str | None:
-    file = CommsFile(str(folder / RECORDING / "rank-0.comms.jsonl.zst"))
-    next(file.records())
-    assert file.header is not None
-    return file.header.versions["kernel"]
+def kernel_of(comms: Recorded) -> str:
+    return comms.header.versions["kernel"] or ""
 
 
 @names.needs_reductions
-def test_both_kernels_record_the_same(tmp_path: Path) -> None:
+def test_both_kernels_record_the_same(scripts: Scripts) -> None:
     found = {}
     for kernel in ("compiled", "python"):
-        folder = tmp_path / kernel
-        folder.mkdir()
-        result = jobs.python(folder, MANY_CALLS, TRACING_KERNEL=kernel)
-        assert result.returncode == 0, result.stderr
-        assert kernel_of(folder) == kernel
-        found[kernel] = [msgspec.structs.replace(one, t=0, thread=None) for one in recorded(folder)]
+        scripts(folder=kernel, TRACING_KERNEL=kernel).python(MANY_CALLS)
+        comms = scripts(folder=kernel).recorded()
+        assert kernel_of(comms) == kernel
+        found[kernel] = [msgspec.structs.replace(one, t=0, thread=None) for one in comms.calls]
     assert found["compiled"] == found["python"]
     assert len(found["python"]) == 3 * 19 + 1
     assert len({one.source for one in found["python"]}) == 18
@@ -116,12 +105,10 @@ class Cache:
 
     def job(self, name: str, **variables: str) -> str:
         """What a job of one rank says and which kernel recorded it."""
-        folder = self.folder / name
-        folder.mkdir()
-        result = jobs.python(folder, ONE_CALL, **self.variables, **variables)
-        assert (result.returncode, result.stdout) == (0, "trained\n")
-        assert [one.op for one in recorded(folder)] == ["all_reduce"]
-        return f"{result.stderr}{kernel_of(folder)}"
+        scripts = Scripts(self.folder)(folder=name, **self.variables, **variables)
+        result, comms = scripts.python(ONE_CALL), scripts.recorded()
+        assert (result.stdout, comms.ops) == ("trained\n", ["all_reduce"])
+        return f"{result.stderr}{kernel_of(comms)}"
 
     def files(self, pattern: str) -> list[Path]:
         return list(self.folder.glob(f"cache/crossrank/{pattern}"))
@@ -153,14 +140,12 @@ def test_a_job_without_a_kernel_records_in_python_at_once_and_the_next_one_has_i
 
 
 def test_ranks_that_start_together_build_once_and_none_waits(cache: Cache) -> None:
-    processes = []
-    for rank in range(4):
-        (cache.folder / str(rank)).mkdir()
-        processes.append(jobs.start(cache.folder / str(rank), jobs.ONE_RANK + ONE_CALL, **cache.variables))
+    ranks = [Scripts(cache.folder)(folder=str(rank), **cache.variables) for rank in range(4)]
+    processes = [jobs.start(rank.folder, jobs.ONE_RANK + ONE_CALL, **cache.variables) for rank in ranks]
     for process in processes:
         process.communicate(timeout=120)
     assert [process.returncode for process in processes] == [0, 0, 0, 0]
-    assert all((kernel_of(cache.folder / str(rank)) or "").startswith("python (") for rank in range(4))
+    assert all(kernel_of(rank.recorded()).startswith("python (") for rank in ranks)
     wait_until(lambda: bool(cache.files("*.so")), "no kernel is built", _PATIENCE)
     assert len(cache.niceness()) == len(cache.files("*.so")) == 1
 
@@ -232,15 +217,14 @@ def test_build_kernel_builds_what_failed_before(broken_compiler: Cache) -> None:
 )
 @pytest.mark.parametrize("recorder_kernel", ["auto", "compiled"])
 def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
-    variables: dict[str, str], why: str, recorder_kernel: str, tmp_path: Path
+    variables: dict[str, str], why: str, recorder_kernel: str, scripts: Scripts, tmp_path: Path
 ) -> None:
-    result = jobs.python(tmp_path, ONE_CALL, **({"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables))
-    assert (result.returncode, result.stdout) == (0, "trained\n")
+    result = scripts(**{"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables).python(ONE_CALL)
+    assert result.stdout == "trained\n"
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}")
-    assert [one.op for one in recorded(tmp_path)] == ["all_reduce"]
-    kernel = kernel_of(tmp_path) or ""
-    assert kernel.startswith(f"python ({why}")
+    assert scripts.recorded().ops == ["all_reduce"]
+    assert kernel_of(scripts.recorded()).startswith(f"python ({why}")
 
 
 def test_a_python_that_the_kernel_has_not_been_tried_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,77 +233,69 @@ def test_a_python_that_the_kernel_has_not_been_tried_on_is_refused(monkeypatch: 
         build.load()
 
 
-NEW_SPLITS = """
-from crossrank.instrument.compiled.recorder import CompiledRecorder
+def test_experts_with_splits_that_change_cost_the_calls_that_do_not_change_nothing(scripts: Scripts) -> None:
+    result = scripts(TRACING_KERNEL="compiled").python("""
+        from crossrank.instrument.compiled.recorder import CompiledRecorder
 
-described, describe = [], CompiledRecorder.describe
+        described, describe = [], CompiledRecorder.describe
 
-def count(recorder, op, *of_call):
-    described.append(recorder.readers[op].op)
-    return describe(recorder, op, *of_call)
+        def count(recorder, op, *of_call):
+            described.append(recorder.readers[op].op)
+            return describe(recorder, op, *of_call)
 
-CompiledRecorder.describe = count
-crossrank.enable()
-tokens, loss = torch.ones(3000), torch.ones(1)
-for rows in range(3000):
-    dist.all_to_all_single(tokens[:rows].clone(), tokens[:rows], [rows], [rows])
-    dist.all_reduce(loss)
-crossrank.disable()
-print(described.count("all_reduce"), described.count("all_to_all"))
-"""
-
-
-def test_experts_with_splits_that_change_cost_the_calls_that_do_not_change_nothing(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, NEW_SPLITS, TRACING_KERNEL="compiled")
-    assert (result.returncode, result.stdout) == (0, "1 3000\n"), result.stderr
-    assert [one.in_split for one in recorded(tmp_path)[::2]] == [[rows] for rows in range(3000)]
+        CompiledRecorder.describe = count
+        crossrank.enable()
+        tokens, loss = torch.ones(3000), torch.ones(1)
+        for rows in range(3000):
+            dist.all_to_all_single(tokens[:rows].clone(), tokens[:rows], [rows], [rows])
+            dist.all_reduce(loss)
+        crossrank.disable()
+        print(described.count("all_reduce"), described.count("all_to_all"))
+        """)
+    assert result.stdout == "1 3000\n"
+    assert [one.in_split for one in scripts.recorded().calls[::2]] == [[rows] for rows in range(3000)]
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
-def test_what_another_user_may_have_written_is_refused(is_file: bool, tmp_path: Path) -> None:
+def test_what_another_user_may_have_written_is_refused(is_file: bool, scripts: Scripts, tmp_path: Path) -> None:
     cache = tmp_path / "cache" / "crossrank"
     cache.mkdir(mode=0o700, parents=True)
     if is_file:
         os.chmod(shutil.copy(str(build.load().__file__), cache), 0o666)
     else:
         cache.chmod(0o777)
-    result = jobs.python(tmp_path, ONE_CALL, XDG_CACHE_HOME=str(tmp_path / "cache"))
-    assert (result.returncode, result.stdout) == (0, "trained\n")
+    result = scripts(XDG_CACHE_HOME=str(tmp_path / "cache")).python(ONE_CALL)
+    assert result.stdout == "trained\n"
     assert "is refused: it belongs to or may be changed by another user" in result.stderr
-    assert (kernel_of(tmp_path) or "").startswith("python (")
+    assert kernel_of(scripts.recorded()).startswith("python (")
 
 
-FORKS = """
-for number in range(3):
-    with crossrank.enable(directory=f"recording-{number}", kernel="compiled"):
-        dist.all_reduce(torch.ones(8))
-child = os.fork()
-if child == 0:
-    os._exit(3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-names = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-print(sum("_crossrank_recorder" in os.readlink(name) for name in names if os.path.islink(name)))
-"""
+def test_a_process_that_records_several_times_loads_one_kernel_and_forks(scripts: Scripts) -> None:
+    result = scripts.python("""
+        for number in range(3):
+            with crossrank.enable(directory=f"recording-{number}", kernel="compiled"):
+                dist.all_reduce(torch.ones(8))
+        child = os.fork()
+        if child == 0:
+            os._exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        names = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+        print(sum("_crossrank_recorder" in os.readlink(name) for name in names if os.path.islink(name)))
+        """)
+    assert result.stdout == "3\n1\n"
 
 
-def test_a_process_that_records_several_times_loads_one_kernel_and_forks(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, FORKS)
-    assert (result.returncode, result.stdout) == (0, "3\n1\n"), result.stderr
+def test_inspect_says_which_kernel_recorded(scripts: Scripts) -> None:
+    scripts.python(ONE_CALL)
+    assert "kernel compiled" in scripts.crossrank("inspect", RECORDING).stdout
 
 
-def test_inspect_says_which_kernel_recorded(tmp_path: Path) -> None:
-    assert jobs.python(tmp_path, ONE_CALL).returncode == 0
-    result = jobs.fork(["-m", "crossrank", "inspect", RECORDING], tmp_path)
-    assert "kernel compiled" in result.stdout
-
-
-def test_what_cpp_throws_is_an_exception_of_python(tmp_path: Path) -> None:
-    script = """
-    recording = crossrank.enable()
-    try:
-        recording._session.recorder.native.begin(1 << 60)
-    except MemoryError:
-        print("no memory")
-    """
-    result = jobs.python(tmp_path, textwrap.dedent(script), TRACING_KERNEL="compiled")
-    assert (result.returncode, result.stdout) == (0, "no memory\n"), result.stderr
+def test_what_cpp_throws_is_an_exception_of_python(scripts: Scripts) -> None:
+    result = scripts(TRACING_KERNEL="compiled").python("""
+        recording = crossrank.enable()
+        try:
+            recording._session.recorder.native.begin(1 << 60)
+        except MemoryError:
+            print("no memory")
+        """)
+    assert result.stdout == "no memory\n"

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from crossrank.recording import CommsFile
-from tests.integration import jobs
+from tests.integration.jobs import RECORDING, Scripts
+from tests.integration.traces import Recorded
 
 pytestmark = pytest.mark.touches("tools")
-
-RECORDING = "crossrank-recording"
 
 THREE_RANKS = """
 import os
@@ -47,35 +45,26 @@ with crossrank.enable():
 """
 
 
-def test_what_all_ranks_have_to_say_one_of_them_says(tmp_path: Path) -> None:
-    for early in ("1", "0"):  # enable() before and after the process group
-        folder = tmp_path / early
-        folder.mkdir()
-        script = jobs.write_script(folder, THREE_RANKS)
-        result = jobs.ranks(folder, script, 3, EARLY=early, CXX="/nowhere/c++", XDG_CACHE_HOME=str(tmp_path))
-        assert result.returncode == 0, result.stderr
-        lines = [line for line in result.stderr.splitlines() if line.startswith("crossrank: ")]
-        in_python = [line for line in lines if "calls are recorded in Python" in line]
-        assert len(in_python) == 1
-        assert sorted(set(lines) - set(in_python)) == [
-            "crossrank: of all ranks",
-            *(f"crossrank: of rank {rank}" for rank in range(3)),
-        ]
-        assert len(lines) == 5
+@pytest.mark.parametrize("early", ["1", "0"])  # enable() before and after the process group
+def test_what_all_ranks_have_to_say_one_of_them_says(early: str, scripts: Scripts, tmp_path: Path) -> None:
+    result = scripts(EARLY=early, CXX="/nowhere/c++", XDG_CACHE_HOME=str(tmp_path)).ranks(THREE_RANKS, 3)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("crossrank: ")]
+    in_python = [line for line in lines if "calls are recorded in Python" in line]
+    assert len(in_python) == 1
+    of_ranks = [f"crossrank: of rank {rank}" for rank in range(3)]
+    assert sorted(set(lines) - set(in_python)) == ["crossrank: of all ranks", *of_ranks]
+    assert len(lines) == 5
 
 
-def test_a_rank_of_a_large_job_writes_into_the_folder_of_a_few_and_is_read_from_there(tmp_path: Path) -> None:
-    result = jobs.fork([jobs.write_script(tmp_path, ONE_OF_16_384)], tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    (folder,) = os.listdir(tmp_path / RECORDING)
-    assert folder == "ranks-8192-8207"
-    assert sorted(os.listdir(tmp_path / RECORDING / folder)) == [
-        "rank-8195.comms.jsonl.zst",
-        "rank-8195.flight.json.zst",
-    ]
-    comms = CommsFile(str(tmp_path / RECORDING / folder / "rank-8195.comms.jsonl.zst"))
-    assert [record.seq for record in comms.records()] == [1, 2, 3]
-    for command in (["inspect", "--json"], ["watch", "--once", "--json"], ["diagnose", "--json"]):
-        words = ["-m", "crossrank", command[0], str(tmp_path / RECORDING), *command[1:]]
-        told = jobs.fork(words, tmp_path)
+def test_a_rank_of_a_large_job_writes_into_the_folder_of_a_few_and_is_read_from_there(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    assert scripts.run(ONE_OF_16_384).stderr == ""
+    (folder,) = (tmp_path / RECORDING).iterdir()
+    assert folder.name == "ranks-8192-8207"
+    kinds = ("comms.jsonl", "flight.json")
+    assert sorted(os.listdir(folder)) == [f"rank-8195.{kind}.zst" for kind in kinds]
+    assert [record.seq for record in Recorded(folder, 8195).calls] == [1, 2, 3]
+    for words in (["inspect"], ["watch", "--once"], ["diagnose"]):
+        told = scripts(None).crossrank(words[0], tmp_path / RECORDING, *words[1:], "--json")
         assert json.loads(told.stdout)["ranks"], told.stderr

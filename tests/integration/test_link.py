@@ -20,9 +20,7 @@ from crossrank.tools.graph.linking import LinkedTrace, link
 from crossrank.tools.graph.linking.event_matching import match_hosts
 from crossrank.tools.traces.execution_trace import read_execution_trace
 from crossrank.tools.traces.kineto import read_kineto
-from tests.integration.test_interception import records_of
-from tests.integration.traces import load
-from tests.integration.world import World
+from tests.integration.world import TwoRanks
 
 
 def train(rank: int) -> None:
@@ -45,14 +43,12 @@ def paths(recording: Path, rank: int) -> list[str]:
     return [str(recording / file_name(kind, rank)) for kind in (EXECUTION_TRACE, KINETO, COMMS)]
 
 
-def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    two_ranks.run(train, tmp_path, window="2:4")
+def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(two_ranks: TwoRanks) -> None:
+    two_ranks.run(train, window="2:4")
     for rank in (0, 1):
-        et, kineto, comms = paths(recording, rank)
+        et, kineto, comms = paths(two_ranks.recording, rank)
         result = link(et, kineto, comms)
-        wanted = [record for record in records_of(recording, rank) if 2 <= record.step < 4]
+        wanted = [record for record in two_ranks.recorded(rank).calls if 2 <= record.step < 4]
         assert len(wanted) == 2 * 6
         assert [c.record for c in result.communications] == wanted
         assert {c.origin for c in result.communications} == {"comms file"}
@@ -69,9 +65,9 @@ def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(
         ]
 
 
-def test_a_gloo_call_has_the_range_of_its_work(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(train, tmp_path, window="2:4")
-    result = link(*paths(recording, 0))
+def test_a_gloo_call_has_the_range_of_its_work(two_ranks: TwoRanks) -> None:
+    two_ranks.run(train, window="2:4")
+    result = link(*paths(two_ranks.recording, 0))
     ops = {op.id: op for op in result.host}
     for communication in result.communications:
         if communication.record.op in ("all_reduce", "all_to_all"):
@@ -83,15 +79,13 @@ def test_a_gloo_call_has_the_range_of_its_work(two_ranks: World, tmp_path: Path,
             assert work.duration_ns > 0
 
 
-def test_forward_and_backward_are_joined_as_kineto_joins_them(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    two_ranks.run(train, tmp_path, window="2:4")
+def test_forward_and_backward_are_joined_as_kineto_joins_them(two_ranks: TwoRanks) -> None:
+    two_ranks.run(train, window="2:4")
     for rank in (0, 1):
-        et, kineto, comms = paths(recording, rank)
+        et, kineto, comms = paths(two_ranks.recording, rank)
         result = link(et, kineto, comms)
         ours = {(edge.source, edge.target) for edge in result.edges if edge.kind == "forward_backward"}
-        assert ours == _arrows(et, kineto, load(recording, KINETO, rank), ours)
+        assert ours == _arrows(et, kineto, two_ranks.load(KINETO, rank), ours)
 
 
 def _arrows(et: str, kineto: str, raw: Any, ours: set[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -114,13 +108,11 @@ def _arrows(et: str, kineto: str, raw: Any, ours: set[tuple[int, int]]) -> set[t
     return arrows
 
 
-def test_the_command_links_a_recording_and_finds_nothing_wrong(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    two_ranks.run(train, tmp_path, window="2:4")
-    assert main(["link", str(recording), "--jobs", "1"]) == 0
+def test_the_command_links_a_recording_and_finds_nothing_wrong(two_ranks: TwoRanks) -> None:
+    two_ranks.run(train, window="2:4")
+    assert main(["link", str(two_ranks.recording), "--jobs", "1"]) == 0
     for rank in (0, 1):
-        trace = load(recording, "linked", rank)
+        trace = two_ranks.load("linked", rank)
         assert sum("comm" in node for node in trace["nodes"]) == 12
         assert trace["crossrank"]["rank"] == rank
 
@@ -132,10 +124,10 @@ def _edges_are_sound(result: LinkedTrace) -> None:
         assert before is None or after is None or before <= after, edge
 
 
-def test_no_edge_runs_against_time(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(train, tmp_path, window="2:4")
+def test_no_edge_runs_against_time(two_ranks: TwoRanks) -> None:
+    two_ranks.run(train, window="2:4")
     for rank in (0, 1):
-        _edges_are_sound(link(*paths(recording, rank)))
+        _edges_are_sound(link(*paths(two_ranks.recording, rank)))
 
 
 def _waits(rank: int) -> None:
@@ -149,9 +141,9 @@ def _waits(rank: int) -> None:
         torch.ones(9).sin()
 
 
-def test_the_host_goes_on_when_the_work_of_a_call_is_done(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_waits, tmp_path)
-    result = link(*paths(recording, 0))
+def test_the_host_goes_on_when_the_work_of_a_call_is_done(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_waits)
+    result = link(*paths(two_ranks.recording, 0))
     first, second = result.communications
     ops = {op.id: op for op in result.host}
     syncs = {edge.source: edge for edge in result.edges if edge.kind == "sync"}

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import pytest
 import zstandard
 
 from crossrank.recording import DIAGNOSING, FLIGHT, file_name
-from crossrank.tools.cli import main
 from tests.integration import forked_jobs, jobs
+from tests.integration.commands import Commands
 from tests.integration.fork_server import ROOT
 from tests.integration.forked_jobs import Job, wait_until
 from tests.integration.live_fault import DEVICE, Fault
@@ -29,19 +30,25 @@ def start(fault: Fault, folder: Path, delay: float = 0.0) -> Job:
     return forked_jobs.start("tests.integration.live_faults", fault.name, folder, fault.ranks, delay=delay)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_is_diagnosed(fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    attempts = [start(fault, tmp_path / f"{delay}", delay) for delay in fault.delays]
-    wrong = {}
+@contextmanager
+def running(fault: Fault, folder: Path, delay: float = 0.0) -> Iterator[Job]:
+    job = start(fault, folder, delay)
     try:
+        yield job
+    finally:
+        job.kill()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_diagnosed(fault: Fault, tmp_path: Path, command: Commands) -> None:
+    wrong = {}
+    with ExitStack() as stack:
+        attempts = [stack.enter_context(running(fault, tmp_path / f"{delay}", delay)) for delay in fault.delays]
         for delay, job in zip(fault.delays, attempts, strict=True):
             for moment in moments_to_look(job, fault):
-                wrong[moment, delay] = complaints(fault, job, capsys)
+                wrong[moment, delay] = complaints(fault, job, command)
                 if DEVICE == "cuda":
-                    wrong[moment, delay] += complaints_about_parts(fault, job, tmp_path / f"{delay} {moment}", capsys)
-    finally:
-        for job in attempts:
-            job.kill()
+                    wrong[moment, delay] += complaints_about_parts(fault, job, tmp_path / f"{delay} {moment}", command)
     assert not any(wrong.values()), "\n".join(
         f"{moment}, terminated after {delay} s: {line}" for (moment, delay), lines in wrong.items() for line in lines
     )
@@ -62,64 +69,49 @@ def moments_to_look(job: Job, fault: Fault) -> Iterator[str]:
     yield "when it is dead"
 
 
-def test_a_fault_under_torchrun_itself_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_under_torchrun_itself_is_diagnosed(tmp_path: Path, command: Commands) -> None:
     fault = BY_NAME["raises_between_collectives"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={fault.ranks}"]
-    ended = jobs.run([*command, "-m", "tests.integration.live_faults", fault.name, tmp_path], ROOT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={fault.ranks}"]
+    ended = jobs.run([*torchrun, "-m", "tests.integration.live_faults", fault.name, tmp_path], ROOT)
     assert ended.returncode == 1
-    assert complaints(fault, Job(tmp_path), capsys) == []
+    assert complaints(fault, Job(tmp_path), command) == []
 
 
-def test_a_rank_that_is_late_is_named_until_it_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = start(LATE, tmp_path)
-    try:
+def test_a_rank_that_is_late_is_named_until_it_comes(tmp_path: Path, command: Commands) -> None:
+    with running(LATE, tmp_path) as job:
         wait_until(lambda: hangs(job, LATE), "the job does not notice that it hangs")
-        assert complaints(LATE, job, capsys) == []
+        assert complaints(LATE, job, command) == []
         job.go_on()
         job.wait_until_over()
-        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
-    finally:
-        job.kill()
+        command("diagnose", job.recording)
 
 
-def test_ranks_that_compute_for_long_are_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = start(LONG_EVALUATION, tmp_path)
-    try:
+def test_ranks_that_compute_for_long_are_healthy(tmp_path: Path, command: Commands) -> None:
+    with running(LONG_EVALUATION, tmp_path) as job:
         wait_until(lambda: hangs(job, LONG_EVALUATION), "no rank notices that it does not communicate")
-        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        command("diagnose", job.recording)
         job.go_on()
         job.wait_until_over()
-        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
-    finally:
-        job.kill()
+        command("diagnose", job.recording)
 
 
-def test_a_job_with_a_slow_rank_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = start(SLOW_RANK, tmp_path)
-    try:
+def test_a_job_with_a_slow_rank_is_healthy(tmp_path: Path, command: Commands) -> None:
+    with running(SLOW_RANK, tmp_path) as job:
         wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
         # Its comms files are all there is of a job that trains, and may end at different calls.
-        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        command("diagnose", job.recording)
         job.go_on()
         job.wait_until_over()
-        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        command("diagnose", job.recording)
         assert not any("no communication" in log for log in job.logs())
-    finally:
-        job.kill()
 
 
-def test_nobody_is_accused_of_a_healthy_job_that_is_cancelled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = start(SLOW_RANK, tmp_path, 3)
-    try:
+def test_nobody_is_accused_of_a_healthy_job_that_is_cancelled(tmp_path: Path, command: Commands) -> None:
+    with running(SLOW_RANK, tmp_path, 3) as job:
         wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
         job.terminate()
         job.wait_until_over()
-        main(["diagnose", str(job.recording), "--json"])
-        assert json.loads(capsys.readouterr().out)["suspect_ranks"] == []
-    finally:
-        job.kill()
+        assert json.loads(command.ended("diagnose", job.recording, "--json")[1])["suspect_ranks"] == []
 
 
 def trains(job: Job, fault: Fault) -> bool:
@@ -132,24 +124,21 @@ def hangs(job: Job, fault: Fault) -> bool:
     return all(rank in fault.cannot_dump or job.has_noticed_a_hang(rank) for rank in running)
 
 
-def complaints(fault: Fault, job: Job, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def complaints(fault: Fault, job: Job, command: Commands) -> list[str]:
     """What `crossrank diagnose` says of the job that is not true, or leaves out."""
-    code = main(["diagnose", str(job.recording)])
-    text = capsys.readouterr().out
-    main(["diagnose", str(job.recording), "--json"])
-    diagnosis = json.loads(capsys.readouterr().out)
+    code, text, _ = command.ended("diagnose", job.recording)
+    diagnosis = json.loads(command.ended("diagnose", job.recording, "--json")[1])
     found = [] if code == 1 else [f"exit code {code}, verdict {diagnosis['verdict']}"]
     without_dump = {rank for rank in range(fault.ranks) if not job.dump(rank).exists()}
     return found + list(untrue(fault, diagnosis, without_dump)) + list(not_shown(fault, diagnosis, text))
 
 
-def complaints_about_parts(fault: Fault, job: Job, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+def complaints_about_parts(fault: Fault, job: Job, folder: Path, command: Commands) -> list[str]:
     """What `crossrank diagnose` says that is not true where it has torch's dumps alone, our records alone, or nothing
     of one rank. It may say less than it says of all files, but never that nothing is wrong."""
     found = []
     for name, part in parts_of(job, fault, folder):
-        code = main(["diagnose", str(part), "--json"])
-        said = capsys.readouterr().out
+        code, said, _ = command.ended("diagnose", part, "--json")
         if code == 2 and name == "torch's dumps":  # they hold nothing: nobody came to a first call
             continue
         diagnosis = json.loads(said)

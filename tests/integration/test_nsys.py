@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from crossrank.instrument.write.nvtx_markers import MAX_BYTES
-from crossrank.tools import cli
 from tests.integration import jobs
-from tests.integration.test_interception import records_of
+from tests.integration.commands import Commands
+from tests.integration.traces import records_of
 
 MARK, RANGE, DOMAIN = 34, 59, 75  # eventType
 JOB = """
@@ -165,13 +165,12 @@ def test_one_nsys_around_torchrun_has_the_ranges_of_every_rank(tmp_path: Path, n
 
 
 def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(
-    tmp_path: Path, nsys: Nsys, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, nsys: Nsys, command: Commands
 ) -> None:
     exports = profile_each_rank(nsys, tmp_path)
     recording = str(tmp_path / "recording")
     paths = [str(shutil.copy(export, tmp_path / "recording")) for export in exports.values()]
-    assert cli.main(["inspect", recording]) == 0
-    assert "no recording's: rank_0.sqlite, rank_1.sqlite" in capsys.readouterr().out
+    assert "no recording's: rank_0.sqlite, rank_1.sqlite" in command("inspect", recording)
     calls = [len(records_of(tmp_path / "recording", rank)) for rank in (0, 1)]
     told = [
         f"{path}: {count} calls are marked, but the export has no communication kernel to time them by"
@@ -179,22 +178,17 @@ def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(
     ]
     batched = 2 * 2 - 2  # a batch of two is one launch on each rank, which the recording knows and a marker does not
     for words, launches in (([recording], sum(calls) - batched), (paths, sum(calls))):
-        assert cli.main(["timeline", *words, "-o", str(tmp_path / "t.pftrace"), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = command.json("timeline", *words, "-o", tmp_path / "t.pftrace")
         assert (found["ranks"], found["calls"], found["activities"]) == (2, launches, 0)
         assert [note[: len(text)] for note, text in zip(found["notes"], told, strict=False)] == told
-        assert cli.main(["report", *words, "-o", str(tmp_path / "r.html"), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["calls"] == sum(calls)
-        assert cli.main(["bandwidth", *words]) == 2
-        said = capsys.readouterr().err
+        assert command.json("report", *words, "-o", tmp_path / "r.html")["calls"] == sum(calls)
+        said = command.said("bandwidth", *words)
         assert all(text in said for text in told)
         assert "beside exports: --source kineto" in said
         assert "Traceback" not in said
 
 
-def test_times_that_were_normalised_are_the_same(
-    tmp_path: Path, nsys: Nsys, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_that_were_normalised_are_the_same(tmp_path: Path, nsys: Nsys, command: Commands) -> None:
     if "--ts-normalize" not in subprocess.run([nsys.path, "export", "--help"], capture_output=True, text=True).stdout:
         pytest.skip("this Nsight Systems normalises no times")
     script = jobs.write_script(tmp_path, f"{jobs.ONE_RANK}\ncrossrank.enable()\ndist.barrier()\ncrossrank.disable()\n")
@@ -202,8 +196,7 @@ def test_times_that_were_normalised_are_the_same(
     began = []
     for option in ([], ["--ts-normalize", "true"]):
         export = str(nsys.export(tmp_path / "rank_0", *option))
-        assert cli.main(["timeline", export, "-o", str(tmp_path / "t.pftrace"), "--json"]) == 0
-        began.append(json.loads(capsys.readouterr().out)["epoch_ns"])
+        began.append(command.json("timeline", export, "-o", tmp_path / "t.pftrace")["epoch_ns"])
     assert began[0] == began[1] > 1_700_000_000_000_000_000
 
 

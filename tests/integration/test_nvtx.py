@@ -7,12 +7,16 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from crossrank.comm import CommRecord
 from crossrank.instrument.write.nvtx_markers import MAX_MESSAGES
 from crossrank.tools.analysis.bandwidth import bandwidth
 from crossrank.tools.job.collectives import match_collectives
@@ -21,11 +25,8 @@ from crossrank.tools.job.sources import find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.nsight.read import IN_OLD, IN_OURS
 from tests.integration import jobs
-from tests.integration.test_interception import records_of
+from tests.integration.traces import records_of
 from tests.unit.traces.nsight.exports import ExportFile
-
-# Markers are sent before it is known which calls leave a node; from here on it is.
-SETTLED = "from crossrank.instrument import api\nassert api._current.facts.topology.settled.wait(30)\n"
 
 
 @dataclass(frozen=True)
@@ -40,77 +41,114 @@ class Marker:
         return json.loads(self.message)
 
 
-@pytest.fixture(scope="session")
-def injection_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compiled(tmp_path_factory.mktemp("nvtx"))
+Compiled = Callable[..., Path]
+"""An injection library, compiled with definitions."""
+
+RANK = """
+import os, threading
+import torch, torch.distributed as dist
+import crossrank
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def settle():  # markers are sent before it is known which calls leave a node; from here on it is
+    from crossrank.instrument import api
+    assert api._current.facts.topology.settled.wait(30)
+"""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that writes down what ranks send it, and the folder of a test."""
+
+    folder: Path
+    library: Path
+    ranks: int = 2
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, ranks: int = 2, **variables: str) -> Tool:
+        return Tool(self.folder, self.library, ranks, variables)
+
+    def run(self, body: str) -> str:
+        """Run ranks, and return what they printed."""
+        source = f"{RANK}{textwrap.dedent(body).strip()}\ncrossrank.disable()\ndist.destroy_process_group()\n"
+        variables = {
+            "NVTX_INJECTION64_PATH": str(self.library),
+            "NVTX_CAPTURE_OUT": str(self.folder / "markers"),
+            "TRACING_DIR": "recording",
+        }
+        return jobs.Scripts(self.folder)(**variables, **self.variables).ranks(source, self.ranks).stdout
+
+    def captured(self) -> list[list[Marker]]:
+        """The markers of every process that emitted one with an identity, in the order of the ranks."""
+        found: list[list[Marker]] = []
+        for path in self.folder.glob("markers.*"):
+            lines = (line.split("\t", 3) for line in path.read_text().splitlines())
+            found.append([Marker(kind, domain, int(payload), message) for kind, domain, payload, message in lines])
+        return sorted(found, key=lambda markers: int(next(m.json["rank"] for m in markers if m.kind == "mark")))
+
+    def calls(self, rank: int) -> list[CommRecord]:
+        return records_of(self.folder / "recording", rank)
+
+    def warnings(self, **variables: str) -> list[str]:
+        return warnings_with(jobs.Scripts(self.folder), NVTX_INJECTION64_PATH=str(self.library), **variables)
+
+
+def warnings_with(scripts: jobs.Scripts, **variables: str) -> list[str]:
+    """What a rank says that marks a call while it is enabled, and once more when it is enabled again."""
+    result = scripts(TRACING_DIR="recording", **variables).python("""
+        for _ in range(2):
+            with crossrank.enable():
+                dist.all_reduce(torch.ones(4))
+        """)
+    return [line for line in result.stderr.splitlines() if "NVTX" in line]
 
 
 @pytest.fixture(scope="session")
-def older_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tool for which the package's own domain is a stand-in, as it is under Nsight Systems up to 2023."""
-    return compiled(tmp_path_factory.mktemp("older"), "-DOLDER_THAN_THE_PACKAGE")
-
-
-@pytest.fixture(scope="session")
-def deaf_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tool that takes no event."""
-    return compiled(tmp_path_factory.mktemp("deaf"), "-DOLDER_THAN_THE_PACKAGE", "-DTAKES_NOTHING")
-
-
-def compiled(folder: Path, *definitions: str) -> Path:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the NVTX injection library with")
     files = importlib.metadata.files("nvidia-nvtx") or []
     header = next(file for file in files if file.name == "nvToolsExt.h" and file.parent.name == "nvtx3")
-    include = Path(str(header.locate())).parent.parent
-    library = folder / "libcapture.so"
-    source = Path(__file__).with_name("nvtx_capture.c")
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wno-unused-function", *definitions, f"-I{include}"]
-    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
-    return library
+    source, include = Path(__file__).with_name("nvtx_capture.c"), Path(str(header.locate())).parent.parent
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wno-unused-function", f"-I{include}", str(source)]
+
+    @cache
+    def compiled(*definitions: str) -> Path:
+        library = tmp_path_factory.mktemp("nvtx") / "libcapture.so"
+        subprocess.run([compiler, *options, *definitions, "-o", str(library)], check=True)
+        return library
+
+    return compiled
 
 
-def captured(folder: Path) -> list[list[Marker]]:
-    """The markers of every process that emitted one with an identity, in the order of the ranks."""
-    found: list[list[Marker]] = []
-    for path in folder.glob("markers.*"):
-        lines = (line.split("\t", 3) for line in path.read_text().splitlines())
-        found.append([Marker(kind, domain, int(payload), message) for kind, domain, payload, message in lines])
-    return sorted(found, key=lambda markers: int(next(m.json["rank"] for m in markers if m.kind == "mark")))
+@pytest.fixture
+def nvtx(compiled: Compiled, tmp_path: Path) -> Tool:
+    return Tool(tmp_path, compiled())
 
 
-def run_ranks(folder: Path, library: Path, body: str, ranks: int = 2, **variables: str) -> str:
-    script = jobs.write_script(
-        folder,
-        "import torch, torch.distributed as dist\nimport crossrank\n"
-        'dist.init_process_group("gloo")\nrank = dist.get_rank()\n'
-        f"{body}\n"
-        "crossrank.disable()\ndist.destroy_process_group()\n",
-    )
-    result = jobs.ranks(
-        folder,
-        script,
-        ranks,
-        NVTX_INJECTION64_PATH=str(library),
-        NVTX_CAPTURE_OUT=str(folder / "markers"),
-        TRACING_DIR=str(folder / "recording"),
-        **variables,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def older_nvtx(compiled: Compiled, tmp_path: Path) -> Tool:
+    """A tool for which the package's own domain is a stand-in, as it is under Nsight Systems up to 2023."""
+    return Tool(tmp_path, compiled("-DOLDER_THAN_THE_PACKAGE"))
 
 
-def test_two_ranks_send_one_range_per_call(tmp_path: Path, injection_library: Path) -> None:
-    run_ranks(
-        tmp_path,
-        injection_library,
-        f'crossrank.enable(node="here")\n{SETTLED}dist.barrier()\n'
-        "for _ in range(3):\n"
-        "    dist.all_reduce(torch.ones(4))\n"
-        "    dist.broadcast(torch.ones(2), 1)\n",
-    )
-    ranks = captured(tmp_path)
+@pytest.fixture
+def deaf_nvtx(compiled: Compiled, tmp_path: Path) -> Tool:
+    """A tool that takes no event."""
+    return Tool(tmp_path, compiled("-DOLDER_THAN_THE_PACKAGE", "-DTAKES_NOTHING"))
+
+
+def test_two_ranks_send_one_range_per_call(nvtx: Tool) -> None:
+    nvtx.run("""
+        crossrank.enable(node="here")
+        settle()
+        dist.barrier()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(4))
+            dist.broadcast(torch.ones(2), 1)
+        """)
+    ranks = nvtx.captured()
     assert len(ranks) == 2
     for rank, markers in enumerate(ranks):
         assert {marker.domain for marker in markers} == {"crossrank"}
@@ -120,7 +158,7 @@ def test_two_ranks_send_one_range_per_call(tmp_path: Path, injection_library: Pa
         ranges = [marker for marker in markers if marker.kind in ("push", "pop")]
         assert [marker.kind for marker in ranges] == ["push", "pop"] * 7
         pushes = ranges[::2]
-        records = {record.id: record for record in records_of(tmp_path / "recording", rank)}
+        records = {record.id: record for record in nvtx.calls(rank)}
         assert [marker.payload for marker in pushes] == list(range(7))
         for marker in pushes:
             record = records[marker.payload]
@@ -135,25 +173,23 @@ def test_two_ranks_send_one_range_per_call(tmp_path: Path, injection_library: Pa
         ]
 
 
-def test_a_tool_older_than_the_package_gets_the_ranges_of_every_thread(tmp_path: Path, older_library: Path) -> None:
-    run_ranks(
-        tmp_path,
-        older_library,
-        "import threading, nvtx\n"
-        "assert type(nvtx.get_domain('any')).__name__ == 'DummyDomain'\n"
-        "crossrank.enable()\n"
-        "def train():\n"
-        "    for _ in range(3):\n"
-        "        dist.all_reduce(torch.ones(4))\n"
-        "train()\n"
-        "thread = threading.Thread(target=train)\n"
-        "thread.start()\n"
-        "thread.join()\n"
-        "crossrank.disable()\n"
-        "crossrank.enable()\n"
-        "dist.barrier()\n",
-    )
-    for rank, markers in enumerate(captured(tmp_path)):
+def test_a_tool_older_than_the_package_gets_the_ranges_of_every_thread(older_nvtx: Tool) -> None:
+    older_nvtx.run("""
+        import nvtx
+        assert type(nvtx.get_domain('any')).__name__ == 'DummyDomain'
+        crossrank.enable()
+        def train():
+            for _ in range(3):
+                dist.all_reduce(torch.ones(4))
+        train()
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        crossrank.disable()
+        crossrank.enable()
+        dist.barrier()
+        """)
+    for rank, markers in enumerate(older_nvtx.captured()):
         assert {marker.domain for marker in markers} == {"crossrank"}
         ranges = [marker for marker in markers if marker.kind in ("push", "pop")]
         assert [marker.kind for marker in ranges] == ["push", "pop"] * 7
@@ -164,78 +200,65 @@ def test_a_tool_older_than_the_package_gets_the_ranges_of_every_thread(tmp_path:
         # NVTX was asked once whether the tool takes ranges, however often the recording was enabled.
         assert [marker.kind for marker in markers if marker.kind in ("start", "end")] == ["start", "end"]
         assert sum("crossrank" in marker.message for marker in markers if marker.kind == "mark") == 2
-        assert len(records_of(tmp_path / "recording", rank)) == 1
+        assert len(older_nvtx.calls(rank)) == 1
 
 
-def warnings_with(folder: Path, **variables: str) -> list[str]:
-    """What a rank says that marks a call while it is enabled, and once more when it is enabled again."""
-    script = "for _ in range(2):\n    with crossrank.enable():\n        dist.all_reduce(torch.ones(4))\n"
-    result = jobs.python(folder, script, TRACING_DIR=str(folder / "recording"), **variables)
-    assert result.returncode == 0, result.stderr
-    return [line for line in result.stderr.splitlines() if "NVTX" in line]
-
-
-def test_a_tool_that_takes_no_range_is_named_once(tmp_path: Path, deaf_library: Path) -> None:
-    (line,) = warnings_with(tmp_path, NVTX_INJECTION64_PATH=str(deaf_library))
-    assert f"an NVTX tool is attached (NVTX_INJECTION64_PATH={deaf_library}), but calls will not be marked" in line
+def test_a_tool_that_takes_no_range_is_named_once(deaf_nvtx: Tool) -> None:
+    (line,) = deaf_nvtx.warnings()
+    assert f"an NVTX tool is attached (NVTX_INJECTION64_PATH={deaf_nvtx.library}), but calls will not be marked" in line
     assert "--nvtx-domain-include" in line
 
 
-def test_a_package_without_what_the_base_api_needs_is_one_warning(tmp_path: Path, older_library: Path) -> None:
+def test_a_package_without_what_the_base_api_needs_is_one_warning(tmp_path: Path, older_nvtx: Tool) -> None:
     package = tmp_path / "nvtx"
     package.mkdir()
     (package / "__init__.py").write_text("class DummyDomain: ...\ndef get_domain(name):\n    return DummyDomain()\n")
-    (line,) = warnings_with(tmp_path, NVTX_INJECTION64_PATH=str(older_library), PYTHONPATH=str(tmp_path))
+    (line,) = older_nvtx.warnings(PYTHONPATH=str(tmp_path))
     assert "calls will not be marked: ModuleNotFoundError: No module named 'nvtx._lib'" in line
 
 
-def test_a_package_that_cannot_mark_threads_apart_is_one_warning(tmp_path: Path, injection_library: Path) -> None:
+def test_a_package_that_cannot_mark_threads_apart_is_one_warning(tmp_path: Path, nvtx: Tool) -> None:
     metadata = tmp_path / "nvtx-0.2.14.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nvtx\nVersion: 0.2.14\n")
-    (line,) = warnings_with(tmp_path, NVTX_INJECTION64_PATH=str(injection_library), PYTHONPATH=str(tmp_path))
+    (line,) = nvtx.warnings(PYTHONPATH=str(tmp_path))
     assert "calls will not be marked: nvtx 0.2.14 is too old: install nvtx>=0.2.15;" in line
-    assert [record.op for record in records_of(tmp_path / "recording", 0)] == ["all_reduce"]
+    assert [record.op for record in nvtx.calls(0)] == ["all_reduce"]
 
 
 @pytest.mark.parametrize("variables", [{}, {"NVTX_INJECTION64_PATH": "./."}], ids=["no tool", "NVTX's word for none"])
-def test_without_a_tool_nothing_is_said(tmp_path: Path, variables: dict[str, str]) -> None:
-    assert warnings_with(tmp_path, **variables) == []
+def test_without_a_tool_nothing_is_said(scripts: jobs.Scripts, variables: dict[str, str]) -> None:
+    assert warnings_with(scripts, **variables) == []
 
 
-def test_a_name_with_quotes_is_still_json(tmp_path: Path, injection_library: Path) -> None:
-    run_ranks(
-        tmp_path,
-        injection_library,
-        "crossrank.enable()\n"
-        "from crossrank.instrument import api\n"
-        "markers = api._current.nvtx\n"
-        "markers.push_batch('say \"hi\"\\\\', 3)\n"
-        "markers.pop()\n",
-    )
-    for markers in captured(tmp_path):
+def test_a_name_with_quotes_is_still_json(nvtx: Tool) -> None:
+    nvtx.run("""
+        crossrank.enable()
+        from crossrank.instrument import api
+        markers = api._current.nvtx
+        markers.push_batch('say "hi"\\\\', 3)
+        markers.pop()
+        """)
+    for markers in nvtx.captured():
         (batch,) = [marker for marker in markers if marker.kind == "push"]
         assert (batch.json, batch.payload) == ({"op": "coalesced", "pg": 'say "hi"\\'}, 3)
 
 
-def test_what_tells_calls_apart_stands_first(tmp_path: Path, injection_library: Path) -> None:
-    run_ranks(tmp_path, injection_library, "crossrank.enable()\ndist.all_reduce(torch.ones(4))\n")
-    for markers in captured(tmp_path):
+def test_what_tells_calls_apart_stands_first(nvtx: Tool) -> None:
+    nvtx.run("crossrank.enable()\ndist.all_reduce(torch.ones(4))\n")
+    for markers in nvtx.captured():
         (call,) = [marker for marker in markers if marker.kind == "push"]
         assert call.message.startswith('{"op":"all_reduce","pg":"0","bytes":16,"dtype":"float32","reduce":"sum"')
 
 
-def test_messages_stay_bounded_when_lines_differ_at_every_call(tmp_path: Path, injection_library: Path) -> None:
+def test_messages_stay_bounded_when_lines_differ_at_every_call(nvtx: Tool) -> None:
     calls = 2 * MAX_MESSAGES + 300
-    run_ranks(
-        tmp_path,
-        injection_library,
-        "crossrank.enable()\n"
-        f"for number in range({calls}):\n"
-        "    exec(compile('dist.all_reduce(torch.ones(4))', f'/{number}.py', 'exec'))\n",
-        ranks=1,
-    )
-    for markers in captured(tmp_path):
+    nvtx(ranks=1).run(f"""
+        crossrank.enable()
+        for number in range({calls}):
+            exec(compile('dist.all_reduce(torch.ones(4))', f'/{{number}}.py', 'exec'))
+        """)
+    for markers in nvtx.captured():
         registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
         assert 2 * MAX_MESSAGES <= len(registered) <= 2 * MAX_MESSAGES + 2
         pushes = [marker for marker in markers if marker.kind == "push"]
@@ -245,15 +268,14 @@ def test_messages_stay_bounded_when_lines_differ_at_every_call(tmp_path: Path, i
         assert pushes[-1].json["op"] == "all_reduce"
 
 
-def test_messages_stay_bounded_when_sizes_change_at_every_call(tmp_path: Path, injection_library: Path) -> None:
+def test_messages_stay_bounded_when_sizes_change_at_every_call(nvtx: Tool) -> None:
     calls = MAX_MESSAGES + 500
-    run_ranks(
-        tmp_path,
-        injection_library,
-        f"crossrank.enable()\nfor size in range(1, {calls + 1}):\n    dist.all_reduce(torch.empty(size))\n",
-        ranks=1,
-    )
-    for markers in captured(tmp_path):
+    nvtx(ranks=1).run(f"""
+        crossrank.enable()
+        for size in range(1, {calls + 1}):
+            dist.all_reduce(torch.empty(size))
+        """)
+    for markers in nvtx.captured():
         registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
         assert MAX_MESSAGES <= len(registered) <= MAX_MESSAGES + 2
         pushes = [marker for marker in markers if marker.kind == "push"]
@@ -263,21 +285,18 @@ def test_messages_stay_bounded_when_sizes_change_at_every_call(tmp_path: Path, i
         assert pushes[-1].json["op"] == "all_reduce"
 
 
-def test_crossnode_marks_what_leaves_a_node_and_records_everything(tmp_path: Path, injection_library: Path) -> None:
-    body = (
-        'crossrank.enable(tracing="CROSSNODE", node=f"node-{rank % int(NODES)}")\n'
-        f"{SETTLED}"
-        "dist.all_reduce(torch.ones(4))\n"
-        "group = dist.new_group([rank], use_local_synchronization=True)\n"
-        "dist.barrier(group=group)\n"
-    )
-    for nodes, expected in ((1, []), (2, ["all_reduce"])):
-        folder = tmp_path / f"{nodes}-nodes"
-        folder.mkdir()
-        run_ranks(folder, injection_library, f"NODES = {nodes}\n{body}")
-        for rank, markers in enumerate(captured(folder)):
-            assert [marker.json["op"] for marker in markers if marker.kind == "push"] == expected
-            assert [record.op for record in records_of(folder / "recording", rank)] == ["all_reduce", "barrier"]
+@pytest.mark.parametrize(("nodes", "marked"), [(1, []), (2, ["all_reduce"])])
+def test_crossnode_marks_what_leaves_a_node_and_records_everything(nodes: int, marked: list[str], nvtx: Tool) -> None:
+    nvtx(NODES=str(nodes)).run("""
+        crossrank.enable(tracing="CROSSNODE", node=f"node-{rank % int(os.environ['NODES'])}")
+        settle()
+        dist.all_reduce(torch.ones(4))
+        group = dist.new_group([rank], use_local_synchronization=True)
+        dist.barrier(group=group)
+        """)
+    for rank, markers in enumerate(nvtx.captured()):
+        assert [marker.json["op"] for marker in markers if marker.kind == "push"] == marked
+        assert [record.op for record in nvtx.calls(rank)] == ["all_reduce", "barrier"]
 
 
 CLASSIC_FIELDS = [
@@ -296,21 +315,16 @@ CLASSIC_FIELDS = [
 ]
 
 
-def test_classic_mode_sends_and_prints_the_older_shims_text(tmp_path: Path, injection_library: Path) -> None:
-    printed = run_ranks(
-        tmp_path,
-        injection_library,
-        "crossrank.enable()\n"
-        "dist.broadcast(torch.ones(4), 1)\n"
-        "if rank == 0:\n"
-        "    dist.send(torch.ones(2), 1)\n"
-        "else:\n"
-        "    dist.recv(torch.ones(2), 0)\n",
-        TRACING_NVTX="classic",
-        TORCH_DISTRIBUTED_TRACING_PRINT="1",
-        VM_ID="vm-7",
-    )
-    for rank, markers in enumerate(captured(tmp_path)):
+def test_classic_mode_sends_and_prints_the_older_shims_text(nvtx: Tool) -> None:
+    printed = nvtx(TRACING_NVTX="classic", TORCH_DISTRIBUTED_TRACING_PRINT="1", VM_ID="vm-7").run("""
+        crossrank.enable()
+        dist.broadcast(torch.ones(4), 1)
+        if rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.ones(2), 0)
+        """)
+    for rank, markers in enumerate(nvtx.captured()):
         texts = [marker.json for marker in markers if marker.kind == "mark" and "name" in marker.json]
         assert [marker for marker in markers if marker.kind == "push"] == []
         assert [list(text) for text in texts] == [CLASSIC_FIELDS, CLASSIC_FIELDS]
@@ -326,7 +340,7 @@ def test_classic_mode_sends_and_prints_the_older_shims_text(tmp_path: Path, inje
             "root_rank": 1,
             "correlation_id": 0,
         }
-        assert broadcast["source_line"].endswith("train.py:6")
+        assert broadcast["source_line"].endswith("train.py:11")
         assert (p2p["name"], p2p["peer_rank"]) == (("send", 1) if rank == 0 else ("recv", 0))
     # The leader of the group prints the broadcast, both sides print the P2P call.
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -356,20 +370,19 @@ def export_of(markers: list[Marker], rank: int, folder: Path, *, only_window: bo
     return export.write(folder / f"rank_{rank}.sqlite")
 
 
-def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Path, injection_library: Path) -> None:
-    run_ranks(
-        tmp_path,
-        injection_library,
-        f'crossrank.enable(node=f"node-{{rank}}")\n{SETTLED}'
-        "pair = dist.new_group([0, 1], group_desc='pair')\n"
-        "dist.all_reduce(torch.ones(250_000))\n"
-        "with crossrank.window():\n"
-        "    dist.all_reduce(torch.ones(250_000), group=pair)\n"
-        "    dist.all_gather_into_tensor(torch.empty(500_000), torch.ones(250_000))\n"
-        "    dist.all_reduce(torch.ones(250_000), group=pair)\n",
-    )
+def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Path, nvtx: Tool) -> None:
+    nvtx.run("""
+        crossrank.enable(node=f"node-{rank}")
+        settle()
+        pair = dist.new_group([0, 1], group_desc='pair')
+        dist.all_reduce(torch.ones(250_000))
+        with crossrank.window():
+            dist.all_reduce(torch.ones(250_000), group=pair)
+            dist.all_gather_into_tensor(torch.empty(500_000), torch.ones(250_000))
+            dist.all_reduce(torch.ones(250_000), group=pair)
+        """)
     recording = tmp_path / "recording"
-    ranks = captured(tmp_path)
+    ranks = nvtx.captured()
     for rank, markers in enumerate(ranks):
         export_of(markers, rank, recording)
     found = find([str(recording)])
@@ -406,14 +419,13 @@ def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Pat
     assert [row["bytes"] for row in result.rows if row["op"] == "all_gather"] == [2_000_000]
 
 
-def test_the_older_shims_texts_are_joined_as_well(tmp_path: Path, injection_library: Path) -> None:
-    run_ranks(
-        tmp_path,
-        injection_library,
-        "crossrank.enable()\nfor _ in range(3):\n    dist.all_reduce(torch.ones(250_000))\n",
-        TRACING_NVTX="classic",
-    )
-    for rank, markers in enumerate(captured(tmp_path)):
+def test_the_older_shims_texts_are_joined_as_well(tmp_path: Path, nvtx: Tool) -> None:
+    nvtx(TRACING_NVTX="classic").run("""
+        crossrank.enable()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(250_000))
+        """)
+    for rank, markers in enumerate(nvtx.captured()):
         export = ExportFile()
         process = export.process(90 + rank)
         for number, marker in enumerate(markers):

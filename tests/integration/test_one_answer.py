@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, file_name
-from crossrank.tools.cli import main
 from tests.integration import jobs
+from tests.integration.commands import Commands
 
 pytestmark = pytest.mark.touches("tools", traced=False)
 
@@ -51,15 +51,14 @@ NAMES: dict[str, Callable[[str, int], str]] = {
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    result = jobs.ranks(folder, jobs.write_script(folder, TRAIN), TRACING_DIR=str(folder / "recording"))
-    assert result.returncode == 0, result.stderr
-    return folder / "recording"
+    jobs.Scripts(folder).ranks(TRAIN)
+    return folder / jobs.RECORDING
 
 
-def answers(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+def answers(folder: Path, out: Path, command: Commands) -> dict[str, dict[str, Any]]:
     """What every command says of a folder."""
     found = {}
-    for command, *words in (
+    for name, *words in (
         ("inspect",),
         ("link", "-o", out / "linked"),
         ("convert", "-o", out / "chakra"),
@@ -69,16 +68,13 @@ def answers(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict
         ("report", "-o", out / "report.html"),
         ("replay", "--dry-run"),
     ):
-        code = main([command, str(folder), *map(str, words), "--jobs", "1", "--json"])
-        output = capsys.readouterr()
-        assert code == 0, (command, output.err)
-        found[command] = json.loads(output.out)
+        found[name] = command.json(name, folder, *words, "--jobs", "1")
     return found
 
 
 @pytest.mark.parametrize("names", NAMES)
 def test_every_command_names_the_same_ranks_groups_and_calls(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str
+    recorded: Path, tmp_path: Path, command: Commands, names: str
 ) -> None:
     folder = tmp_path / "job9_32ranks"
     for rank in (0, 1):
@@ -87,13 +83,10 @@ def test_every_command_names_the_same_ranks_groups_and_calls(
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((recorded / file_name(kind, rank)).read_bytes())
 
-    said = answers(folder, tmp_path, capsys)
+    said = answers(folder, tmp_path, command)
 
-    assert {name: said[name]["ranks"] for name in ("inspect", "diagnose", "bandwidth")} == {
-        "inspect": [0, 1],
-        "diagnose": [0, 1],
-        "bandwidth": [0, 1],
-    }
+    for name in ("inspect", "diagnose", "bandwidth"):
+        assert said[name]["ranks"] == [0, 1], name
     for name in ("link", "convert"):
         assert [row["rank"] for row in said[name]["ranks"]] == [0, 1]
     assert (said["timeline"]["ranks"], said["report"]["ranks"], said["replay"]["world_size"]) == (2, 2, 2)
@@ -111,17 +104,14 @@ def test_every_command_names_the_same_ranks_groups_and_calls(
     assert said["inspect"]["calls"]["calls"] == CALLS
     assert said["diagnose"]["counts"]["calls"] == CALLS
     assert said["replay"]["coverage"]["calls"] == said["replay"]["coverage"]["recorded_calls"] == CALLS
-    assert {name: said[name]["calls"] for name in ("bandwidth", "timeline", "report")} == {
-        "bandwidth": CALLS,
-        "timeline": CALLS,
-        "report": CALLS,
-    }
+    for name in ("bandwidth", "timeline", "report"):
+        assert said[name]["calls"] == CALLS, name
 
 
 @pytest.mark.parametrize("kinds", [(FLIGHT,), (EXECUTION_TRACE, KINETO), (COMMS,)], ids="+".join)
 @pytest.mark.parametrize("names", list(NAMES)[1:])
 def test_ranks_do_not_depend_on_names_where_only_some_kinds_are_there(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kinds: tuple[str, ...], names: str
+    recorded: Path, tmp_path: Path, command: Commands, kinds: tuple[str, ...], names: str
 ) -> None:
     plain, other = tmp_path / "plain", tmp_path / "other"
     for rank in (0, 1):
@@ -134,8 +124,7 @@ def test_ranks_do_not_depend_on_names_where_only_some_kinds_are_there(
         results = []
         for folder in (plain, other):
             extra = ["-o", str(tmp_path / f"{folder.name}-linked")] if words == ["link"] else []
-            code = main([words[0], str(folder), *words[1:], *extra, "--jobs", "1", "--json"])
-            out = capsys.readouterr().out
+            code, out, _ = command.ended(words[0], folder, *words[1:], *extra, "--jobs", "1", "--json")
             found = json.loads(out) if code != 2 else {}
             results.append((code, found.get("ranks", found.get("world_size")), found.get("calls"), found.get("counts")))
         if words == ["link"]:
@@ -144,16 +133,14 @@ def test_ranks_do_not_depend_on_names_where_only_some_kinds_are_there(
 
 
 def test_a_replay_recorded_below_the_recording_changes_no_answer(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     folder = tmp_path / "job"
     for rank in (0, 1):
         for target in (folder, folder / "replayed"):
             target.mkdir(parents=True, exist_ok=True)
             (target / file_name(COMMS, rank)).write_bytes((recorded / file_name(COMMS, rank)).read_bytes())
-    for command, *words in (("inspect",), ("diagnose",), ("replay", "--dry-run"), ("timeline", "-o", tmp_path / "t")):
-        code = main([command, str(folder), *map(str, words), "--jobs", "1"])
-        output = capsys.readouterr()
-        assert code == 0, output.err
-        told = f"{folder}/replayed/{file_name(COMMS, 0)}: is of rank 0, as {folder}/{file_name(COMMS, 0)} is"
-        assert told in output.out + output.err, command
+    told = f"{folder}/replayed/{file_name(COMMS, 0)}: is of rank 0, as {folder}/{file_name(COMMS, 0)} is"
+    for name, *words in (("inspect",), ("diagnose",), ("replay", "--dry-run"), ("timeline", "-o", tmp_path / "t")):
+        code, printed, said = command.ended(name, folder, *words, "--jobs", "1")
+        assert (code, told in printed + said) == (0, True), name

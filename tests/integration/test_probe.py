@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossrank.tools.cli import main
+from tests.integration.commands import Commands
 from tests.integration.test_replay import record_job
 from tests.integration.test_replay_processes import free_port, launch
-from tests.integration.world import World
+from tests.integration.world import TwoRanks, World
 
 pytestmark = pytest.mark.touches("replay")
 
@@ -31,8 +31,8 @@ def _reduce(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_job(two_ranks, _reduce, tmp_path_factory.mktemp("reduce"))
+def recorded(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_job(world, _reduce, tmp_path_factory.mktemp("reduce"))
 
 
 @contextmanager
@@ -86,20 +86,16 @@ def test_a_slow_rank_is_found(kind: str, recorded: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "probe.json").read_text()) == report
 
 
-def test_ranks_that_are_alike_are_no_finding(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_are_alike_are_no_finding(recorded: Path, command: Commands) -> None:
     words = ["probe", str(recorded), "--nproc", str(RANKS), "--tolerance", "1000"]
-    assert main(words) == 0
-    output = capsys.readouterr().out
+    output = command(*words)
     assert "6 groups in 3 rounds for each of its sizes (16 MB)" in output
     assert "No rank and no link that was compared is slower than 1000 x those like it" in output
 
 
-def test_groups_of_the_job_need_not_fit_the_ranks_that_are_probed(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = record_job(two_ranks, _groups, tmp_path)
-    assert main(["probe", str(path), "--nproc", "5", "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"groups": 10, "rounds": 5, "sizes": [40]}
+def test_groups_of_the_job_need_not_fit_the_ranks_that_are_probed(two_ranks: TwoRanks, command: Commands) -> None:
+    path = two_ranks.record(_groups)
+    assert command.json("probe", path, "--nproc", "5", "--dry-run") == {"groups": 10, "rounds": 5, "sizes": [40]}
 
 
 def _groups(rank: int) -> None:
@@ -109,10 +105,8 @@ def _groups(rank: int) -> None:
         dist.all_reduce(torch.ones(10), group=alone)
 
 
-def test_what_a_probe_cannot_do_is_said_before_anything_starts(
-    recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["probe", str(recorded)]) == 2
-    assert "2 rank(s) make one at most; use 3 or more" in capsys.readouterr().err
-    assert main(["probe", str(recorded), "--nproc", "4", "--groups", "ring", "--tolerance", "0.9"]) == 2
-    assert "--tolerance 0.9 is not a number from 1.01 to 1,000,000" in capsys.readouterr().err
+def test_what_a_probe_cannot_do_is_said_before_anything_starts(recorded: Path, command: Commands) -> None:
+    assert "2 rank(s) make one at most; use 3 or more" in command.said("probe", recorded)
+    assert "--tolerance 0.9 is not a number from 1.01 to 1,000,000" in command.said(
+        "probe", recorded, "--nproc", "4", "--groups", "ring", "--tolerance", "0.9"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,12 @@ import crossrank
 from crossrank.comm import CommRecord
 from crossrank.instrument import api
 from crossrank.instrument.record.reductions import ReductionReader
-from tests.integration import jobs
+from tests.integration.jobs import Scripts
 from tests.integration.names import needs_reductions
-from tests.integration.test_interception import records_of
-from tests.integration.world import World
+from tests.integration.traces import records_of
+from tests.integration.world import Task, TwoRanks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-def run(world: World, folder: Path, task: Any, *arguments: Any, **options: Any) -> tuple[list[CommRecord], ...]:
-    world.run(task, folder, *arguments, **options)
-    return tuple(records_of(folder / "recording", rank) for rank in range(world.size))
 
 
 def _all_to_all(rank: int) -> None:
@@ -37,8 +33,8 @@ def _all_to_all(rank: int) -> None:
     dist.all_to_all_single(torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16))
 
 
-def test_all_to_all_single(two_ranks: World, tmp_path: Path) -> None:
-    records = run(two_ranks, tmp_path, _all_to_all)
+def test_all_to_all_single(two_ranks: TwoRanks) -> None:
+    records = two_ranks.calls(_all_to_all)
     for rank in (0, 1):
         empty, uneven, even = records[rank]
         assert (empty.bytes, empty.inputs, empty.in_split) == (0, [[0]], None)
@@ -58,8 +54,8 @@ def _gather_family(rank: int) -> None:
     dist.scatter(torch.ones(4), [torch.ones(4), torch.ones(4)] if rank == 1 else None, src=1)
 
 
-def test_bytes_are_those_of_nccl_tests_on_every_rank(two_ranks: World, tmp_path: Path) -> None:
-    records = run(two_ranks, tmp_path, _gather_family)
+def test_bytes_are_those_of_nccl_tests_on_every_rank(two_ranks: TwoRanks) -> None:
+    records = two_ranks.calls(_gather_family)
     for rank in (0, 1):
         # The output of a gather, the input of a reduce_scatter, and what the root holds: 2 ranks * 4 floats.
         assert [(r.op, r.bytes) for r in records[rank]] == [
@@ -84,18 +80,13 @@ def _mixed_dtypes(rank: int) -> None:
     world.allgather_into_tensor_coalesced(outputs, inputs).wait()
 
 
-def test_bytes_of_coalesced_tensors_of_several_dtypes(two_ranks: World, tmp_path: Path) -> None:
-    (record,), _ = run(two_ranks, tmp_path, _mixed_dtypes)
-    assert (record.bytes, record.inputs, record.dtype) == (6 * 8 + 6, [[3], [3]], "float64")
-
-
 def _whole_record(rank: int) -> None:
     dist.all_reduce(torch.ones(2, 3, dtype=torch.float16), op=dist.ReduceOp.MAX, async_op=True).wait()
 
 
-def test_a_whole_record(two_ranks: World, tmp_path: Path) -> None:
+def test_a_whole_record(two_ranks: TwoRanks) -> None:
     before = time.monotonic_ns()
-    records = run(two_ranks, tmp_path, _whole_record, node="here")
+    records = two_ranks.calls(_whole_record, node="here")
     after = time.monotonic_ns()
     line = _whole_record.__code__.co_firstlineno + 1
     for (record,) in records:
@@ -138,12 +129,6 @@ def _reductions_not_in_a_frame(rank: int) -> None:
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
 
 
-@needs_reductions
-def test_reductions_that_no_frame_names_are_asked_of_the_dispatcher(two_ranks: World, tmp_path: Path) -> None:
-    records, _ = run(two_ranks, tmp_path, _reductions_not_in_a_frame)
-    assert [record.reduce for record in records] == ["min", "sum", "max", "sum", "max"]
-
-
 def _a_frame_that_lies(rank: int) -> None:
     reader = ReductionReader()
     current = api._current
@@ -152,17 +137,6 @@ def _a_frame_that_lies(rank: int) -> None:
     reader._constants = {dist.ReduceOp.SUM: "max"}
     for _ in range(3):
         dist.all_reduce(torch.ones(1))
-
-
-@needs_reductions
-def test_a_frame_that_differs_from_the_dispatcher_is_not_believed(two_ranks: World, tmp_path: Path) -> None:
-    records, _ = run(two_ranks, tmp_path, _a_frame_that_lies)
-    assert [record.reduce for record in records] == ["sum", "sum", "sum"]
-
-
-def test_reductions_are_named(two_ranks: World, tmp_path: Path) -> None:
-    records, _ = run(two_ranks, tmp_path, _reductions)
-    assert [record.reduce for record in records] == ["sum", "product", "min", "max", "bor"]
 
 
 def _two_groups(rank: int) -> None:
@@ -177,19 +151,15 @@ def _two_groups(rank: int) -> None:
     dist.all_reduce(torch.ones(1), group=None)
 
 
-def test_groups_have_global_ranks_and_sequences_of_their_own(two_ranks: World, tmp_path: Path) -> None:
-    from crossrank.recording import CommsFile
-
-    both = run(two_ranks, tmp_path, _two_groups)
+def test_groups_have_global_ranks_and_sequences_of_their_own(two_ranks: TwoRanks) -> None:
+    both = two_ranks.calls(_two_groups)
     for rank, records in enumerate(both):
         world = [record for record in records if record.pg == "0"]
         assert [record.seq for record in world] == [1, 2, 3]
         broadcasts = [record for record in records if record.op == "broadcast"]
         # new_group sorts its ranks, so the first member is global rank 0.
         assert [(record.root, record.seq) for record in broadcasts] == [(0, 1), (1, 2)]
-        comms = CommsFile(str(tmp_path / "recording" / f"rank-{rank}.comms.jsonl.zst"))
-        list(comms.records())
-        ranks = {group.pg: group.ranks for group in comms.groups}
+        ranks = {group.pg: group.ranks for group in two_ranks.recorded(rank).groups}
         assert ranks["0"] == [0, 1]
         assert ranks[broadcasts[0].pg] == [0, 1]
         assert [1] in ranks.values() if rank == 1 else [1] not in ranks.values()
@@ -208,23 +178,6 @@ def _point_to_point(rank: int) -> None:
         dist.send(torch.ones(5), 0)
 
 
-def test_p2p_has_peer_tag_and_a_sequence_per_peer_and_direction(two_ranks: World, tmp_path: Path) -> None:
-    first, second = run(two_ranks, tmp_path, _point_to_point)
-    assert [(r.op, r.peer, r.tag, r.p2p_seq, r.seq, r.bytes) for r in first] == [
-        ("send", 1, 0, 1, None, 16),
-        ("send", 1, 3, 2, None, 8),
-        ("send", 1, 0, 3, None, 4),
-        ("recv", 1, 0, 1, None, 20),
-    ]
-    # The source of the third one is known only when it has arrived.
-    assert [(r.op, r.peer, r.tag, r.p2p_seq, r.bytes) for r in second] == [
-        ("recv", 0, 0, 1, 16),
-        ("recv", 0, 3, 2, 8),
-        ("recv", None, 0, 1, 4),
-        ("send", 0, 0, 1, 20),
-    ]
-
-
 def _batches(rank: int) -> None:
     for size in (1, 2):
         ops = [
@@ -237,11 +190,6 @@ def _batches(rank: int) -> None:
         dist.send(torch.ones(1), 1)
     else:
         dist.recv(torch.ones(1), 0)
-
-
-def test_a_batch_shares_the_id_of_its_first_record(two_ranks: World, tmp_path: Path) -> None:
-    for records in run(two_ranks, tmp_path, _batches):
-        assert [(record.id, record.batch) for record in records] == [(0, 0), (1, 0), (2, 2), (3, 2), (4, None)]
 
 
 def _coalesced_without_fast_path(rank: int) -> None:
@@ -259,14 +207,6 @@ def _coalesced_without_fast_path(rank: int) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def test_ops_between_start_and_end_of_coalescing_share_a_batch(two_ranks: World, tmp_path: Path) -> None:
-    folder = tmp_path / "recording"
-    two_ranks.run(_coalesced_without_fast_path, tmp_path)
-    for rank in (0, 1):
-        records = records_of(folder, rank)
-        assert [(record.root, record.batch) for record in records] == [(0, 0), (1, 0), (2, None)]
-
-
 def _steps(rank: int) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -282,25 +222,48 @@ def _explicit_steps(rank: int) -> None:
         crossrank.step()
 
 
-def test_optimizer_steps_count_iterations(two_ranks: World, tmp_path: Path) -> None:
-    for records in run(two_ranks, tmp_path, _steps):
-        assert [record.step for record in records] == [0, 1, 2]
-
-
-def test_explicit_steps_win_over_the_optimizers(two_ranks: World, tmp_path: Path) -> None:
-    for records in run(two_ranks, tmp_path, _explicit_steps):
-        # The optimizers count until the first crossrank.step(), which ends iteration 0 whatever they have come to.
-        assert [record.step for record in records] == [0, 1, 2, 1, 1, 1, 2, 2, 2]
-
-
 def _sizes_change(rank: int) -> None:
     for size in range(1, 5000):
         dist.all_reduce(torch.empty(size))
 
 
-def test_every_call_is_recorded_when_sizes_never_repeat(two_ranks: World, tmp_path: Path) -> None:
-    records, _ = run(two_ranks, tmp_path, _sizes_change)
-    assert [record.bytes for record in records] == [4 * size for size in range(1, 5000)]
+# What is shown: what the ranks do, fields of their calls, and these of both ranks, or of rank 0 and of rank 1.
+CALLS: dict[str, tuple[Task, str, Any]] = {
+    "bytes of tensors of several dtypes": (_mixed_dtypes, "bytes inputs dtype", [(54, [[3], [3]], "float64")]),
+    "names of reductions": (_reductions, "reduce", ["sum", "product", "min", "max", "bor"]),
+    "a reduction that no frame names": (_reductions_not_in_a_frame, "reduce", ["min", "sum", "max", "sum", "max"]),
+    "a reduction whose frame differs from the dispatcher": (_a_frame_that_lies, "reduce", ["sum", "sum", "sum"]),
+    "a batch has the id of its first call": (_batches, "id batch", [(0, 0), (1, 0), (2, 2), (3, 2), (4, None)]),
+    "coalesced calls are a batch": (_coalesced_without_fast_path, "root batch", [(0, 0), (1, 0), (2, None)]),
+    "steps of an optimizer": (_steps, "step", [0, 1, 2]),
+    # The optimizers count until the first crossrank.step(), which ends iteration 0 whatever they have come to.
+    "explicit steps win over those of optimizers": (_explicit_steps, "step", [0, 1, 2, 1, 1, 1, 2, 2, 2]),
+    "sizes that never repeat": (_sizes_change, "bytes", [4 * size for size in range(1, 5000)]),
+    # The source of the third receive is known only when it has arrived.
+    "peer, tag and sequence per peer and direction": (
+        _point_to_point,
+        "op peer tag p2p_seq bytes",
+        (
+            [("send", 1, 0, 1, 16), ("send", 1, 3, 2, 8), ("send", 1, 0, 3, 4), ("recv", 1, 0, 1, 20)],
+            [("recv", 0, 0, 1, 16), ("recv", 0, 3, 2, 8), ("recv", None, 0, 1, 4), ("send", 0, 0, 1, 20)],
+        ),
+    ),
+    "a transfer has no sequence of its group": (_point_to_point, "seq", [None] * 4),
+}
+
+
+_NEED_REDUCTIONS = (_reductions_not_in_a_frame, _a_frame_that_lies)
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [pytest.param(key, marks=needs_reductions) if row[0] in _NEED_REDUCTIONS else key for key, row in CALLS.items()],
+)
+def test_calls_are_recorded_as_they_were(shown: str, two_ranks: TwoRanks) -> None:
+    task, fields, expected = CALLS[shown]
+    of_ranks = expected if isinstance(expected, tuple) else (expected, expected)
+    values = attrgetter(*fields.split())
+    assert [list(map(values, calls)) for calls in two_ranks.calls(task)] == list(of_ranks)
 
 
 def _group_ranks_with_gap(rank: int) -> bool:
@@ -314,23 +277,19 @@ def _group_ranks_with_gap(rank: int) -> bool:
     return reference() is None
 
 
-def test_a_destroyed_group_is_not_kept_alive(two_ranks: World, tmp_path: Path) -> None:
-    assert two_ranks.run(_group_ranks_with_gap, tmp_path / "off", record=False) == [True, True]
-    assert two_ranks.run(_group_ranks_with_gap, tmp_path / "on") == [True, True]
+def test_a_destroyed_group_is_not_kept_alive(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run(_group_ranks_with_gap, folder="off", record=False) == [True, True]
+    assert two_ranks.run(_group_ranks_with_gap, folder="on") == [True, True]
 
 
-def test_a_call_on_a_group_that_torch_has_forgotten_is_recorded(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_call_on_a_group_that_torch_has_forgotten_is_recorded(scripts: Scripts, tmp_path: Path) -> None:
+    result = scripts(TRACING_DIR=str(tmp_path / "recording")).python("""
         forgotten = dist.group.WORLD
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         crossrank.enable()
         forgotten.allreduce([torch.ones(3)]).wait()
-        """,
-        TRACING_DIR=str(tmp_path / "recording"),
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+        """)
+    assert result.stderr == ""
     (record,) = records_of(tmp_path / "recording", 0)
     assert (record.op, record.inputs) == ("all_reduce", [[3]])

@@ -27,8 +27,9 @@ from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
+from tests.integration.commands import Commands
 from tests.integration.test_link import train as train_with_everything
-from tests.integration.world import World
+from tests.integration.world import TwoRanks, World
 from tests.unit.replay.plans import plan_of, record
 
 pytestmark = pytest.mark.touches("tools", "replay", traced=False)
@@ -103,20 +104,13 @@ def _meaning(path: Path, rank: int, steps: range = range(1 << 30)) -> list[Any]:
     ]
 
 
-def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert main(["replay", *words, "--json"]) == 0
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return report
-
-
 def test_a_replay_of_every_kind_of_caller_makes_the_recorded_calls_again_and_their_results_are_right(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    recorded = record_job(two_ranks, _everything, tmp_path)
+    recorded = two_ranks.record(_everything)
     again = tmp_path / "again"
-    words = ["--check", "--warmup", "1", "--repeat", "2", "--timeout", "30", "--record", str(again)]
-    report = _json(capsys, str(recorded), *words)
+    words = ["--check", "--warmup", "1", "--repeat", "2", "--timeout", "30", "--record", again]
+    report = command.json("replay", recorded, *words)
     assert report["share_of_calls"] == report["share_of_bytes"] == 1.0
     assert report["coverage"]["calls"] == sum(len(_meaning(recorded, rank)) for rank in (0, 1)) > 100
     assert report["check"]["failures"] == []
@@ -124,16 +118,16 @@ def test_a_replay_of_every_kind_of_caller_makes_the_recorded_calls_again_and_the
     assert report["substitutes"] == {}
     for rank in (0, 1):
         assert _meaning(again, rank) == 2 * _meaning(recorded, rank)
-    # A recording of a replay is a recording: it is replayed in turn.
-    assert _json(capsys, str(again), "--warmup", "0", "--repeat", "1")["share_of_calls"] == 1.0
+    # A two_ranks.recording of a replay is a two_ranks.recording: it is replayed in turn.
+    assert command.json("replay", again, "--warmup", "0", "--repeat", "1")["share_of_calls"] == 1.0
 
 
 def test_types_and_reductions_are_as_recorded_where_gloo_has_them(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    recorded = record_job(two_ranks, _types_and_reductions, tmp_path)
+    recorded = two_ranks.record(_types_and_reductions)
     again = tmp_path / "again"
-    report = _json(capsys, str(recorded), "--check", "--repeat", "1", "--record", str(again))
+    report = command.json("replay", recorded, "--check", "--repeat", "1", "--record", again)
     assert report["check"]["failures"] == []
     assert report["substitutes"] == {}
     for rank in (0, 1):
@@ -141,22 +135,22 @@ def test_types_and_reductions_are_as_recorded_where_gloo_has_them(
 
 
 def test_a_type_that_gloo_lacks_is_replaced_by_one_of_its_size_and_said(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    recorded = record_job(two_ranks, callers.all_reduce, tmp_path)
+    recorded = two_ranks.record(callers.all_reduce)
     again = tmp_path / "again"
-    words = ["--dtype", "float8_e4m3fn", "--check", "--repeat", "1", "--record", str(again)]
-    report = _json(capsys, str(recorded), *words)
+    words = ["--dtype", "float8_e4m3fn", "--check", "--repeat", "1", "--record", again]
+    report = command.json("replay", recorded, *words)
     assert report["substitutes"] == {"all_reduce of float8_e4m3fn as uint8, of the same size": 2}
     assert [(row[0], row[7], row[-1]) for row in _meaning(again, 0)] == [("all_reduce", "uint8", 4)]
 
 
 def test_the_files_of_a_replay_say_the_same_as_its_report(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    recorded = record_job(two_ranks, callers.lists, tmp_path)
+    recorded = two_ranks.record(callers.lists)
     out = tmp_path / "out"
-    report = _json(capsys, str(recorded), "-o", str(out), "--repeat", "3")
+    report = command.json("replay", recorded, "-o", out, "--repeat", "3")
     assert json.loads((out / "replay.json").read_bytes()) == report
     with open(out / "replay.csv", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -201,14 +195,14 @@ def _two_threads(rank: int) -> None:
 
 
 def test_a_job_with_collectives_of_two_groups_on_two_threads_is_replayed_on_two_threads(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    recorded = record_job(two_ranks, _two_threads, tmp_path)
+    recorded = two_ranks.record(_two_threads)
     plan = plan_of_recording(recorded)
     for rank_plan in plan.ranks:
         assert len({call.record.thread for call in rank_plan.calls if call.record.op == "all_reduce"}) == 2
     again = tmp_path / "again"
-    report = _json(capsys, str(recorded), "--check", "--warmup", "1", "--repeat", "2", "--record", str(again))
+    report = command.json("replay", recorded, "--check", "--warmup", "1", "--repeat", "2", "--record", again)
     assert report["check"]["failures"] == []
     assert report["share_of_calls"] == 1.0
     for rank in (0, 1):
@@ -239,10 +233,12 @@ def _most_open_receives(plan: Plan, rank: int) -> int:
     return max(sum(one <= position < until[one] for one in receives) for position in receives)
 
 
-def test_a_pipeline_with_one_forward_and_one_backward_keeps_one_receive_open(two_ranks: World, tmp_path: Path) -> None:
-    recorded = record_job(two_ranks, _one_forward_one_backward, tmp_path)
+def test_a_pipeline_with_one_forward_and_one_backward_keeps_one_receive_open(
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
+) -> None:
+    recorded = two_ranks.record(_one_forward_one_backward)
     again = tmp_path / "again"
-    assert main(["replay", str(recorded), "--warmup", "0", "--repeat", "1", "--record", str(again)]) == 0
+    command("replay", recorded, "--warmup", "0", "--repeat", "1", "--record", again)
     for plan in map(plan_of_recording, (recorded, again)):
         for rank in (0, 1):
             assert sum(call.record.op == "recv" for call in plan.ranks[rank].calls) >= 8
@@ -251,8 +247,8 @@ def test_a_pipeline_with_one_forward_and_one_backward_keeps_one_receive_open(two
         assert _meaning(again, rank) == _meaning(recorded, rank)
 
 
-def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, tmp_path: Path) -> None:
-    plan = plan_of_recording(record_job(two_ranks, callers.asynchronous, tmp_path))
+def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: TwoRanks) -> None:
+    plan = plan_of_recording(two_ranks.record(callers.asynchronous))
     assert [call.blocking for call in plan.ranks[0].calls] == [False]
     record = plan.ranks[0].calls[0].record
     for rank in plan.ranks:
@@ -267,7 +263,7 @@ def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, 
 
 
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all"])
-def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: World, tmp_path: Path) -> None:
+def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: TwoRanks) -> None:
     """Eight at once take as long as eight in a row, and each of them no longer than its share."""
     shapes = {"reduce_scatter": ([[2_000_000]], [[1_000_000]]), "all_gather": ([[1_000_000]], [[2_000_000]])}
     inputs, outputs = shapes.get(op, ([[2_000_000]], [[2_000_000]]))
@@ -286,8 +282,8 @@ def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: Wor
         assert measured["time"].sum() < 3 * took
 
 
-def test_pace_keeps_the_recorded_gaps(two_ranks: World, tmp_path: Path) -> None:
-    plan = plan_of_recording(record_job(two_ranks, callers.barriers, tmp_path))
+def test_pace_keeps_the_recorded_gaps(two_ranks: TwoRanks) -> None:
+    plan = plan_of_recording(two_ranks.record(callers.barriers))
     for rank in plan.ranks:
         for call in rank.calls:
             call.gap_ns, call.gap_from_return = 20_000_000, True
@@ -310,9 +306,9 @@ def _bound_and_not(rank: int, folder: str) -> None:
         dist.all_reduce(torch.ones(4), group=bound)
 
 
-def test_a_recording_says_which_groups_were_bound_to_a_device(two_ranks: World, tmp_path: Path) -> None:
+def test_a_recording_says_which_groups_were_bound_to_a_device(two_ranks: TwoRanks, tmp_path: Path) -> None:
     recorded = tmp_path / "recording"
-    two_ranks.run(_bound_and_not, tmp_path, str(recorded), record=False)
+    two_ranks.run(_bound_and_not, str(recorded), record=False)
     plan = plan_of_recording(recorded)
     assert {group.desc: group.eager for group in plan.groups} == {"default_pg": False, "bound": True}
     results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=0, repeats=1, check=True))
@@ -340,9 +336,9 @@ def _pauses(rank: int) -> list[tuple[int, int]]:
 
 
 def test_the_gaps_of_a_linked_recording_are_the_pauses_of_the_job_without_its_communication(
-    two_ranks: World, tmp_path: Path
+    two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
-    truth = two_ranks.run(_pauses, tmp_path, window="1:2")
+    truth = two_ranks.run(_pauses, window="1:2")
     recorded = tmp_path / "recording"
     assert main(["link", str(recorded)]) == 0
     found = find(str(recorded))
@@ -363,10 +359,8 @@ def plan_of_recording(recorded: Path) -> Plan:
     return plan
 
 
-def test_what_a_wait_for_another_rank_costs_is_distinguished_from_the_collective(
-    two_ranks: World, tmp_path: Path
-) -> None:
-    plan = plan_of_recording(record_job(two_ranks, callers.all_reduce, tmp_path))
+def test_what_a_wait_for_another_rank_costs_is_distinguished_from_the_collective(two_ranks: TwoRanks) -> None:
+    plan = plan_of_recording(two_ranks.record(callers.all_reduce))
     plan.ranks[1].calls[0].gap_ns = 400_000_000
     results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, pace="recorded"))
     early, late = measure(plan, results).sort("rank").to_dicts()
@@ -376,13 +370,12 @@ def test_what_a_wait_for_another_rank_costs_is_distinguished_from_the_collective
 
 
 def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    recorded = record_job(two_ranks, callers.all_reduce, tmp_path)
+    recorded = two_ranks.record(callers.all_reduce)
     out = tmp_path / "sweep"
     words = ["replay", str(recorded), "--repeat", "1", "--warmup", "0", "-o", str(out), "--sweep", "scale-bytes=1,2"]
-    assert main([*words, "--sweep", "GLOO_EXAMPLE=a,b"]) == 0
-    output = capsys.readouterr().out
+    output = command(*words, "--sweep", "GLOO_EXAMPLE=a,b")
     assert [line.split()[:2] for line in output.splitlines()[-4:]] == [["1", "a"], ["1", "b"], ["2", "a"], ["2", "b"]]
     names = sorted(folder.name for folder in out.iterdir())
     assert names == [f"scale-bytes={scale}_GLOO_EXAMPLE={value}" for scale in (1, 2) for value in ("a", "b")]
@@ -391,9 +384,7 @@ def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
     assert report["what_if"] == {"--scale-bytes": "2"}
     assert (report["coverage"]["bytes"], report["bytes_per_pass"]) == (32, 64)  # 8 floats on each of 2 ranks
     (out / names[0] / "replay.json").unlink()
-    assert main([*words, "--sweep", "GLOO_EXAMPLE=a,b"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("done before") == 3
+    assert command.said(*words, "--sweep", "GLOO_EXAMPLE=a,b", code=0).count("done before") == 3
     assert (out / names[0] / "replay.json").exists()
 
 
@@ -408,11 +399,11 @@ def _ids_of_window(recorded: Path, rank: int) -> set[int]:
 
 
 def test_a_recording_is_replayed_from_each_of_its_files_and_compared_where_they_have_times(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
     recorded = tmp_path / "recording"
     for _ in range(3):
-        two_ranks.run(train_with_everything, tmp_path, window="2:4", flight=True)
+        two_ranks.run(train_with_everything, window="2:4", flight=True)
         # Once in some hundred windows torch's observer loses a node under load: such a trace is none to compare with.
         if all(_ranges_in_trace(recorded, rank) == _ids_of_window(recorded, rank) for rank in (0, 1)):
             break
@@ -421,8 +412,8 @@ def test_a_recording_is_replayed_from_each_of_its_files_and_compared_where_they_
     expected = sorted(map(repr, of_window))
     for kind in ("comms", "linked", "et"):
         again = tmp_path / kind
-        words = ["--trace-type", kind, "--check", "--warmup", "0", "--repeat", "1", "--record", str(again)]
-        report = _json(capsys, str(recorded), *words, *(["--steps", "2:4"] if kind == "comms" else []))
+        words = ["--trace-type", kind, "--check", "--warmup", "0", "--repeat", "1", "--record", again]
+        report = command.json("replay", recorded, *words, *(["--steps", "2:4"] if kind == "comms" else []))
         assert report["check"]["failures"] == [], kind
         assert sorted(repr(row) for rank in (0, 1) for row in _meaning(again, rank)) == expected, kind
         if kind == "et":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -18,9 +17,9 @@ import crossrank
 from crossrank.recording import CommsFile
 from crossrank.replay.plan.compute.windows import find_windows, read_windows
 from crossrank.replay.plan.plan import Plan, save_plan
-from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet
-from tests.integration.world import World
+from tests.integration.commands import Commands
+from tests.integration.world import TwoRanks, World
 
 pytestmark = pytest.mark.touches("tools", "replay", traced=False)
 
@@ -71,9 +70,9 @@ def exchange(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def ddp(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ddp(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    two_ranks.run(train_ddp, folder, window="2:4")
+    world.run(train_ddp, folder, window="2:4")
     return folder / "recording"
 
 
@@ -81,11 +80,9 @@ def plan_of(path: Path) -> Plan:
     return read_windows(find_windows(str(path)), str(path), Fleet(jobs=1))
 
 
-def replayed(capsys: pytest.CaptureFixture[str], path: Path, *words: str, code: int = 0) -> Any:
-    capsys.readouterr()
-    few = ["--warmup", "0", "--repeat", "2", "--timeout", "60"]
-    assert main(["replay", str(path), "--compute", *few, "--json", *words]) == code
-    return json.loads(capsys.readouterr().out)
+def replayed(command: Commands, path: Path, *words: object, code: int = 0) -> Any:
+    few = ("--warmup", "0", "--repeat", "2", "--timeout", "60")
+    return command.json("replay", path, "--compute", *few, *words, code=code)
 
 
 def calls_of(path: Path, rank: int, steps: range) -> list[Any]:
@@ -95,11 +92,11 @@ def calls_of(path: Path, rank: int, steps: range) -> list[Any]:
 
 @pytest.mark.parametrize("train", [train_ddp, train_fsdp2])
 def test_every_operation_and_every_call_of_a_window_runs_again(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], train: Any
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands, train: Any
 ) -> None:
-    two_ranks.run(train, tmp_path, window="2:4")
+    two_ranks.run(train, window="2:4")
     recorded, again = tmp_path / "recording", tmp_path / "again"
-    report = replayed(capsys, recorded, "--strict", "--record", str(again))
+    report = replayed(command, recorded, "--strict", "--record", again)
     step = report["step"]
     assert step["coverage"]["operations"] == step["coverage"]["recorded_operations"] > 300
     assert step["coverage"]["left_out"] == []
@@ -118,20 +115,20 @@ def test_every_operation_and_every_call_of_a_window_runs_again(
 
 
 def test_an_operation_that_gives_more_where_gradients_are_wanted_gives_it_again(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
     """The workspace of an LSTM's forward is what its backward takes."""
-    two_ranks.run(train_lstm, tmp_path, window="2:4")
-    report = replayed(capsys, tmp_path / "recording", "--strict")
+    two_ranks.run(train_lstm, window="2:4")
+    report = replayed(command, tmp_path / "recording", "--strict")
     assert report["step"]["coverage"]["left_out"] == []
     assert "aten::mkldnn_rnn_layer_backward" in {row["name"] for row in report["step"]["operations"]}
 
 
 def test_a_step_is_as_long_as_those_without_a_profiler_also_where_sizes_change(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    two_ranks.run(exchange, tmp_path, window="2:4")
-    report = replayed(capsys, tmp_path / "recording")
+    two_ranks.run(exchange, window="2:4")
+    report = replayed(command, tmp_path / "recording")
     step = report["step"]
     assert (step["recorded_steps"], step["other_steps"]) == (2 * 3, 0)
     assert any("no step outside the window moved as many bytes" in note for note in report["notes"])
@@ -182,36 +179,34 @@ def halves(rank: int) -> None:
 
 
 def test_calls_on_parts_of_one_tensor_are_under_way_together_and_a_batch_keeps_its_tensors(
-    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
-    two_ranks.run(halves, tmp_path, window="2:4")
+    two_ranks.run(halves, window="2:4")
     recorded = tmp_path / "recording"
     for rank in plan_of(recorded).ranks:
         reduced = [(index, call) for index, call in enumerate(rank.calls) if call.record.op == "all_reduce"]
         assert [call.wait_before - index for index, call in reduced] == [2, 1] * len(STEPS)
     again = tmp_path / "again"
-    assert replayed(capsys, recorded, "--strict", "--record", str(again))["step"]["coverage"]["left_out"] == []
+    assert replayed(command, recorded, "--strict", "--record", again)["step"]["coverage"]["left_out"] == []
     assert calls_of(again, 0, range(100)) == 2 * calls_of(recorded, 0, STEPS)
 
 
 def test_a_saved_plan_says_whether_it_has_computation_and_holds_no_code(
-    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ddp: Path, tmp_path: Path, command: Commands
 ) -> None:
     plan, path = plan_of(ddp), tmp_path / "plan.json"
     save_plan(plan, path)
-    assert main(["replay", str(path)]) == 2
-    assert "is a plan with computation; add --compute" in capsys.readouterr().err
+    assert "is a plan with computation; add --compute" in command.said("replay", path)
     first = plan.ranks[0].compute
     assert first is not None
     next(one for one in first.operations if one.results).results = ["0]; print('code'); s[0"]
     save_plan(plan, path)
-    assert main(["replay", str(path), "--compute"]) == 2
-    assert "names a tensor that is no number; make the plan anew" in capsys.readouterr().err
+    assert "names a tensor that is no number; make the plan anew" in command.said("replay", path, "--compute")
 
 
-def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, command: Commands) -> None:
     plain, dropped, merged, split = (
-        replayed(capsys, ddp, "--dry-run", *words)
+        replayed(command, ddp, "--dry-run", *words)
         for words in ([], ["--drop", "all_reduce"], ["--bucket-mb", "1"], ["--bucket-mb", "0.005"])
     )
     assert dropped["calls_per_pass"] == 0
@@ -222,45 +217,43 @@ def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, capsys: p
         assert changed["bytes_per_pass"] == plain["bytes_per_pass"]
         assert changed["coverage"] == plain["coverage"]
     words = ["--bucket-mb", "0.005", "--scale-bytes", "0.5", "--overlap", "none"]
-    report = replayed(capsys, ddp, *words)
+    report = replayed(command, ddp, *words)
     assert report["what_if"] == {"--scale-bytes": "0.5", "--bucket-mb": "0.005", "--overlap": "none"}
     assert report["calls_per_pass"] == split["calls_per_pass"]
     assert report["step"]["coverage"]["left_out"] == []
-    alone = replayed(capsys, ddp, "--dry-run", "--nproc", "1")
+    alone = replayed(command, ddp, "--dry-run", "--nproc", "1")
     assert alone["world_size"] == 1
     computation = alone["computation"]
     assert computation["operations"] == computation["recorded_operations"] > 100
 
 
-def test_a_sweep_of_whole_steps_is_one_table(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["replay", str(ddp), "--compute", "--warmup", "0", "--repeat", "1", "--sweep", "drop=recorded,all_reduce"]
-    assert main(words) == 0
-    table = capsys.readouterr().out.split("Sweep: a whole step")[1].splitlines()
+def test_a_sweep_of_whole_steps_is_one_table(ddp: Path, command: Commands) -> None:
+    words = ("--compute", "--warmup", "0", "--repeat", "1", "--sweep", "drop=recorded,all_reduce")
+    table = command("replay", ddp, *words).split("Sweep: a whole step")[1].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["recorded", "all_reduce"]
     assert table[2].split()[-2:] == ["1.00", "x"]
     assert float(table[3].split()[3]) < 0.1  # nothing is communicated, so nothing is waited for
 
 
 def test_a_window_that_lacks_a_rank_or_a_trace_is_refused_in_one_line(
-    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ddp: Path, tmp_path: Path, command: Commands
 ) -> None:
     half, none = tmp_path / "half", tmp_path / "none"
     shutil.copytree(ddp, half)
     (half / "rank-1.et.json.zst").unlink()
-    assert main(["replay", str(half), "--compute"]) == 2
-    assert "rank 1: has no execution trace with its Kineto trace in window 1; record" in capsys.readouterr().err
+    assert "rank 1: has no execution trace with its Kineto trace in window 1; record" in command.said(
+        "replay", half, "--compute"
+    )
     none.mkdir()
     shutil.copy(ddp / "rank-0.comms.jsonl.zst", none)
-    assert main(["replay", str(none), "--compute"]) == 2
-    error = capsys.readouterr().err
+    error = command.said("replay", none, "--compute")
     assert f"{none}: no window with an execution trace is in it" in error
     assert error.count("\n") == 1
-    assert main(["replay", str(ddp), "--compute", "--window", "3"]) == 2
-    assert "has no window 3; it has 1" in capsys.readouterr().err
+    assert "has no window 3; it has 1" in command.said("replay", ddp, "--compute", "--window", "3")
 
 
 def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(
-    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ddp: Path, tmp_path: Path, command: Commands
 ) -> None:
     plan = plan_of(ddp)
     path = tmp_path / "plan.json"
@@ -270,14 +263,14 @@ def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(
         for one in rank.compute.operations:
             one.name = one.name.replace("aten::relu", "nobody::relu")
     save_plan(plan, path)
-    report = replayed(capsys, path, "--strict", code=1)
+    report = replayed(command, path, "--strict", code=1)
     (row,) = report["step"]["coverage"]["left_out"]
     assert row["name"] == "nobody::relu"
     assert row["operations"] == 2 * 2 * len(STEPS)  # ranks, layers
     assert "--import names a module that makes it" in row["reason"]
 
 
-def test_options_of_computation_alone_need_it(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_computation_alone_need_it(ddp: Path, command: Commands) -> None:
     for words, said in (
         (["--window", "1"], "--window is for --compute"),
         (["--import", "os"], "--import is for --compute"),
@@ -287,5 +280,4 @@ def test_options_of_computation_alone_need_it(ddp: Path, capsys: pytest.CaptureF
         (["--compute", "--bucket-mb", "0"], "--bucket-mb 0 is not a number of MiB above 0"),
         (["--compute", "--drop", "nothing"], "--drop: 'nothing' is no operation"),
     ):
-        assert main(["replay", str(ddp), *words]) == 2
-        assert said in capsys.readouterr().err
+        assert said in command.said("replay", ddp, *words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from crossrank.replay.plan.plan import load_plan, save_plan
 from crossrank.replay.results.measure import measure
 from crossrank.replay.results.saved_data import tolerance
 from crossrank.replay.run.processes import run_local
-from crossrank.tools.cli import main
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
+from tests.integration.commands import Commands
 from tests.integration.test_replay import plan_of_recording, record_job
-from tests.integration.world import World
+from tests.integration.world import TwoRanks, World
 
 pytestmark = pytest.mark.touches("tools", "replay", traced=False)
 
@@ -37,20 +36,19 @@ def _reductions(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record_job(two_ranks, _reductions, tmp_path_factory.mktemp("reductions"))
+def recorded(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_job(world, _reductions, tmp_path_factory.mktemp("reductions"))
 
 
-def replayed(capsys: pytest.CaptureFixture[str], path: Path, *words: str, code: int = 0) -> Any:
-    capsys.readouterr()
-    assert main(["replay", str(path), "--warmup", "0", "--repeat", "2", "--timeout", "60", "--json", *words]) == code
-    return json.loads(capsys.readouterr().out)
+def replayed(command: Commands, path: Path, *words: object, code: int = 0) -> Any:
+    few = ("--warmup", "0", "--repeat", "2", "--timeout", "60")
+    return command.json("replay", path, *few, *words, code=code)
 
 
-def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_ranks: World, tmp_path: Path) -> None:
+def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_ranks: TwoRanks, tmp_path: Path) -> None:
     waited = {}
     for blocking in (False, True):
-        plan = plan_of_recording(record_job(two_ranks, callers.all_reduce, tmp_path / str(blocking)))
+        plan = plan_of_recording(two_ranks.record(callers.all_reduce, folder=str(blocking)))
         plan.ranks[1].calls[0].gap_ns = 400_000_000
         settings = Settings(backend="gloo", device="cpu", warmup=0, repeats=1, pace="recorded", blocking=blocking)
         times = measure(plan, run_local(plan, settings))
@@ -60,10 +58,10 @@ def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_rank
 
 
 def test_barriers_are_no_calls_of_the_replay_and_every_call_is_waited_for_at_once(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     again = tmp_path / "again"
-    report = replayed(capsys, recorded, "--blocking", "--check", "--record", str(again))
+    report = replayed(command, recorded, "--blocking", "--check", "--record", again)
     assert report["what_if"] == {"--blocking": "yes"}
     assert report["check"]["failures"] == []
     made = [one.op for one in CommsFile(str(again / "rank-0.comms.jsonl.zst")).records()]
@@ -71,36 +69,36 @@ def test_barriers_are_no_calls_of_the_replay_and_every_call_is_waited_for_at_onc
 
 
 def test_results_agree_with_those_of_another_replay_and_one_that_does_not_is_named(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     saved = tmp_path / "saved"
-    replayed(capsys, recorded, "--save-data", str(saved))
+    replayed(command, recorded, "--save-data", saved)
     exactly = ["--compare-data", str(saved), "--rtol", "0", "--atol", "0"]
-    data = replayed(capsys, recorded, *exactly)["data"]
+    data = replayed(command, recorded, *exactly)["data"]
     assert (data["different"], data["largest_difference"], data["failures"]) == (0, 0.0, [])
     assert data["tensors"] > 10
     # The first result of rank 1 is that of an all_reduce of 1,000 floats; its element 3 is another one now.
     with (saved / "rank-1.data").open("r+b") as file:
         file.seek(12)
         file.write(b"\0\0\xc8\x42")  # 100.0
-    data = replayed(capsys, recorded, *exactly, code=1)["data"]
+    data = replayed(command, recorded, *exactly, code=1)["data"]
     (failure,) = data["failures"]
     assert (data["different"], failure["rank"], failure["op"], failure["element"]) == (1, 1, "all_reduce", 3)
     assert failure["expected"] == 100
     assert abs(failure["got"]) < 2  # the sum of two numbers from -1 to 1
     assert data["largest_difference"] == pytest.approx(100 - failure["got"])
-    assert replayed(capsys, recorded, "--compare-data", str(saved), "--atol", "200")["data"]["different"] == 0
+    assert replayed(command, recorded, "--compare-data", saved, "--atol", "200")["data"]["different"] == 0
 
 
-def test_another_root_gives_other_results(two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_root_gives_other_results(two_ranks: TwoRanks, tmp_path: Path, command: Commands) -> None:
     saved, plan_file = tmp_path / "saved", tmp_path / "plan.json"
-    path = record_job(two_ranks, _broadcast, tmp_path)
-    replayed(capsys, path, "--save-data", str(saved), "--save-plan", str(plan_file))
+    path = two_ranks.record(_broadcast)
+    replayed(command, path, "--save-data", saved, "--save-plan", plan_file)
     plan = load_plan(str(plan_file))
     for rank in plan.ranks:
         rank.calls = [msgspec.structs.replace(call, record=_from_rank_1(call.record)) for call in rank.calls]
     save_plan(plan, plan_file)
-    data = replayed(capsys, plan_file, "--compare-data", str(saved), code=1)["data"]
+    data = replayed(command, plan_file, "--compare-data", saved, code=1)["data"]
     assert (data["tensors"], data["different"]) == (2, 2)
 
 
@@ -121,50 +119,44 @@ def test_where_no_tolerance_is_given_it_is_that_of_the_type(dtype: torch.dtype, 
 
 
 def test_results_of_another_type_are_not_compared_and_counted(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     saved = tmp_path / "saved"
-    replayed(capsys, recorded, "--ops", "all_reduce", "--save-data", str(saved))
-    words = ["--ops", "all_reduce", "--compare-data", str(saved)]
-    data = replayed(capsys, recorded, *words, "--dtype", "float64", code=1)["data"]
+    replayed(command, recorded, "--ops", "all_reduce", "--save-data", saved)
+    words = ["--ops", "all_reduce", "--compare-data", saved]
+    data = replayed(command, recorded, *words, "--dtype", "float64", code=1)["data"]
     assert (data["tensors"], data["not_comparable"]) == (0, 6)
 
 
 def test_results_are_not_compared_with_those_that_take_their_place(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     saved = tmp_path / "saved"
-    replayed(capsys, recorded, "--save-data", str(saved))
+    replayed(command, recorded, "--save-data", saved)
     before = (saved / "rank-0.data").read_bytes()
-    words = ["replay", str(recorded), "--save-data", str(saved)]
-    assert main([*words, "--compare-data", f"{saved}/../saved"]) == 2
-    assert "are one folder; name two" in capsys.readouterr().err
-    assert main([*words, "--sweep", "dtype=float32,float64"]) == 2
-    assert "--save-data would save every combination into one folder; leave out --sweep" in capsys.readouterr().err
-    assert main(["replay", str(recorded), "--save-data", "s3://bucket/x"]) == 2
-    assert "--save-data s3://bucket/x: is no folder" in capsys.readouterr().err
+    words = ["replay", recorded, "--save-data", saved]
+    assert "are one folder; name two" in command.said(*words, "--compare-data", f"{saved}/../saved")
+    assert "--save-data would save every combination into one folder; leave out --sweep" in command.said(
+        *words, "--sweep", "dtype=float32,float64"
+    )
+    assert "--save-data s3://bucket/x: is no folder" in command.said("replay", recorded, "--save-data", "s3://bucket/x")
     assert (saved / "rank-0.data").read_bytes() == before
 
 
 def test_results_of_other_calls_and_damaged_ones_are_refused_before_anything_starts(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     saved = tmp_path / "saved"
-    replayed(capsys, recorded, "--save-data", str(saved), "--drop", "all_reduce")
-    words = ["replay", str(recorded), "--compare-data"]
-    assert main([*words, str(saved)]) == 2
-    assert "rank-0.data: was saved by a replay of other calls" in capsys.readouterr().err
+    replayed(command, recorded, "--save-data", saved, "--drop", "all_reduce")
+    words = ["replay", recorded, "--compare-data"]
+    assert "rank-0.data: was saved by a replay of other calls" in command.said(*words, saved)
     (saved / "rank-0.data").write_bytes(b"1234")
-    assert main([*words, str(saved)]) == 2
-    assert "its results have 4 bytes, not" in capsys.readouterr().err
-    assert main([*words, str(tmp_path)]) == 2
-    assert "holds no results of rank 0" in capsys.readouterr().err
+    assert "its results have 4 bytes, not" in command.said(*words, saved)
+    assert "holds no results of rank 0" in command.said(*words, tmp_path)
 
 
-def test_times_are_told_by_source_line_by_iteration_and_by_batch(
-    recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = replayed(capsys, recorded, "--batch", "2")
+def test_times_are_told_by_source_line_by_iteration_and_by_batch(recorded: Path, command: Commands) -> None:
+    report = replayed(command, recorded, "--batch", "2")
     by_step = {block["name"]: block for block in report["by_step"]}
     assert [by_step[name]["calls"] for name in ("0", "1", "2")] == [2, 2, 2]
     assert by_step["1"]["bytes"] == 4000 + 100
@@ -175,28 +167,21 @@ def test_times_are_told_by_source_line_by_iteration_and_by_batch(
     calls = report["calls_per_pass"] // 2
     assert report["batches"]["batches"] == 2 * (calls // 2)
     assert report["batches"]["time_us"]["p50"] > 0
-    assert main(["replay", str(recorded), "--repeat", "1", "--by", "source,step", "--batch", "2"]) == 0
-    output = capsys.readouterr().out
+    output = command("replay", recorded, "--repeat", "1", "--by", "source,step", "--batch", "2")
     assert "By source line: all calls of one together, per pass" in output
     assert "By iteration" in output
     assert "2 calls in a row take" in output
-    assert main(["replay", str(recorded), "--repeat", "1", "--batch", "1000"]) == 0
-    assert "No rank makes 1,000 calls" in capsys.readouterr().out
-    assert main(["replay", str(recorded), "--by", "line"]) == 2
-    assert "--by 'line' is neither source nor step" in capsys.readouterr().err
+    assert "No rank makes 1,000 calls" in command("replay", recorded, "--repeat", "1", "--batch", "1000")
+    assert "--by 'line' is neither source nor step" in command.said("replay", recorded, "--by", "line")
 
 
-def test_a_profiled_replay_leaves_a_recording_with_a_window(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profiled_replay_leaves_a_recording_with_a_window(recorded: Path, tmp_path: Path, command: Commands) -> None:
     profile = tmp_path / "profile"
-    replayed(capsys, recorded, "--profile", str(profile))
-    assert main(["link", str(profile)]) == 0
+    replayed(command, recorded, "--profile", profile)
+    command("link", profile)
     made = [one.op for one in CommsFile(str(profile / "rank-0.comms.jsonl.zst")).records() if one.step in (1, 2)]
     assert made == 2 * [one.op for one in CommsFile(str(recorded / "rank-0.comms.jsonl.zst")).records()]
-    capsys.readouterr()
-    assert main(["bandwidth", str(profile), "--json"]) == 0
-    assert sum(row["calls"] for row in json.loads(capsys.readouterr().out)["rows"]) > 0
+    assert sum(row["calls"] for row in command.json("bandwidth", profile)["rows"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -214,8 +199,5 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(
         ("--init-method file:///meeting --master-ip h", "--master-ip says where the ranks meet, as --init-method does"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    words: str, said: str, recorded: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["replay", str(recorded), *words.split(), "--backend", "gloo", "--device", "cpu"]) == 2
-    assert said in capsys.readouterr().err
+def test_options_that_do_not_fit_are_refused(words: str, said: str, recorded: Path, command: Commands) -> None:
+    assert said in command.said("replay", recorded, *words.split(), "--backend", "gloo", "--device", "cpu")

@@ -25,8 +25,8 @@ from crossrank.replay.run.rendezvous import Rendezvous
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.fork_server import ForkedProcess
-from tests.integration.test_replay import plan_of_recording, record_job
-from tests.integration.world import World
+from tests.integration.test_replay import plan_of_recording
+from tests.integration.world import TwoRanks
 
 pytestmark = pytest.mark.touches("replay")
 
@@ -175,8 +175,8 @@ def test_ctrl_c_ends_all_without_a_partial_file(long_plan: Path, tmp_path: Path)
     assert _gone(process.pid)
 
 
-def test_a_failure_in_a_rank_carries_the_state_of_all(two_ranks: World, tmp_path: Path) -> None:
-    plan = plan_of_recording(record_job(two_ranks, callers.all_reduce, tmp_path))
+def test_a_failure_in_a_rank_carries_the_state_of_all(two_ranks: TwoRanks) -> None:
+    plan = plan_of_recording(two_ranks.record(callers.all_reduce))
     plan.ranks[1].calls = []  # the other rank waits for ever
     with pytest.raises(Failed) as failed:
         run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, timeout_s=2))
@@ -186,8 +186,8 @@ def test_a_failure_in_a_rank_carries_the_state_of_all(two_ranks: World, tmp_path
 
 
 @pytest.mark.parametrize("launcher", ["torchrun, or plain variables", "Open MPI", "Slurm"])
-def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: World, tmp_path: Path) -> None:
-    recorded = record_job(two_ranks, callers.lists, tmp_path)
+def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: TwoRanks) -> None:
+    recorded = two_ranks.record(callers.lists)
     port = free_port()
     processes = []
     for rank in (0, 1):
@@ -200,8 +200,8 @@ def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: W
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
-def test_processes_meet_where_an_init_method_says(url: str, two_ranks: World, tmp_path: Path) -> None:
-    recorded = record_job(two_ranks, callers.lists, tmp_path)
+def test_processes_meet_where_an_init_method_says(url: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
+    recorded = two_ranks.record(callers.lists)
     url = url.format(port=free_port(), folder=tmp_path)
     processes = [_launch(recorded, {}, "--init-method", f"{url}?rank={rank}&world_size=2") for rank in (0, 1)]
     outputs = [process.communicate(timeout=60) for process in processes]
@@ -210,8 +210,8 @@ def test_processes_meet_where_an_init_method_says(url: str, two_ranks: World, tm
     assert not (tmp_path / "meeting").exists()
 
 
-def test_a_file_in_which_others_met_is_refused(two_ranks: World, tmp_path: Path) -> None:
-    recorded = record_job(two_ranks, callers.lists, tmp_path)
+def test_a_file_in_which_others_met_is_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    recorded = two_ranks.record(callers.lists)
     meeting = tmp_path / "meeting"
     dist.PrefixStore("0/0", dist.FileStore(str(meeting))).add("replays", 1)
     process = _launch(recorded, {}, "--init-method", f"file://{meeting}?rank=0&world_size=2")
@@ -245,8 +245,8 @@ def free_port() -> int:
         return port
 
 
-def test_a_port_in_use_is_named_with_what_to_do(two_ranks: World, tmp_path: Path) -> None:
-    recorded = record_job(two_ranks, callers.lists, tmp_path)
+def test_a_port_in_use_is_named_with_what_to_do(two_ranks: TwoRanks) -> None:
+    recorded = two_ranks.record(callers.lists)
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()

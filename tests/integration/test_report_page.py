@@ -32,10 +32,10 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory, two_ranks: World) -> Path:
+def report(tmp_path_factory: pytest.TempPathFactory, world: World) -> Path:
     """The report of a real recording of two gloo ranks."""
     folder = tmp_path_factory.mktemp("recording")
-    two_ranks.run(train, folder, window="1:3")
+    world.run(train, folder, window="1:3")
     assert main(["report", str(folder / "recording"), "-o", str(folder / "report.html")]) == 0
     return folder / "report.html"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import jobs
-from tests.integration.test_interception import records_of
+from tests.integration.traces import records_of
 
 RUNNER = ("-m", "crossrank.instrument")
 

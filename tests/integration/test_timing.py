@@ -10,24 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossrank.recording import CommsFile, Ran
+from crossrank.recording import Ran
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.rank_trace import COMPLETED
-from tests.integration import jobs
+from tests.integration.jobs import RECORDING, Scripts
 from tests.integration.names import needs_gloo_recorder
-from tests.integration.world import World
+from tests.integration.world import TwoRanks
 
 LATE = 0.2  # s
 
 
-def comms(folder: Path, rank: int) -> str:
-    return str(folder / "recording" / f"rank-{rank}.comms.jsonl.zst")
-
-
-def times(folder: Path, rank: int) -> list[Ran]:
-    file = CommsFile(comms(folder, rank))
-    list(file.records())
-    return sorted(file.ran, key=lambda one: one.id)  # they end in any order
+def times(two_ranks: TwoRanks, rank: int) -> list[Ran]:
+    return sorted(two_ranks.recorded(rank).ran, key=lambda one: one.id)  # they end in any order
 
 
 def _late(rank: int) -> None:
@@ -40,13 +34,13 @@ def _late(rank: int) -> None:
     work.wait()
 
 
-def test_a_call_took_from_its_launch_to_its_end_whenever_it_was_waited_for(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_late, tmp_path, timing=True, kernel="compiled")
-    early, late = times(tmp_path, 0), times(tmp_path, 1)
+def test_a_call_took_from_its_launch_to_its_end_whenever_it_was_waited_for(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    two_ranks.run(_late, timing=True, kernel="compiled")
+    early, late = times(two_ranks, 0), times(two_ranks, 1)
     assert [one.id for one in early] == [one.id for one in late] == [1, 2]  # a barrier has no tensor to tell its device
     assert LATE * 0.5e9 < early[0].took < 60e9
     assert late[0].took < early[0].took
-    trace = read_comms(comms(tmp_path, 0))
+    trace = read_comms(two_ranks.recorded().path)
     took = [ended - began for began, ended in zip(trace.calls.began, trace.calls.ended, strict=True)]
     assert took[1:] == pytest.approx([one.took for one in early], rel=0.01)  # the wall clock is slewed
     assert trace.calls.called[1] <= trace.calls.began[1]
@@ -58,37 +52,30 @@ def _untimed(rank: int) -> None:
     dist.all_reduce(torch.ones(8))
 
 
-def test_unless_asked_for_ends_are_not_followed(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_untimed, tmp_path, kernel="compiled")
-    assert times(tmp_path, 0) == []
+def test_unless_asked_for_ends_are_not_followed(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    two_ranks.run(_untimed, kernel="compiled")
+    assert times(two_ranks, 0) == []
 
 
-def test_the_kernel_in_python_says_that_it_does_not_follow_them(tmp_path: Path) -> None:
+def test_the_kernel_in_python_says_that_it_does_not_follow_them(scripts: Scripts) -> None:
     source = "crossrank.enable()\ndist.all_reduce(torch.ones(8))\n"
-    result = jobs.python(tmp_path, source, TRACING_TIMING="1", TRACING_KERNEL="python")
+    result = scripts(TRACING_TIMING="1", TRACING_KERNEL="python").python(source)
     said = "crossrank: how long calls of a CPU backend take is not recorded: that needs the compiled kernel"
     assert result.stderr.splitlines()[0] == said
 
 
-def test_a_job_that_is_timed_has_bandwidths_without_a_window(tmp_path: Path) -> None:
-    script = jobs.write_script(
-        tmp_path,
-        """
+def test_a_job_that_is_timed_has_bandwidths_without_a_window(scripts: Scripts) -> None:
+    scripts(TRACING_TIMING="1").ranks("""
         import torch, torch.distributed as dist, crossrank
         dist.init_process_group("gloo")
         crossrank.enable()
         for _ in range(5):
             dist.all_reduce(torch.ones(1 << 20))
         dist.destroy_process_group()
-        """,
-    )
-    recording = str(tmp_path / "recording")
-    assert jobs.ranks(tmp_path, script, TRACING_TIMING="1", TRACING_DIR=recording).returncode == 0
-    result = jobs.fork(["-m", "crossrank", "bandwidth", recording], tmp_path)
-    assert (
-        "measured   the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work" in result.stdout
-    )
-    assert "calls      10 of 10 have times; they are 5 collectives" in result.stdout
+        """)
+    printed = scripts.crossrank("bandwidth", RECORDING).stdout
+    assert "measured   the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work" in printed
+    assert "calls      10 of 10 have times; they are 5 collectives" in printed
 
 
 # There is no NCCL without a GPU. torch's recorder is the same for gloo, but that it lacks durations: here the number of
@@ -123,11 +110,13 @@ for number in range(1500):
 
 
 @needs_gloo_recorder
-def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, NUMBERED + CALLS, TRACING_KERNEL="python", TRACING_FLIGHT="0")
-    assert (result.returncode, result.stderr.count("crossrank: ")) == (0, 1), result.stderr
-    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
-    calls = {one.id: one for one in file.records()}
+def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    result = scripts(TRACING_KERNEL="python", TRACING_FLIGHT="0").python(NUMBERED + CALLS)
+    assert result.stderr.count("crossrank: ") == 1, result.stderr
+    file = scripts.recorded()
+    calls = {one.id: one for one in file.calls}
     took = {one.id: one.took for one in file.ran if one.on_device}
     world = [one for one in calls.values() if one.pg == "0"]
     assert took == {
@@ -138,7 +127,7 @@ def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them
 
 
 @needs_gloo_recorder
-def test_durations_that_were_lost_are_said_once_and_the_others_are_there(tmp_path: Path) -> None:
+def test_durations_that_were_lost_are_said_once_and_the_others_are_there(scripts: Scripts, tmp_path: Path) -> None:
     loop = """
 may_read, reads = threading.Event(), []
 may_read.set()
@@ -160,14 +149,14 @@ while len(reads) < 6:
     dist.all_reduce(torch.ones(8))
     time.sleep(0.01)
 """
-    result = jobs.python(tmp_path, NUMBERED + loop, TRACING_KERNEL="python", TORCH_FR_BUFFER_SIZE="300")
+    result = scripts(TRACING_KERNEL="python", TORCH_FR_BUFFER_SIZE="300").python(NUMBERED + loop)
     lost = [line for line in result.stderr.splitlines() if "fell out" in line]
     assert len(lost) == 1
     assert lost[0].endswith(
         "entries fell out of torch's flight recorder of 300 first; TORCH_FR_BUFFER_SIZE=3000 keeps more"
     )
-    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
-    number = {one.id: one.seq or 0 for one in file.records()}
+    file = scripts.recorded()
+    number = {one.id: one.seq or 0 for one in file.calls}
     last = max(number.values())
     assert 300 <= len(file.ran) < last
     assert all(one.took == number[one.id] * 1_000_000 for one in file.ran)
@@ -175,7 +164,7 @@ while len(reads) < 6:
 
 
 @needs_gloo_recorder
-def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(tmp_path: Path) -> None:
+def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(scripts: Scripts, tmp_path: Path) -> None:
     source = """
     PythonRecorder.nccl_recorder = lambda self: time.sleep(600)
     crossrank.enable(timing=True)
@@ -186,31 +175,31 @@ def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(tmp_path
     crossrank.disable()
     print(time.monotonic() - began)
     """
-    result = jobs.python(tmp_path, NUMBERED + textwrap.dedent(source), TRACING_KERNEL="python")
-    assert result.returncode == 0, result.stderr
+    result = scripts(TRACING_KERNEL="python").python(NUMBERED + textwrap.dedent(source))
     assert float(result.stdout) < 5
-    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
-    assert len(list(file.records())) == 200
-    assert file.end is not None
+    file = scripts.recorded()
+    assert len(file.calls) == 200
     assert (file.end["reason"], file.ran) == ("disable", [])
     assert "torch's flight recorder did not answer within 1 s at the end" in result.stderr
 
 
-def test_a_recorder_that_keeps_nothing_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variable", "why"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0)"),
+        ("TORCH_NCCL_CUDA_EVENT_CACHE", "torch's flight recorder cannot be read safely with "),
+    ],
+)
+def test_a_recorder_that_keeps_nothing_is_said(variable: str, why: str, scripts: Scripts) -> None:
     source = (
         "crossrank.enable(timing=True)\nfor _ in range(3):\n    dist.all_reduce(torch.ones(8))\n    time.sleep(0.3)\n"
     )
-    for variables, why in (
-        ({"TORCH_FR_BUFFER_SIZE": "0"}, "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0)"),
-        ({"TORCH_NCCL_CUDA_EVENT_CACHE": "0"}, "torch's flight recorder cannot be read safely with "),
-    ):
-        result = jobs.python(tmp_path, NUMBERED + source, TRACING_KERNEL="python", **variables)
-        said = [line for line in result.stderr.splitlines() if "NCCL's calls" in line]
-        assert len(said) == 1, result.stderr
-        assert said[0].startswith(f"crossrank: how long NCCL's calls took is not recorded of all: {why}")
+    result = scripts(TRACING_KERNEL="python", **{variable: "0"}).python(NUMBERED + source)
+    (said,) = (line for line in result.stderr.splitlines() if "NCCL's calls" in line)
+    assert said.startswith(f"crossrank: how long NCCL's calls took is not recorded of all: {why}")
 
 
-def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(tmp_path: Path) -> None:
+def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(scripts: Scripts, tmp_path: Path) -> None:
     source = """
     crossrank.enable()
     for _ in range(4000):
@@ -219,10 +208,8 @@ def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(tmp_path
             work.wait()
         time.sleep(0.0003)
     """
-    result = jobs.python(tmp_path, source, TRACING_RING="4096")
-    assert result.returncode == 0, result.stderr
-    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
-    assert len(list(file.records())) == 4000
-    assert file.end is not None
+    scripts(TRACING_RING="4096").python(source)
+    file = scripts.recorded()
+    assert len(file.calls) == 4000
     assert (file.end["spans"], file.end["spans_dropped"]) == (len(file.waits), 0)
     assert len(file.waits) >= 16000

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import crossrank
 from crossrank.instrument import torch_private
 from crossrank.instrument.torch_private import PARTS
-from tests.integration.test_interception import records_of
-from tests.integration.world import World
+from tests.integration.traces import records_of
+from tests.integration.world import TwoRanks
 
 # torch itself cannot do without these: the recorder is made to believe that they are missing.
 NEEDED_BY_TORCH = (
@@ -86,10 +86,10 @@ def _train_without(rank: int, directory: str) -> dict[str, tuple[list[str], bool
 
 
 @pytest.mark.timeout(240)
-def test_each_missing_name_costs_its_own_part_with_one_line(two_ranks: World, tmp_path: Path) -> None:
+def test_each_missing_name_costs_its_own_part_with_one_line(two_ranks: TwoRanks, tmp_path: Path) -> None:
     directory = tmp_path / "cases"
     directory.mkdir()
-    ranks = two_ranks.run(_train_without, tmp_path, str(directory), record=False)
+    ranks = two_ranks.run(_train_without, str(directory), record=False)
     for number, (part, name) in enumerate(CASES):
         path = name.replace(":", ".")
         said = [line for found in ranks for line in found[name][0]]
@@ -111,10 +111,10 @@ def test_each_missing_name_costs_its_own_part_with_one_line(two_ranks: World, tm
             assert part in ("tensor subclasses", "flight recorder", "timing", "waits of backward passes"), name
 
 
-def test_without_execution_trace_and_kineto_a_window_leaves_no_file(two_ranks: World, tmp_path: Path) -> None:
+def test_without_execution_trace_and_kineto_a_window_leaves_no_file(two_ranks: TwoRanks, tmp_path: Path) -> None:
     directory = tmp_path / "cases"
     directory.mkdir()
-    two_ranks.run(_train_without, tmp_path, str(directory), record=False)
+    two_ranks.run(_train_without, str(directory), record=False)
     kinds = {"execution trace": "et", "Kineto": "kineto"}
     for number, (part, name) in enumerate(CASES):
         if part != "interception":

@@ -13,6 +13,7 @@ import pytest
 from crossrank.instrument.hang.response import EXIT_CODE
 from crossrank.recording import CommsFile
 from tests.integration import jobs
+from tests.integration.jobs import Scripts
 
 pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
 
@@ -228,6 +229,6 @@ def test_a_diagnosis_that_fails_is_one_line_of_one_rank(tmp_path: Path) -> None:
     assert "`crossrank diagnose " in line
 
 
-def test_what_is_to_happen_at_a_hang_is_one_of_two(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, "crossrank.enable()", TRACING_ON_HANG="kill")
+def test_what_is_to_happen_at_a_hang_is_one_of_two(scripts: Scripts) -> None:
+    result = scripts(TRACING_ON_HANG="kill").python("crossrank.enable()")
     assert result.stderr == "crossrank: tracing is off: TRACING_ON_HANG='kill' is not one of warn, abort\n"

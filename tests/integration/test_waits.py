@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,20 +17,18 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from crossrank.comm import CommRecord
-from crossrank.recording import CommsFile, Wait
-from tests.integration import jobs
-from tests.integration.world import World
+from crossrank.recording import Wait
+from tests.integration import callers
+from tests.integration.jobs import Scripts
+from tests.integration.traces import Recorded
+from tests.integration.world import TwoRanks
 
 MS = 1_000_000
 LATE = 0.2  # s by which rank 1 comes later
 
 
-def recorded(folder: Path, rank: int) -> tuple[list[CommRecord], list[Wait]]:
-    file = CommsFile(str(folder / "recording" / f"rank-{rank}.comms.jsonl.zst"))
-    records = list(file.records())
-    assert not file.issues.problems
-    return records, file.waits
+def stood(comms: Recorded, where: str) -> list[Wait]:
+    return [wait for wait in comms.waits if wait.stood == where]
 
 
 def _twice(rank: int, wait: Callable[[int], None]) -> None:
@@ -44,14 +41,6 @@ def _twice(rank: int, wait: Callable[[int], None]) -> None:
             store.wait([turn])
             time.sleep(LATE)
         wait(rank)
-
-
-def _blocking(rank: int) -> None:
-    dist.all_reduce(torch.ones(4))
-
-
-def _asynchronous(rank: int) -> None:
-    dist.all_reduce(torch.ones(4), async_op=True).wait()
 
 
 def _functional(rank: int) -> None:
@@ -88,10 +77,10 @@ def _batched(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wait", "stood"),
+    ("wait", "where"),
     [
-        (_blocking, "wait"),
-        (_asynchronous, "wait"),
+        (callers.all_reduce, "wait"),
+        (callers.asynchronous, "wait"),
         (_functional, "wait_tensor"),
         (_functional_of_several, "wait_tensor"),
         (_coalesced, "wait"),
@@ -101,17 +90,17 @@ def _batched(rank: int) -> None:
     ],
 )
 def test_the_rank_that_came_early_waited_as_long_as_the_other_one_was_late(
-    wait: Callable[[int], None], stood: str, two_ranks: World, tmp_path: Path
+    wait: Callable[[int], None], where: str, two_ranks: TwoRanks
 ) -> None:
-    two_ranks.run(_twice, tmp_path, wait)
-    (_, record), waits = recorded(tmp_path, 0)
-    first = next(one for one in waits if one.stood == stood and one.id == record.id)
+    two_ranks.run(_twice, wait)
+    early, late = two_ranks.recorded(0), two_ranks.recorded(1)
+    (_, record), (_, other) = early.calls, late.calls
+    first = next(one for one in stood(early, where) if one.id == record.id)
     assert not first.raised
     assert record.t <= first.t
     assert LATE * 0.5e9 < first.took < 60e9
-    assert {one.thread for one in waits} == {record.thread}
-    (_, other), theirs = recorded(tmp_path, 1)
-    assert {one.id for one in theirs} == {0, other.id}
+    assert {one.thread for one in early.waits} == {record.thread}
+    assert {one.id for one in late.waits} == {0, other.id}
 
 
 def _backward(rank: int) -> None:
@@ -124,17 +113,16 @@ def _backward(rank: int) -> None:
     loss.backward()
 
 
-def test_the_end_of_a_backward_pass_is_a_wait_for_what_cpp_called_in_it(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_backward, tmp_path)
-    records, waits = recorded(tmp_path, 0)
-    in_backward = [one for one in waits if one.stood == "backward"]
-    of_second_pass = [one for one in records if one.api is None][-3:]
+def test_the_end_of_a_backward_pass_is_a_wait_for_what_cpp_called_in_it(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_backward)
+    early, late = two_ranks.recorded(0), two_ranks.recorded(1)
+    in_backward, theirs = stood(early, "backward"), stood(late, "backward")
+    of_second_pass = [one for one in early.calls if one.api is None][-3:]
     assert [one.id for one in in_backward][-1] == of_second_pass[-1].id
     assert LATE * 0.5e9 < in_backward[-1].took < 60e9
     assert in_backward[-1].t >= of_second_pass[-1].t
-    _, theirs = recorded(tmp_path, 1)
-    assert [one.stood for one in theirs].count("backward") == len(in_backward) == 2
-    assert [one.took for one in theirs if one.stood == "backward"][-1] < LATE * 0.5e9
+    assert len(theirs) == len(in_backward) == 2
+    assert theirs[-1].took < LATE * 0.5e9
 
 
 class _Slow(torch.autograd.Function):
@@ -155,10 +143,10 @@ def _computes_after_the_last_bucket(rank: int) -> None:
     head(slow(body(torch.ones(2, 8)))).sum().backward()
 
 
-def test_what_is_computed_after_the_last_call_of_a_backward_pass_is_no_wait(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_computes_after_the_last_bucket, tmp_path)
+def test_what_is_computed_after_the_last_call_of_a_backward_pass_is_no_wait(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_computes_after_the_last_bucket)
     for rank in (0, 1):
-        (wait,) = (one for one in recorded(tmp_path, rank)[1] if one.stood == "backward")
+        (wait,) = stood(two_ranks.recorded(rank), "backward")
         assert wait.took < LATE * 0.75e9
 
 
@@ -183,10 +171,10 @@ def _checkpointed(rank: int) -> None:
     model(given).sum().backward()
 
 
-def test_backward_passes_within_another_one_do_not_count_its_computation(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_checkpointed, tmp_path)
+def test_backward_passes_within_another_one_do_not_count_its_computation(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_checkpointed)
     for rank in (0, 1):
-        waits = [one for one in recorded(tmp_path, rank)[1] if one.stood == "backward"]
+        waits = stood(two_ranks.recorded(rank), "backward")
         assert waits
         assert sum(one.took for one in waits) < LATE * 0.75e9
 
@@ -204,8 +192,8 @@ def _compiled_steps(rank: int) -> None:
             compiled(torch.ones(2, 4))
 
 
-def test_a_compiled_step_with_its_backward_pass_is_not_compiled_anew(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_compiled_steps, tmp_path)
+def test_a_compiled_step_with_its_backward_pass_is_not_compiled_anew(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_compiled_steps)
 
 
 def _tensor_parallel_backward(rank: int) -> None:
@@ -217,10 +205,9 @@ def _tensor_parallel_backward(rank: int) -> None:
     middle.sum().backward()
 
 
-def test_what_python_calls_in_a_backward_pass_is_no_wait_of_its_end(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_tensor_parallel_backward, tmp_path)
-    _, waits = recorded(tmp_path, 0)
-    assert {one.stood for one in waits} - {"launch"} == {"wait_tensor"}
+def test_what_python_calls_in_a_backward_pass_is_no_wait_of_its_end(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_tensor_parallel_backward)
+    assert {one.stood for one in two_ranks.recorded().waits} - {"launch"} == {"wait_tensor"}
 
 
 def _on_threads(rank: int) -> tuple[int, int]:
@@ -238,12 +225,13 @@ def _on_threads(rank: int) -> tuple[int, int]:
     return threading.get_native_id(), waiter[0]
 
 
-def test_a_call_and_its_waits_name_the_threads_that_they_were_on(two_ranks: World, tmp_path: Path) -> None:
-    threads = two_ranks.run(_on_threads, tmp_path)
+def test_a_call_and_its_waits_name_the_threads_that_they_were_on(two_ranks: TwoRanks) -> None:
+    threads = two_ranks.run(_on_threads)
     for rank in (0, 1):
-        (record,), waits = recorded(tmp_path, rank)
+        comms = two_ranks.recorded(rank)
+        (record,) = comms.calls
         assert record.thread == threads[rank][0]
-        of_work = [(one.id, one.thread) for one in waits if one.stood == "wait"]
+        of_work = [(one.id, one.thread) for one in stood(comms, "wait")]
         assert of_work == [(record.id, threads[rank][1])] * 2
 
 
@@ -253,17 +241,15 @@ def _many(rank: int) -> None:
         work.wait()
 
 
-def test_many_works_at_a_time_are_told_apart(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_many, tmp_path)
-    records, waits = recorded(tmp_path, 0)
-    in_launch = [one for one in waits if one.stood == "launch"]  # on a busy machine a launch takes over 1 ms
-    assert [one.id for one in waits if one not in in_launch] == [one.id for one in reversed(records)]
+def test_many_works_at_a_time_are_told_apart(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_many)
+    comms = two_ranks.recorded()
+    # On a busy machine a launch takes over 1 ms.
+    assert [one.id for one in comms.waits if one.stood != "launch"] == comms.ids[::-1]
 
 
-def test_a_wait_that_raises_says_so_and_raises_the_same(tmp_path: Path) -> None:
-    script = jobs.write_script(
-        tmp_path,
-        """
+def test_a_wait_that_raises_says_so_and_raises_the_same(scripts: Scripts) -> None:
+    result = scripts.ranks("""
         from datetime import timedelta
         import torch, torch.distributed as dist
         import crossrank
@@ -279,20 +265,16 @@ def test_a_wait_that_raises_says_so_and_raises_the_same(tmp_path: Path) -> None:
         else:
             store.wait(["it has timed out"])
         crossrank.disable()
-        """,
-    )
-    result = jobs.ranks(tmp_path, script, TRACING_DIR=str(tmp_path / "recording"))
+        """)
     assert "Timed out waiting 100ms" in result.stdout, result.stderr
-    (record,), waits = recorded(tmp_path, 0)
-    (wait,) = (one for one in waits if one.stood == "wait")
-    assert (wait.id, wait.raised) == (record.id, True)
+    comms = scripts.recorded()
+    (wait,) = stood(comms, "wait")
+    assert ([wait.id], wait.raised) == (comms.ids, True)
     assert 80 * MS < wait.took < 20_000 * MS
 
 
-def test_waits_for_a_work_that_was_not_recorded_are_of_no_call(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_waits_for_a_work_that_was_not_recorded_are_of_no_call(scripts: Scripts) -> None:
+    scripts.python("""
         early = dist.all_reduce(torch.ones(1), async_op=True)
         wait = dist.Work.wait
         crossrank.enable()
@@ -301,22 +283,15 @@ def test_waits_for_a_work_that_was_not_recorded_are_of_no_call(tmp_path: Path) -
         crossrank.disable()
         assert vars(dist.Work)["wait"].__class__.__name__ == "instancemethod", vars(dist.Work)["wait"]
         early.wait()
-        """,
-        TRACING_DIR="recording",
-    )
-    assert result.returncode == 0, result.stderr
-    file = CommsFile(str(tmp_path / "recording" / "rank-0.comms.jsonl.zst"))
-    assert list(file.records()) == []
-    (wait,) = file.waits
-    assert (wait.id, wait.stood) == (None, "wait")
-    assert file.end is not None
-    assert (file.end["spans"], file.end["spans_dropped"]) == (1, 0)
+        """)
+    comms = scripts.recorded()
+    assert comms.calls == []
+    assert [(wait.id, wait.stood) for wait in comms.waits] == [(None, "wait")]
+    assert (comms.end["spans"], comms.end["spans_dropped"]) == (1, 0)
 
 
-def test_a_wait_that_another_library_has_replaced_stays_replaced(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
+def test_a_wait_that_another_library_has_replaced_stays_replaced(scripts: Scripts) -> None:
+    result = scripts.python("""
         crossrank.enable()
         ours = dist.Work.wait
         counted = []
@@ -331,9 +306,8 @@ def test_a_wait_that_another_library_has_replaced_stays_replaced(tmp_path: Path)
         crossrank.enable()
         dist.all_reduce(torch.ones(1))
         print(len(counted))
-        """,
-    )
-    assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
+        """)
+    assert result.stdout == "3\n"
     assert "waits are not recorded: <function theirs" in result.stderr
 
 
@@ -342,11 +316,9 @@ def _ring_of_two(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_waits_that_find_the_ring_full_are_counted(two_ranks: World, tmp_path: Path) -> None:
-    two_ranks.run(_ring_of_two, tmp_path, ring=2)
-    file = CommsFile(str(tmp_path / "recording" / "rank-0.comms.jsonl.zst"))
-    list(file.records())
-    assert file.end is not None
+def test_waits_that_find_the_ring_full_are_counted(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_ring_of_two, ring=2)
+    file = two_ranks.recorded()
     assert file.end["spans_dropped"] > 0
     assert file.end["spans"] == len(file.waits)
     assert file.end["spans"] + file.end["spans_dropped"] >= 200

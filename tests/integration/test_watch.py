@@ -15,15 +15,11 @@ from urllib.request import urlopen
 import pytest
 
 from tests.integration import jobs
+from tests.integration.jobs import Scripts
 
 pytestmark = pytest.mark.touches("tools")
 
 JOB = """
-import os, time
-import torch, torch.distributed as dist
-import crossrank
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
 crossrank.enable(directory="recording", timing=True)
 while not os.path.exists("stop"):
     time.sleep(0.02 * rank)
@@ -32,15 +28,13 @@ while not os.path.exists("stop"):
     dist.barrier()
     crossrank.step()
 """
-RECORDING = "crossrank-recording"
 WATCH = ["-m", "crossrank", "watch"]
 
 
 def look(folder: Path) -> tuple[int, dict[str, Any]]:
     result = jobs.fork([*WATCH, "recording", "--once", "--json"], folder)
     assert result.stdout, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return result.returncode, found
+    return result.returncode, json.loads(result.stdout)
 
 
 def until(folder: Path, holds: Callable[[dict[str, Any]], bool]) -> tuple[int, dict[str, Any]]:
@@ -54,8 +48,10 @@ def until(folder: Path, holds: Callable[[dict[str, Any]], bool]) -> tuple[int, d
         time.sleep(0.2)
 
 
-def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_ended(tmp_path: Path) -> None:
-    ranks = [jobs.start(tmp_path, JOB, RANK=str(rank)) for rank in (0, 1)]
+def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_ended(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    ranks = scripts.start_two(JOB)
     code, found = until(
         tmp_path,
         # Durations are written some time after the calls.
@@ -83,26 +79,20 @@ def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_e
     assert {one["ended"] for one in found["ranks"]} == {"exit"}
 
 
-def test_metrics_are_served_here_alone_and_written_to_a_file(tmp_path: Path) -> None:
-    job = jobs.ONE_RANK + "crossrank.enable()\nfor _ in range(3):\n    dist.all_reduce(torch.ones(4))\n"
-    assert jobs.fork([jobs.write_script(tmp_path, job)], tmp_path).returncode == 0
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            *WATCH,
-            RECORDING,
-            "--metrics",
-            "0",
-            "--textfile",
-            "metrics.prom",
-            "--interval",
-            "0.2",
-        ],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_metrics_are_served_here_alone_and_written_to_a_file(scripts: Scripts, tmp_path: Path) -> None:
+    scripts.python("crossrank.enable()\nfor _ in range(3):\n    dist.all_reduce(torch.ones(4))\n")
+    words = [
+        sys.executable,
+        *WATCH,
+        jobs.RECORDING,
+        "--metrics",
+        "0",
+        "--textfile",
+        "metrics.prom",
+        "--interval",
+        "0.2",
+    ]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     jobs.STARTED.append(process)
     assert process.stderr is not None
     address = process.stderr.readline().split()[-1]
@@ -130,7 +120,5 @@ def test_metrics_are_served_here_alone_and_written_to_a_file(tmp_path: Path) -> 
         ([".", "--interval", "0"], "'0' is not a number of seconds from 0.1 to 3600"),
     ],
 )
-def test_what_cannot_be_watched_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
-    result = jobs.fork([*WATCH, *arguments, "--once"], tmp_path)
-    assert result.returncode == 2
-    assert said in result.stderr
+def test_what_cannot_be_watched_is_one_line(arguments: list[str], said: str, scripts: Scripts) -> None:
+    assert said in scripts(2).crossrank("watch", *arguments, "--once").stderr

@@ -17,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from crossrank.instrument import api
-from crossrank.recording import CommsFile, list_recording
+from crossrank.recording import list_recording
 from crossrank.tools.graph.linking import link
-from tests.integration.test_interception import records_of
 from tests.integration.traces import execution_trace_ids, kineto_ids, load, process_groups
-from tests.integration.world import World
+from tests.integration.world import TwoRanks
 
 
 def _train(rank: int, iterations: int) -> None:
@@ -37,32 +36,28 @@ def _train(rank: int, iterations: int) -> None:
         optimizer.zero_grad()
 
 
-def test_every_record_of_a_window_is_found_by_id_in_both_traces(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    two_ranks.run(_train, tmp_path, 10, window="2:4:4")
+def test_every_record_of_a_window_is_found_by_id_in_both_traces(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_train, 10, window="2:4:4")
     for rank in (0, 1):
-        records = records_of(recording, rank)
+        records = two_ranks.recorded(rank).calls
         for window, steps in ((1, (2, 3)), (2, (6, 7))):
             wanted = {record.id for record in records if record.step in steps}
             assert len(wanted) >= 6
-            in_trace = execution_trace_ids(load(recording, "et", rank, window))
-            in_kineto = kineto_ids(load(recording, "kineto", rank, window))
+            in_trace = execution_trace_ids(two_ranks.load("et", rank, window))
+            in_kineto = kineto_ids(two_ranks.load("kineto", rank, window))
             assert set(in_trace) == wanted
             assert in_kineto == in_trace  # also the record-function ids
-    assert list_recording(str(recording)).partial == ()
+    assert list_recording(str(two_ranks.recording)).partial == ()
 
 
-def test_kineto_knows_the_groups_and_the_execution_trace_has_true_ranks(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    two_ranks.run(_new_group_in_window, tmp_path)
-    trace = load(recording, "et", rank=1)
+def test_kineto_knows_the_groups_and_the_execution_trace_has_true_ranks(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_new_group_in_window)
+    trace = two_ranks.load("et", rank=1)
     at_start, with_new_group = process_groups(trace)
     assert [(group["pg_name"], group["ranks"]) for group in at_start] == [("0", [0, 1])]
     assert [group["ranks"] for group in with_new_group] == [[0, 1], [0, 1]]
     assert with_new_group[1]["pg_desc"] == "late"
-    assert load(recording, "kineto", rank=1)["distributedInfo"]["pg_config"][0]["ranks"] == [0, 1]
+    assert two_ranks.load("kineto", rank=1)["distributedInfo"]["pg_config"][0]["ranks"] == [0, 1]
 
 
 def _new_group_in_window(rank: int) -> None:
@@ -80,10 +75,10 @@ def _other_threads(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_calls_of_other_threads_are_in_both_traces(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_other_threads, tmp_path)
-    assert set(execution_trace_ids(load(recording, "et"))) == {0, 1}
-    assert set(kineto_ids(load(recording, "kineto"))) == {0, 1}
+def test_calls_of_other_threads_are_in_both_traces(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_other_threads)
+    assert set(execution_trace_ids(two_ranks.load("et"))) == {0, 1}
+    assert set(kineto_ids(two_ranks.load("kineto"))) == {0, 1}
 
 
 def _first_iteration(rank: int, directory: str) -> None:
@@ -95,12 +90,12 @@ def _first_iteration(rank: int, directory: str) -> None:
     crossrank.disable()
 
 
-def test_a_window_may_start_with_the_first_iteration(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_first_iteration, tmp_path, str(recording), record=False)
-    wanted = {record.id for record in records_of(recording, 0) if record.step == 0}
+def test_a_window_may_start_with_the_first_iteration(two_ranks: TwoRanks) -> None:
+    two_ranks.run_bare(_first_iteration)
+    wanted = {record.id for record in two_ranks.recorded().calls if record.step == 0}
     assert 0 in wanted
-    assert set(execution_trace_ids(load(recording, "et"))) == wanted
-    assert set(kineto_ids(load(recording, "kineto"))) == wanted
+    assert set(execution_trace_ids(two_ranks.load("et"))) == wanted
+    assert set(kineto_ids(two_ranks.load("kineto"))) == wanted
 
 
 def _losses(rank: int, directory: str | None) -> list[float]:
@@ -120,9 +115,9 @@ def _losses(rank: int, directory: str | None) -> list[float]:
     return [*losses, *(parameter.sum().item() for parameter in model.parameters())]
 
 
-def test_training_is_bit_identical_with_tracing(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    without = two_ranks.run(_losses, tmp_path / "off", None, record=False)
-    assert two_ranks.run(_losses, tmp_path / "on", str(recording), record=False) == without
+def test_training_is_bit_identical_with_tracing(two_ranks: TwoRanks) -> None:
+    without = two_ranks.run(_losses, None, folder="off", record=False)
+    assert two_ranks.run(_losses, str(two_ranks.recording), folder="on", record=False) == without
 
 
 def _users_profiler_runs(rank: int, folder: str) -> list[int]:
@@ -136,9 +131,9 @@ def _users_profiler_runs(rank: int, folder: str) -> list[int]:
     return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
 
 
-def test_a_profiler_of_the_user_is_left_alone(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    assert two_ranks.run(_users_profiler_runs, tmp_path, str(tmp_path)) == [[3], [3]]
-    listing = list_recording(str(recording))
+def test_a_profiler_of_the_user_is_left_alone(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    assert two_ranks.run(_users_profiler_runs, str(tmp_path)) == [[3], [3]]
+    listing = list_recording(str(two_ranks.recording))
     assert [file.rank for file in listing.of_kind("et")] == [0, 1]
     assert listing.of_kind("kineto") == []
 
@@ -153,12 +148,10 @@ def _users_profiler_starts_inside(rank: int, folder: str) -> list[int]:
     return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
 
 
-def test_a_profiler_that_starts_inside_a_window_gets_all_its_events(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    assert two_ranks.run(_users_profiler_starts_inside, tmp_path, str(tmp_path)) == [[1], [1]]
-    assert set(kineto_ids(load(recording, "kineto"))) == {0}  # up to there
-    assert set(execution_trace_ids(load(recording, "et"))) == {0, 1}
+def test_a_profiler_that_starts_inside_a_window_gets_all_its_events(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    assert two_ranks.run(_users_profiler_starts_inside, str(tmp_path)) == [[1], [1]]
+    assert set(kineto_ids(two_ranks.load("kineto"))) == {0}  # up to there
+    assert set(execution_trace_ids(two_ranks.load("et"))) == {0, 1}
 
 
 def _users_profiler_starts_inside_and_outlives(rank: int, folder: str) -> list[int]:
@@ -173,9 +166,9 @@ def _users_profiler_starts_inside_and_outlives(rank: int, folder: str) -> list[i
     return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
 
 
-def test_a_profiler_that_outlives_the_window_is_not_stopped_by_it(two_ranks: World, tmp_path: Path) -> None:
+def test_a_profiler_that_outlives_the_window_is_not_stopped_by_it(two_ranks: TwoRanks, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    assert two_ranks.run(_users_profiler_starts_inside_and_outlives, tmp_path, folder) == [[2], [2]]
+    assert two_ranks.run(_users_profiler_starts_inside_and_outlives, folder) == [[2], [2]]
 
 
 def _users_observer(rank: int, folder: str) -> int:
@@ -191,16 +184,15 @@ def _users_observer(rank: int, folder: str) -> int:
     return sum(node["name"] == "c10d::allreduce_" for node in nodes)
 
 
-def test_an_observer_of_the_user_is_left_alone(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    assert two_ranks.run(_users_observer, tmp_path, str(tmp_path)) == [2, 2]
-    assert list_recording(str(recording)).of_kind("et") == []
-    assert set(kineto_ids(load(recording, "kineto"))) == {0}
+def test_an_observer_of_the_user_is_left_alone(two_ranks: TwoRanks, tmp_path: Path) -> None:
+    assert two_ranks.run(_users_observer, str(tmp_path)) == [2, 2]
+    assert list_recording(str(two_ranks.recording)).of_kind("et") == []
+    assert set(kineto_ids(two_ranks.load("kineto"))) == {0}
 
 
-def test_window_edges_are_in_the_comms_file(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_train, tmp_path, 4, window="1:3")
-    comms = CommsFile(str(recording / "rank-0.comms.jsonl.zst"))
-    list(comms.records())
+def test_window_edges_are_in_the_comms_file(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_train, 4, window="1:3")
+    comms = two_ranks.recorded()
     assert [(edge["window"], edge["edge"], edge["step"]) for edge in comms.windows] == [(1, "open", 1), (1, "close", 2)]
 
 
@@ -217,20 +209,18 @@ def _steps_of(folder: Path, rank: int, window: int = 1) -> tuple[list[str], list
     )
 
 
-def test_every_iteration_of_a_window_has_the_range_that_other_tools_look_for(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    two_ranks.run(_train, tmp_path, 10, window="2:5:5")
+def test_every_iteration_of_a_window_has_the_range_that_other_tools_look_for(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_train, 10, window="2:5:5")
     for rank in (0, 1):
         for window, steps in ((1, (2, 3, 4)), (2, (7, 8, 9))):
             wanted = [f"ProfilerStep#{step}" for step in steps]
-            assert _steps_of(recording, rank, window) == (wanted, wanted)
+            assert _steps_of(two_ranks.recording, rank, window) == (wanted, wanted)
 
 
-def test_the_calls_of_an_iteration_lie_in_its_range(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_train, tmp_path, 5, window="2:4")
-    step_of = {record.id: record.step for record in records_of(recording, 0)}
-    events = [event for event in load(recording, "kineto")["traceEvents"] if event.get("ph") == "X"]
+def test_the_calls_of_an_iteration_lie_in_its_range(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_train, 5, window="2:4")
+    step_of = {record.id: record.step for record in two_ranks.recorded().calls}
+    events = [event for event in two_ranks.load("kineto")["traceEvents"] if event.get("ph") == "X"]
     ranges = [event for event in events if event["name"].startswith("ProfilerStep#")]
     calls = [event for event in events if event["name"].startswith("crossrank#")]
     assert len(calls) >= 6
@@ -261,11 +251,11 @@ def _train_while_capturing(rank: int, steps: tuple[int, ...]) -> None:
     ],
 )
 def test_the_edge_of_a_window_waits_until_no_cuda_graph_is_captured(
-    capturing: tuple[int, ...], edges: list[tuple[str, int]], two_ranks: World, tmp_path: Path, recording: Path
+    capturing: tuple[int, ...], edges: list[tuple[str, int]], two_ranks: TwoRanks
 ) -> None:
-    two_ranks.run(_train_while_capturing, tmp_path, capturing, window="3:6")
-    comms = CommsFile(str(recording / "rank-0.comms.jsonl.zst"))
-    assert len(list(comms.records())) >= 30
+    two_ranks.run(_train_while_capturing, capturing, window="3:6")
+    comms = two_ranks.recorded()
+    assert len(comms.calls) >= 30
     assert [(edge["edge"], edge["step"]) for edge in comms.windows] == edges
 
 
@@ -295,12 +285,10 @@ def _failing_window(rank: int, what: str) -> tuple[bool, bool, float]:
 
 
 @pytest.mark.parametrize("what", FAILING)
-def test_a_window_that_fails_leaves_no_profiler_and_no_observer_open(
-    what: str, two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    assert two_ranks.run(_failing_window, tmp_path, what) == [(False, False, 4.0)] * 2
-    assert set(execution_trace_ids(load(recording, "et", window=2))) == {1}
-    assert set(kineto_ids(load(recording, "kineto", window=2))) == {1}
+def test_a_window_that_fails_leaves_no_profiler_and_no_observer_open(what: str, two_ranks: TwoRanks) -> None:
+    assert two_ranks.run(_failing_window, what) == [(False, False, 4.0)] * 2
+    assert set(execution_trace_ids(two_ranks.load("et", window=2))) == {1}
+    assert set(kineto_ids(two_ranks.load("kineto", window=2))) == {1}
 
 
 def _profile_after_a_warm_up(rank: int, directory: str) -> int:
@@ -313,15 +301,13 @@ def _profile_after_a_warm_up(rank: int, directory: str) -> int:
     return sum(event.name == "c10d::allreduce_" for event in profiler.events())
 
 
-def test_a_warm_up_for_a_window_that_never_opens_leaves_profilers_of_the_user_alone(
-    two_ranks: World, tmp_path: Path, recording: Path
-) -> None:
-    assert two_ranks.run(_profile_after_a_warm_up, tmp_path, str(recording), record=False) == [1, 1]
+def test_a_warm_up_for_a_window_that_never_opens_leaves_profilers_of_the_user_alone(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run_bare(_profile_after_a_warm_up) == [1, 1]
 
 
-def test_the_ranges_of_iterations_cross_no_other(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_train, tmp_path, 6, window="2:5")
-    events = [event for event in load(recording, "kineto")["traceEvents"] if event.get("ph") == "X"]
+def test_the_ranges_of_iterations_cross_no_other(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_train, 6, window="2:5")
+    events = [event for event in two_ranks.load("kineto")["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in events if event["name"].startswith("ProfilerStep#")]
     assert len(steps) == 3
     for step in steps:
@@ -332,10 +318,10 @@ def test_the_ranges_of_iterations_cross_no_other(two_ranks: World, tmp_path: Pat
             if event["tid"] == step["tid"] and start < event["ts"] < end < event["ts"] + event["dur"]
         ]
         assert crossing == []
-    nodes = load(recording, "et")["nodes"]
+    nodes = two_ranks.load("et")["nodes"]
     assert {node["ctrl_deps"] for node in nodes} <= {node["id"] for node in nodes}  # every parent is there
     # A Work that ends beside an operation makes torch's observer name another caller; linking has the right one.
-    host = link(*(str(recording / f"rank-0.{kind}.json.zst") for kind in ("et", "kineto"))).host
+    host = link(*(str(two_ranks.recording / f"rank-0.{kind}.json.zst") for kind in ("et", "kineto"))).host
     name_of = {op.id: op.name for op in host}
     assert None not in {name_of.get(op.caller) for op in host if op.name == "c10d::allreduce_"}
     optimizer = [name_of[op.caller] for op in host if op.name == "Optimizer.step#SGD.step"]

@@ -1,4 +1,4 @@
-"""Reads the window files that a recording made."""
+"""Reads the files of a recording."""
 
 from __future__ import annotations
 
@@ -8,7 +8,39 @@ from typing import Any
 
 import zstandard
 
-from crossrank.recording import file_name
+from crossrank.comm import CommRecord
+from crossrank.recording import COMMS, CommsFile, Header, file_name
+
+
+class Recorded(CommsFile):
+    """The comms file of a rank, read through: nothing in it is damaged."""
+
+    header: Header
+    end: dict[str, Any]
+    """Raises where the process died, when something is looked up in it."""
+
+    def __init__(self, recording: Path, rank: int = 0) -> None:
+        super().__init__(str(recording / file_name(COMMS, rank)))
+        self.calls = list(self.records())
+        assert self.issues.problems == []
+
+    def without_error(self) -> Recorded:
+        """This one, whose recorder ended, and raised nothing meanwhile."""
+        assert self.end["errors"] == 0
+        return self
+
+    @property
+    def ids(self) -> list[int]:
+        return [record.id for record in self.calls]
+
+    @property
+    def ops(self) -> list[str]:
+        return [record.op for record in self.calls]
+
+
+def records_of(recording: Path, rank: int) -> list[CommRecord]:
+    """The calls of a rank whose recording ended without an error."""
+    return Recorded(recording, rank).without_error().calls
 
 
 def load(recording: Path, kind: str, rank: int = 0, window: int = 1) -> Any:

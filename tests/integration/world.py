@@ -12,11 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from crossrank.comm import CommRecord
 from tests.integration.fork_server import ForkedProcess
+from tests.integration.traces import Recorded, load
 
 Task = Callable[..., Any]
 
@@ -66,6 +69,44 @@ class World:
                 process.wait(seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """The two ranks of the test session, in the folder of a test."""
+
+    world: World
+    folder: Path
+
+    @property
+    def recording(self) -> Path:
+        return self.folder / "recording"
+
+    def run(self, task: Task, *arguments: Any, folder: str = "", **options: Any) -> list[Any]:
+        """As `World.run`, in a folder below that of the test."""
+        return self.world.run(task, self.folder / folder, *arguments, **options)
+
+    def run_bare(self, task: Task, *arguments: Any) -> list[Any]:
+        """`task(rank, directory, *arguments)`, which records into the directory itself."""
+        return self.run(task, str(self.recording), *arguments, record=False)
+
+    def record(self, task: Task, *arguments: Any, folder: str = "", **options: Any) -> Path:
+        """The recording of a task."""
+        self.run(task, *arguments, folder=folder, **options)
+        return self.folder / folder / "recording"
+
+    def recorded(self, rank: int = 0, folder: str = "recording") -> Recorded:
+        """What a rank recorded, without an error."""
+        return Recorded(self.folder / folder, rank).without_error()
+
+    def calls(self, task: Task, *arguments: Any, **options: Any) -> list[list[CommRecord]]:
+        """The calls of both ranks in a task."""
+        self.run(task, *arguments, **options)
+        return [self.recorded(rank).calls for rank in (0, 1)]
+
+    def load(self, kind: str, rank: int = 0, window: int = 1) -> Any:
+        """A file of a rank that holds JSON."""
+        return load(self.recording, kind, rank, window)
 
 
 def _serve(pipe: Connection[Any, Any], rank: int, size: int) -> None:

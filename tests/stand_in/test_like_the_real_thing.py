@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from crossrank.tools.traces.flight_recorder import Entry, read_flight_dump
-from tests.integration import jobs
 from tests.integration.traces import load
+from tests.stand_in.test_machine import record
 from tests.stand_in.test_recording import TRAINING
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
@@ -26,8 +26,7 @@ _OF_NCCL = re.compile(r"ncclDevKernel_(AllReduce_Sum|Broadcast|AllGather)_\w+\(n
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("training")
-    ended = jobs.ranks(folder, jobs.write_script(folder, TRAINING), 2, TRACING_DIR="recording", TRACING_WINDOW="2:4")
-    assert ended.codes == [0, 0], ended.stderr
+    record(folder, TRAINING, TRACING_WINDOW="2:4")
     return folder / "recording"
 
 

@@ -11,7 +11,7 @@ from tests.integration import jobs
 from tests.stand_in.logs import log_to, rows
 
 RANK = """
-import os
+import os, threading
 import torch, torch.distributed as dist
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(rank)
@@ -20,6 +20,19 @@ dist.init_process_group("nccl")
 def on_gpu(*values, dtype=torch.float32):
     return torch.tensor(values).to(dtype).cuda()  # a kernel computes nothing, a copy copies
 """
+
+
+RECORDED = f"import crossrank\nrecording = crossrank.enable()\n{RANK}"
+"""A rank that records."""
+
+
+def record(folder: Path, source: str, ranks: int = 2, **variables: str) -> jobs.EndedRanks:
+    """Run ranks that record in `folder/recording`."""
+    folder.mkdir(exist_ok=True)
+    script = jobs.write_script(folder, RECORDED + source + "dist.destroy_process_group()\n")
+    ended = jobs.ranks(folder, script, ranks, TRACING_DIR="recording", **variables)
+    assert ended.codes == [0] * ranks, ended.stderr
+    return ended
 
 
 def run(folder: Path, source: str, ranks: int = 2) -> jobs.EndedRanks:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crossrank.tools.cli import main
 from tests.busy_time import busy_ns
-from tests.integration import jobs
+from tests.integration.commands import Commands
 from tests.stand_in.logs import log_to, rows
-from tests.stand_in.test_machine import RANK
+from tests.stand_in.test_machine import record
 
 FIRST, ITERATIONS = 2, 4
-JOB = (
-    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
-    + """
+JOB = """
 side = torch.cuda.Stream()
 weights, gradients, metrics = (torch.ones(256, 256, device="cuda") for _ in range(3))
 for step in range(8):
@@ -35,27 +31,17 @@ for step in range(8):
         weights = torch.tanh(weights)                            # the other rank waits for this one
     crossrank.step()
 torch.cuda.synchronize()
-dist.destroy_process_group()
 """
-)
 
 
 def test_overlap_and_exposed_communication_are_those_of_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
     monkeypatch.setenv("STAND_IN_KERNELS", ".=1500")
     monkeypatch.setenv("STAND_IN_NCCL_LATENCY_US", "8000")
-    ended = jobs.ranks(
-        tmp_path,
-        jobs.write_script(tmp_path, JOB),
-        2,
-        TRACING_DIR="recording",
-        TRACING_WINDOW=f"{FIRST}:{FIRST + ITERATIONS}",
-    )
-    assert ended.codes == [0, 0], ended.stderr
-    assert main(["bandwidth", str(tmp_path / "recording"), "--json"]) == 0
-    said = {one["rank"]: one for one in json.loads(capsys.readouterr().out)["overlap"]["ranks"]}
+    record(tmp_path, JOB, TRACING_WINDOW=f"{FIRST}:{FIRST + ITERATIONS}")
+    said = {one["rank"]: one for one in command.json("bandwidth", tmp_path / "recording")["overlap"]["ranks"]}
     for rank in (0, 1):
         truth = of_window(log, rank)
         assert said[rank]["iterations"] == ITERATIONS

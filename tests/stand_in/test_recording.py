@@ -11,15 +11,12 @@ import pytest
 
 from crossrank.instrument.torch_dumps import uses_nccl2
 from crossrank.recording import CommsFile, ReadIssues, read_chunks
-from crossrank.tools.cli import main
-from tests.integration import jobs
+from tests.integration.commands import Commands
 from tests.integration.traces import load
 from tests.stand_in.logs import log_to, rows
-from tests.stand_in.test_machine import RANK
+from tests.stand_in.test_machine import record
 
-TRAINING = (
-    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
-    + """
+TRAINING = """
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
 model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
@@ -30,23 +27,15 @@ for step in range(6):
     optimizer.zero_grad()
 torch.cuda.synchronize()
 torch.save([parameter.cpu() for parameter in model.parameters()], f"parameters-{rank}.pt")
-dist.destroy_process_group()
 """
-)
-
-
-def train(folder: Path, **variables: str) -> None:
-    folder.mkdir(exist_ok=True)
-    ended = jobs.ranks(folder, jobs.write_script(folder, TRAINING), 2, TRACING_DIR="recording", **variables)
-    assert ended.codes == [0, 0], ended.stderr
 
 
 def test_every_collective_is_recorded_once_and_training_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(tmp_path / "without", TRACING="NONE", TRACING_NVTX="0")
+    record(tmp_path / "without", TRAINING, TRACING="NONE", TRACING_NVTX="0")
     log = log_to(tmp_path / "log", monkeypatch)
-    train(tmp_path / "with")
+    record(tmp_path / "with", TRAINING)
     ran = Counter(call["op"] for row in rows(log, "communication") for call in row["calls"])
     recorded = Counter(
         record.op
@@ -63,12 +52,11 @@ def test_every_collective_is_recorded_once_and_training_is_the_same(
 
 
 def test_a_window_has_every_kernel_with_its_times_and_link_finds_what_launched_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
-    train(tmp_path, TRACING_WINDOW="2:4")
-    assert main(["link", str(tmp_path / "recording"), "--json"]) == 0
-    for rank in json.loads(capsys.readouterr().out)["ranks"]:
+    record(tmp_path, TRAINING, TRACING_WINDOW="2:4")
+    for rank in command.json("link", tmp_path / "recording")["ranks"]:
         assert rank["activities"]["kernel"] > 0
         assert (rank["activity_rate"], rank["activities_unlinked"]) == (1.0, {})
         assert rank["host_rate"] > 0.99
@@ -83,7 +71,7 @@ def test_a_window_has_every_kernel_with_its_times_and_link_finds_what_launched_i
 def test_timing_records_how_long_each_collective_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
     monkeypatch.setenv("STAND_IN_NCCL_LATENCY_US", "40000")
-    train(tmp_path, TRACING_TIMING="1")
+    record(tmp_path, TRAINING, TRACING_TIMING="1")
     ran = sorted(row["end"] - row["begin"] for row in rows(log, "communication"))
     files = [CommsFile(str(_file(tmp_path, rank, "comms.jsonl"))) for rank in (0, 1)]
     assert sum(len(list(file.records())) for file in files) == len(ran)
@@ -98,9 +86,7 @@ def _file(folder: Path, rank: int, kind: str) -> Path:
     return folder / "recording" / f"rank-{rank}.{kind}.zst"
 
 
-CAPTURES = (
-    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
-    + """
+CAPTURES = """
 value, total = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
 dist.all_reduce(value)
 for step in range(6):
@@ -116,15 +102,11 @@ for step in range(6):
         dist.all_reduce(total)
         crossrank.step()
 torch.cuda.synchronize()
-dist.destroy_process_group()
 """
-)
 
 
 def test_a_window_whose_edges_lie_in_captures_waits_for_their_ends(tmp_path: Path) -> None:
-    script = jobs.write_script(tmp_path, CAPTURES)
-    ended = jobs.ranks(tmp_path, script, 2, TRACING_DIR="recording", TRACING_WINDOW="3:5")
-    assert ended.codes == [0, 0], ended.stderr
+    record(tmp_path, CAPTURES, TRACING_WINDOW="3:5")
     for rank in (0, 1):
         file = CommsFile(str(_file(tmp_path, rank, "comms.jsonl")))
         assert [record.step for record in file.records()] == [0, 0, 1, 2, 3, 4, 5]
@@ -132,9 +114,7 @@ def test_a_window_whose_edges_lie_in_captures_waits_for_their_ends(tmp_path: Pat
         assert [(window["edge"], window["step"]) for window in file.windows] == [("open", 4), ("close", 5)]
 
 
-READS = (
-    RANK.replace("import os", "import os, threading\nimport crossrank\nrecording = crossrank.enable()", 1)
-    + """
+READS = """
 value = torch.ones(1 << 20, device="cuda")
 pending = [dist.all_reduce(value, async_op=True) for _ in range(4)]
 graph, read = torch.cuda.CUDAGraph(), []
@@ -148,20 +128,15 @@ for work in pending:
 graph.replay()
 torch.cuda.synchronize()
 assert b"all_reduce" in read[0], read
-dist.destroy_process_group()
 """
-)
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
 def test_the_thread_that_reads_durations_breaks_no_capture(kernel: str, tmp_path: Path) -> None:
-    ended = jobs.ranks(tmp_path, jobs.write_script(tmp_path, READS), 2, TRACING_KERNEL=kernel, TRACING_DIR="recording")
-    assert ended.codes == [0, 0], ended.stderr
+    record(tmp_path, READS, TRACING_KERNEL=kernel)
 
 
-COUNTS = (
-    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
-    + """
+COUNTS = """
 value = torch.ones(64, device="cuda")
 for step in range(4):
     dist.all_reduce(value)
@@ -171,18 +146,14 @@ for step in range(4):
             counters.write("0 138 5000\\n1 138 7000\\n")
     dist.barrier()
     crossrank.step()
-dist.destroy_process_group()
 """
-)
 
 
 def test_a_window_has_the_counters_of_its_gpu_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counters = tmp_path / "counters"
     counters.write_text("0 138 1000\n1 138 2000\n")  # KiB that NVLink sent
     monkeypatch.setenv("STAND_IN_COUNTERS", str(counters))
-    script = jobs.write_script(tmp_path, COUNTS)
-    ended = jobs.ranks(tmp_path, script, 2, TRACING_DIR="recording", TRACING_WINDOW="2:3")
-    assert ended.codes == [0, 0], ended.stderr
+    record(tmp_path, COUNTS, TRACING_WINDOW="2:3")
     for rank, sent in ((0, [1000, 5000]), (1, [2000, 7000])):
         path = str(_file(tmp_path, rank, "comms.jsonl"))
         lines = b"".join(read_chunks(path, ReadIssues(path))).splitlines()

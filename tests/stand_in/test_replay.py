@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration import jobs
-from tests.stand_in.test_machine import RANK
+from tests.stand_in.test_machine import record
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
-RECORDED = (
-    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
-    + """
+REDUCTIONS = """
 values = [torch.ones(1 << 20, device="cuda") for _ in range(2)]
 gathered = torch.ones(size << 18, device="cuda")
 for step in range(4):
@@ -24,15 +22,7 @@ for step in range(4):
     work.wait()
     torch.cuda.synchronize()
     crossrank.step()
-dist.destroy_process_group()
 """
-)
-
-
-def record(folder: Path, ranks: int) -> Path:
-    ended = jobs.ranks(folder, jobs.write_script(folder, RECORDED), ranks, TRACING_DIR="recording")
-    assert ended.codes == [0] * ranks, ended.stderr
-    return folder / "recording"
 
 
 def replay(folder: Path, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -53,17 +43,18 @@ def test_a_trace_of_eight_gpus_is_replayed_and_every_result_is_right(tmp_path: P
 
 @pytest.mark.parametrize("mode", [(), ("--graph",), ("--blocking",)], ids=["", "graph", "blocking"])
 def test_a_recording_is_replayed_and_every_result_is_right(mode: tuple[str, ...], tmp_path: Path) -> None:
-    done = replay(tmp_path, record(tmp_path, 2), "--check", "--repeat", "2", *mode)
+    record(tmp_path, REDUCTIONS)
+    done = replay(tmp_path, "recording", "--check", "--repeat", "2", *mode)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Checked: all" in done.stdout
 
 
 def test_the_probe_of_pairs_names_a_slow_link(tmp_path: Path) -> None:
-    recording = record(tmp_path, 4)
+    record(tmp_path, REDUCTIONS, 4)
     slow = {"STAND_IN_NCCL_GBPS": "0.2", "STAND_IN_SLOW_LINKS": "1-3=5"}
-    done = crossrank(tmp_path, "probe", recording, **slow)
+    done = crossrank(tmp_path, "probe", "recording", **slow)
     assert done.returncode == 1, done.stdout + done.stderr
     (ratio,) = re.findall(r"^Slow link: rank 3 \(.+\) with rank 1 \(.+\), ([\d.]+) x pairs like it", done.stdout, re.M)
     assert 4 < float(ratio) < 6
-    healthy = crossrank(tmp_path, "probe", recording, STAND_IN_NCCL_GBPS="0.2")
+    healthy = crossrank(tmp_path, "probe", "recording", STAND_IN_NCCL_GBPS="0.2")
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr

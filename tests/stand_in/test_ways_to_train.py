@@ -3,7 +3,6 @@ has its kernels."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,13 @@ from typing import Any
 import pytest
 
 from crossrank.recording import CommsFile
-from crossrank.tools.cli import main
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
-from tests.integration import jobs
+from tests.integration.commands import Commands
 from tests.stand_in.logs import log_to, rows
-from tests.stand_in.test_machine import RANK
+from tests.stand_in.test_machine import record
 
-BEGIN = (
-    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
-    + """
+BEGIN = """
 torch.manual_seed(0)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,12 +33,10 @@ def blocks():
     both = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(2)]
     return nn.Sequential(*both).cuda()
 """
-)
 END = """
 torch.cuda.synchronize()
 torch.save([one.cpu() for one in results], f"results-{rank}.pt")
 dist.barrier()
-dist.destroy_process_group()
 """
 
 JOBS: dict[str, tuple[int, str]] = {
@@ -166,17 +160,14 @@ _BY_MESSAGES = ("send", "recv", "scatter", "gather")
 
 def run(name: str, folder: Path, **variables: str) -> dict[int, int]:
     """Run a job; rank -> its process."""
-    folder.mkdir(exist_ok=True)
     ranks, source = JOBS[name]
-    script = jobs.write_script(folder, BEGIN + source + END)
-    ended = jobs.ranks(folder, script, ranks, TRACING_DIR="recording", **variables)
-    assert ended.codes == [0] * ranks, ended.stderr
+    ended = record(folder, BEGIN + source + END, ranks, **variables)
     return {int(line.split()[1]): int(line.split()[2]) for line in ended.stdout.splitlines() if line[:3] == "pid"}
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_kernel_of_a_window_is_of_the_calls_that_launched_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:
     run(name, tmp_path / "without", TRACING="NONE", TRACING_NVTX="0")
     log = log_to(tmp_path / "log", monkeypatch)
@@ -193,8 +184,7 @@ def test_every_kernel_of_a_window_is_of_the_calls_that_launched_it(
         assert sum(collective.values()) == sum(
             one.op not in _BY_MESSAGES and not (one.op == "all_to_all" and one.in_split) for one in recorded
         )
-    assert main(["bandwidth", str(recording), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = command.json("bandwidth", recording)
     assert not found.get("problems")
 
 
