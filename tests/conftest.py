@@ -100,11 +100,5 @@ def scripts(tmp_path: Path) -> jobs.Scripts:
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """Where `World.run` records to when its folder is `tmp_path`."""
-    return tmp_path / "recording"
+def command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Commands:
+    return Commands(capsys, tmp_path)

@@ -28,10 +28,7 @@ def test_the_gpu_is_the_one_that_nvidia_smi_names(tmp_path: Path, note: Any) -> 
     assert found["counters"]
 
 
-_PLACES = (
-    "/opt/nvidia/nsight-systems/*/target-linux-x64/nsys",
-    "/opt/nvidia/nsight-*/*/host/target-linux-x64/nsys",
-)
+_PLACES = ("/opt/nvidia/nsight-systems/*/target-linux-x64/nsys", "/opt/nvidia/nsight-*/*/host/target-linux-x64/nsys")
 
 
 @pytest.mark.needs(seconds=30, cuda=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from crossrank.tools.cli import main
 
 
 class Commands:
-    """Runs commands and holds each to the exit code that it has to end with."""
+    """Runs commands and holds each to the exit code that it has to end with; `folder` is that of the test."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         self._capsys = capsys
+        self.folder = folder
 
     def ended(self, *words: object) -> tuple[int, str, str]:
         """Run a command: its exit code, what it printed, and what it said on stderr."""

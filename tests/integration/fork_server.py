@@ -62,27 +62,9 @@ class ForkedProcess(subprocess.Popen[str]):
     """Where its parent writes its exit status."""
     _lock: threading.Lock
 
-    def _execute_child(
-        self,
-        args: list[str],
-        executable: object,
-        preexec_fn: object,
-        close_fds: object,
-        pass_fds: object,
-        cwd: Path | None,
-        env: dict[str, str] | None,
-        startupinfo: object,
-        creationflags: object,
-        shell: object,
-        p2cread: int,
-        p2cwrite: int,
-        c2pread: int,
-        c2pwrite: int,
-        errread: int,
-        errwrite: int,
-        *rest: Any,
-    ) -> None:
-        start_new_session = rest[5]
+    def _execute_child(self, *given: Any) -> None:
+        args, cwd, env, start_new_session = given[0], given[5], given[6], given[21]
+        p2cread, _, _, c2pwrite, _, errwrite = given[10:16]
         interpreter, *words = map(str, args)
         assert interpreter == sys.executable, f"{interpreter} cannot be forked"
         request = {

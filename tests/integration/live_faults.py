@@ -306,13 +306,7 @@ def waits_in_a_thread_beside_training(rank: int) -> None:
 
 @fault(("all_joined_not_completed",), with_gloo=False, by_stand_in=True, line_with_nccl=False)
 @fault(
-    ("not_started",),
-    variant="timed",
-    culprits=(1,),
-    timing=True,
-    with_gloo=False,
-    by_stand_in=True,
-    with_nccl2=False,
+    ("not_started",), variant="timed", culprits=(1,), timing=True, with_gloo=False, by_stand_in=True, with_nccl2=False
 )
 def runs_a_kernel_that_never_ends(rank: int) -> None:
     """The GPU of rank 1 does not come to its call; its host has made it."""

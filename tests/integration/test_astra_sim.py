@@ -169,25 +169,23 @@ def test_experts_that_send_each_other_different_amounts_finish(tmp_path: Path, c
     script = jobs.write_script(tmp_path, EXPERTS)
     done = jobs.torchrun(tmp_path, script, ranks=2, TRACING_DIR=str(tmp_path / "recording"))
     assert done.returncode == 0, done.stderr
-    assert main(["convert", str(tmp_path / "recording"), "-o", str(tmp_path / "plain"), "--jobs", "1"]) == 0
+    command("convert", tmp_path / "recording", "-o", tmp_path / "plain", "--jobs", "1")
     assert simulate(tmp_path / "plain" / "chakra").finished < 2
-    assert main(["check", *map(str, (tmp_path / "plain").glob("*.et"))]) == 1
+    command("check", *(tmp_path / "plain").glob("*.et"), code=1)
     convert(tmp_path / "recording", tmp_path / "out", command)
     for system in ("system.json", "replay.json"):
         assert simulate(tmp_path / "out" / "chakra", system).finished == 2
 
 
 @pytest.mark.parametrize("nodes", ["all", "gpu"])
-def test_a_job_of_every_kind_of_communication_finishes_when_it_is_lowered(
-    tmp_path: Path, command: Commands, nodes: str
-) -> None:
-    script = jobs.write_script(tmp_path, EVERY_KIND)
-    done = jobs.torchrun(tmp_path, script, ranks=3, TRACING_DIR=str(tmp_path / "recording"))
+def test_a_job_of_every_kind_of_communication_finishes_when_it_is_lowered(command: Commands, nodes: str) -> None:
+    script = jobs.write_script(command.folder, EVERY_KIND)
+    done = jobs.torchrun(command.folder, script, ranks=3, TRACING_DIR=str(command.folder / "recording"))
     assert done.returncode == 0, done.stderr
-    assert main(["convert", str(tmp_path / "recording"), "-o", str(tmp_path / "plain"), "--jobs", "1"]) == 0
-    assert main(["check", *map(str, (tmp_path / "plain").glob("*.et"))]) == 1
-    convert(tmp_path / "recording", tmp_path / "out", command, "--nodes", nodes)
-    assert simulate(tmp_path / "out" / "chakra").finished == 3
+    command("convert", command.folder / "recording", "-o", command.folder / "plain", "--jobs", "1")
+    command("check", *(command.folder / "plain").glob("*.et"), code=1)
+    convert(command.folder / "recording", command.folder / "out", command, "--nodes", nodes)
+    assert simulate(command.folder / "out" / "chakra").finished == 3
 
 
 @pytest.mark.parametrize("host", [True, False])

@@ -149,12 +149,10 @@ def stuck_rank(scripts: Scripts, source: str = STUCK) -> subprocess.Popen[str]:
 
 
 @needs_gloo_recorder
-def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(
-    scripts: Scripts, tmp_path: Path
-) -> None:
+def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(scripts: Scripts) -> None:
     process = stuck_rank(scripts)
     process.send_signal(signal.SIGUSR1)
-    jobs.wait_for_file(tmp_path / RECORDING / "rank-0.flight.json.zst")
+    jobs.wait_for_file(scripts.folder / RECORDING / "rank-0.flight.json.zst")
     names = [entry["profiling_name"] for entry in scripts.load("flight")["entries"]]
     assert names == ["gloo:barrier", "gloo:all_reduce"]
     assert process.poll() is None
@@ -445,10 +443,7 @@ def test_each_failure_at_exit_is_one_line_and_no_traceback(scripts: Scripts) -> 
         """)
     assert "Traceback" not in result.stderr
     lines = [line.partition(": TypeError")[0] for line in result.stderr.splitlines()]
-    assert lines == [
-        "crossrank: the end of a window is not recorded",
-        "crossrank: the flight recorder was not dumped",
-    ]
+    assert lines == ["crossrank: the end of a window is not recorded", "crossrank: the flight recorder was not dumped"]
     assert scripts.recorded().end is not None
 
 
@@ -510,10 +505,7 @@ loop.add_signal_handler(signal.SIGUSR2, lambda: None)
 
 @pytest.mark.parametrize(
     ("text", "noted"),
-    [
-        ("raise RuntimeError", "Odd: its text is not available"),
-        ("return '\\ud800 half'", "Odd: \\ud800 half"),
-    ],
+    [("raise RuntimeError", "Odd: its text is not available"), ("return '\\ud800 half'", "Odd: \\ud800 half")],
 )
 def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(
     text: str, noted: str, scripts: Scripts

@@ -19,10 +19,7 @@ def test_a_healthy_job_is_neither_ended_nor_said_to_hang(name: str, tmp_path: Pa
     try:
         job.wait_until_over()
         logs = job.logs()
-        assert (job.codes(), ["ended well" in log for log in logs]) == (
-            [0] * RANKS,
-            [True] * RANKS,
-        ), "\n".join(logs)
+        assert (job.codes(), ["ended well" in log for log in logs]) == ([0] * RANKS, [True] * RANKS), "\n".join(logs)
         assert not any("the job hangs" in log for log in logs), logs
         command("diagnose", job.recording)
     finally:

@@ -68,12 +68,7 @@ EXPECTED: dict[Task, Any] = {
         ("reduce_scatter", "reduce_scatter"),
         ("all_to_all", "all_to_all_single"),
     ],
-    callers.rooted: [
-        ("broadcast", "broadcast"),
-        ("reduce", "reduce"),
-        ("gather", "gather"),
-        ("scatter", "scatter"),
-    ],
+    callers.rooted: [(op, op) for op in ("broadcast", "reduce", "gather", "scatter")],
     callers.group_keywords: (
         [("broadcast", "broadcast"), ("reduce", "reduce"), ("barrier", "barrier"), ("send", "send")],
         [("broadcast", "broadcast"), ("reduce", "reduce"), ("barrier", "barrier"), ("recv", "recv")],
@@ -88,10 +83,7 @@ EXPECTED: dict[Task, Any] = {
         ("all_gather", f"functional.{names.FUNCTIONAL_ALL_GATHER}"),
         ("all_reduce", "functional.all_reduce"),
     ],
-    callers.functional_eager: [
-        ("all_reduce", "functional.all_reduce"),
-        ("all_gather", "functional.all_gather_tensor"),
-    ],
+    callers.functional_eager: [("all_reduce", "functional.all_reduce"), ("all_gather", "functional.all_gather_tensor")],
     callers.compiled_eager: COMPILED,
     callers.compiled_aot_eager: COMPILED,
     callers.compiled_inductor: COMPILED,
@@ -117,14 +109,8 @@ EXPECTED: dict[Task, Any] = {
         SHAPES_BACK + [("recv", STAGE_RECEIVES)] * 2 + [("send", STAGE_SENDS)] * 2,
     ),
     callers.barriers: [("barrier", "barrier"), ("barrier", "monitored_barrier")],
-    callers.autograd_functions: [
-        ("all_reduce", "nn.functional.all_reduce"),
-        ("all_reduce", "all_reduce"),
-    ],
-    callers.process_group_methods: [
-        ("all_reduce", "ProcessGroup.allreduce"),
-        ("broadcast", "ProcessGroup.broadcast"),
-    ],
+    callers.autograd_functions: [("all_reduce", "nn.functional.all_reduce"), ("all_reduce", "all_reduce")],
+    callers.process_group_methods: [("all_reduce", "ProcessGroup.allreduce"), ("broadcast", "ProcessGroup.broadcast")],
     callers.no_grad_and_inference: [("all_reduce", "all_reduce"), ("all_reduce", "all_reduce")],
     callers.parameter: [("broadcast", "broadcast")],
 }

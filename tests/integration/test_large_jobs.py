@@ -56,15 +56,13 @@ def test_what_all_ranks_have_to_say_one_of_them_says(early: str, scripts: Script
     assert len(lines) == 5
 
 
-def test_a_rank_of_a_large_job_writes_into_the_folder_of_a_few_and_is_read_from_there(
-    scripts: Scripts, tmp_path: Path
-) -> None:
+def test_a_rank_of_a_large_job_writes_into_the_folder_of_a_few_and_is_read_from_there(scripts: Scripts) -> None:
     assert scripts.run(ONE_OF_16_384).stderr == ""
-    (folder,) = (tmp_path / RECORDING).iterdir()
+    (folder,) = (scripts.folder / RECORDING).iterdir()
     assert folder.name == "ranks-8192-8207"
     kinds = ("comms.jsonl", "flight.json")
     assert sorted(os.listdir(folder)) == [f"rank-8195.{kind}.zst" for kind in kinds]
     assert [record.seq for record in Recorded(folder, 8195).calls] == [1, 2, 3]
     for words in (["inspect"], ["watch", "--once"], ["diagnose"]):
-        told = scripts(None).crossrank(words[0], tmp_path / RECORDING, *words[1:], "--json")
+        told = scripts(None).crossrank(words[0], scripts.folder / RECORDING, *words[1:], "--json")
         assert json.loads(told.stdout)["ranks"], told.stderr

@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -16,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import crossrank
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, file_name
 from crossrank.tools.cli import main
-from crossrank.tools.graph.linking import LinkedTrace, link
+from crossrank.tools.graph.linking import link
 from crossrank.tools.graph.linking.event_matching import match_hosts
 from crossrank.tools.traces.execution_trace import read_execution_trace
 from crossrank.tools.traces.kineto import read_kineto
-from tests.integration.world import TwoRanks
+from tests.integration.traces import load, records_of
+from tests.integration.world import TwoRanks, World
 
 
 def train(rank: int) -> None:
@@ -39,16 +41,23 @@ def train(rank: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.fixture(scope="module")
+def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recording of `train`, with a window."""
+    folder = tmp_path_factory.mktemp("trained")
+    world.run(train, folder, window="2:4")
+    return folder / "recording"
+
+
 def paths(recording: Path, rank: int) -> list[str]:
     return [str(recording / file_name(kind, rank)) for kind in (EXECUTION_TRACE, KINETO, COMMS)]
 
 
-def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(two_ranks: TwoRanks) -> None:
-    two_ranks.run(train, window="2:4")
+def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(trained: Path) -> None:
     for rank in (0, 1):
-        et, kineto, comms = paths(two_ranks.recording, rank)
+        et, kineto, comms = paths(trained, rank)
         result = link(et, kineto, comms)
-        wanted = [record for record in two_ranks.recorded(rank).calls if 2 <= record.step < 4]
+        wanted = [record for record in records_of(trained, rank) if 2 <= record.step < 4]
         assert len(wanted) == 2 * 6
         assert [c.record for c in result.communications] == wanted
         assert {c.origin for c in result.communications} == {"comms file"}
@@ -65,9 +74,8 @@ def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(tw
         ]
 
 
-def test_a_gloo_call_has_the_range_of_its_work(two_ranks: TwoRanks) -> None:
-    two_ranks.run(train, window="2:4")
-    result = link(*paths(two_ranks.recording, 0))
+def test_a_gloo_call_has_the_range_of_its_work(trained: Path) -> None:
+    result = link(*paths(trained, 0))
     ops = {op.id: op for op in result.host}
     for communication in result.communications:
         if communication.record.op in ("all_reduce", "all_to_all"):
@@ -79,13 +87,12 @@ def test_a_gloo_call_has_the_range_of_its_work(two_ranks: TwoRanks) -> None:
             assert work.duration_ns > 0
 
 
-def test_forward_and_backward_are_joined_as_kineto_joins_them(two_ranks: TwoRanks) -> None:
-    two_ranks.run(train, window="2:4")
+def test_forward_and_backward_are_joined_as_kineto_joins_them(trained: Path) -> None:
     for rank in (0, 1):
-        et, kineto, comms = paths(two_ranks.recording, rank)
+        et, kineto, comms = paths(trained, rank)
         result = link(et, kineto, comms)
         ours = {(edge.source, edge.target) for edge in result.edges if edge.kind == "forward_backward"}
-        assert ours == _arrows(et, kineto, two_ranks.load(KINETO, rank), ours)
+        assert ours == _arrows(et, kineto, load(trained, KINETO, rank), ours)
 
 
 def _arrows(et: str, kineto: str, raw: Any, ours: set[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -108,26 +115,21 @@ def _arrows(et: str, kineto: str, raw: Any, ours: set[tuple[int, int]]) -> set[t
     return arrows
 
 
-def test_the_command_links_a_recording_and_finds_nothing_wrong(two_ranks: TwoRanks) -> None:
-    two_ranks.run(train, window="2:4")
-    assert main(["link", str(two_ranks.recording), "--jobs", "1"]) == 0
+def test_the_command_links_a_recording_and_finds_nothing_wrong(trained: Path) -> None:
+    assert main(["link", str(trained), "--jobs", "1"]) == 0
     for rank in (0, 1):
-        trace = two_ranks.load("linked", rank)
+        trace = load(trained, "linked", rank)
         assert sum("comm" in node for node in trace["nodes"]) == 12
         assert trace["crossrank"]["rank"] == rank
 
 
-def _edges_are_sound(result: LinkedTrace) -> None:
-    starts = {op.id: op.start_ns for op in result.host}
-    for edge in result.edges:
-        before, after = starts[edge.source], starts[edge.target]
-        assert before is None or after is None or before <= after, edge
-
-
-def test_no_edge_runs_against_time(two_ranks: TwoRanks) -> None:
-    two_ranks.run(train, window="2:4")
+def test_no_edge_runs_against_time(trained: Path) -> None:
     for rank in (0, 1):
-        _edges_are_sound(link(*paths(two_ranks.recording, rank)))
+        result = link(*paths(trained, rank))
+        starts = {op.id: op.start_ns for op in result.host}
+        for edge in result.edges:
+            before, after = starts[edge.source], starts[edge.target]
+            assert before is None or after is None or before <= after, edge
 
 
 def _waits(rank: int) -> None:

@@ -164,24 +164,22 @@ def test_one_nsys_around_torchrun_has_the_ranges_of_every_rank(tmp_path: Path, n
         assert sorted(ours) == [(record.id, record.op) for record in records_of(tmp_path / "recording", rank)]
 
 
-def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(
-    tmp_path: Path, nsys: Nsys, command: Commands
-) -> None:
-    exports = profile_each_rank(nsys, tmp_path)
-    recording = str(tmp_path / "recording")
-    paths = [str(shutil.copy(export, tmp_path / "recording")) for export in exports.values()]
+def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(nsys: Nsys, command: Commands) -> None:
+    exports = profile_each_rank(nsys, command.folder)
+    recording = str(command.folder / "recording")
+    paths = [str(shutil.copy(export, command.folder / "recording")) for export in exports.values()]
     assert "no recording's: rank_0.sqlite, rank_1.sqlite" in command("inspect", recording)
-    calls = [len(records_of(tmp_path / "recording", rank)) for rank in (0, 1)]
+    calls = [len(records_of(command.folder / "recording", rank)) for rank in (0, 1)]
     told = [
         f"{path}: {count} calls are marked, but the export has no communication kernel to time them by"
         for path, count in zip(paths, calls, strict=True)
     ]
     batched = 2 * 2 - 2  # a batch of two is one launch on each rank, which the recording knows and a marker does not
     for words, launches in (([recording], sum(calls) - batched), (paths, sum(calls))):
-        found = command.json("timeline", *words, "-o", tmp_path / "t.pftrace")
+        found = command.json("timeline", *words, "-o", command.folder / "t.pftrace")
         assert (found["ranks"], found["calls"], found["activities"]) == (2, launches, 0)
         assert [note[: len(text)] for note, text in zip(found["notes"], told, strict=False)] == told
-        assert command.json("report", *words, "-o", tmp_path / "r.html")["calls"] == sum(calls)
+        assert command.json("report", *words, "-o", command.folder / "r.html")["calls"] == sum(calls)
         said = command.said("bandwidth", *words)
         assert all(text in said for text in told)
         assert "beside exports: --source kineto" in said

@@ -89,13 +89,11 @@ class Tool:
     def calls(self, rank: int) -> list[CommRecord]:
         return records_of(self.folder / "recording", rank)
 
-    def warnings(self, **variables: str) -> list[str]:
-        return warnings_with(jobs.Scripts(self.folder), NVTX_INJECTION64_PATH=str(self.library), **variables)
 
-
-def warnings_with(scripts: jobs.Scripts, **variables: str) -> list[str]:
+def warnings_with(folder: Path, tool: str | Path | None, **variables: str) -> list[str]:
     """What a rank says that marks a call while it is enabled, and once more when it is enabled again."""
-    result = scripts(TRACING_DIR="recording", **variables).python("""
+    variables |= {} if tool is None else {"NVTX_INJECTION64_PATH": str(tool)}
+    result = jobs.Scripts(folder)(TRACING_DIR="recording", **variables).python("""
         for _ in range(2):
             with crossrank.enable():
                 dist.all_reduce(torch.ones(4))
@@ -133,12 +131,6 @@ def older_nvtx(compiled: Compiled, tmp_path: Path) -> Tool:
     return Tool(tmp_path, compiled("-DOLDER_THAN_THE_PACKAGE"))
 
 
-@pytest.fixture
-def deaf_nvtx(compiled: Compiled, tmp_path: Path) -> Tool:
-    """A tool that takes no event."""
-    return Tool(tmp_path, compiled("-DOLDER_THAN_THE_PACKAGE", "-DTAKES_NOTHING"))
-
-
 def test_two_ranks_send_one_range_per_call(nvtx: Tool) -> None:
     nvtx.run("""
         crossrank.enable(node="here")
@@ -166,11 +158,8 @@ def test_two_ranks_send_one_range_per_call(nvtx: Tool) -> None:
             assert marker.json.get("in", []) == record.inputs
         # Three distinct calls, registered once each whatever their number is.
         registered = [m.json for m in markers if m.kind == "register" and "op" in m.json]
-        assert [(m["op"], m["locality"]) for m in registered] == [
-            ("barrier", "intra_node"),
-            ("all_reduce", "intra_node"),
-            ("broadcast", "intra_node"),
-        ]
+        ops = ("barrier", "all_reduce", "broadcast")
+        assert [(m["op"], m["locality"]) for m in registered] == [(op, "intra_node") for op in ops]
 
 
 def test_a_tool_older_than_the_package_gets_the_ranges_of_every_thread(older_nvtx: Tool) -> None:
@@ -203,9 +192,10 @@ def test_a_tool_older_than_the_package_gets_the_ranges_of_every_thread(older_nvt
         assert len(older_nvtx.calls(rank)) == 1
 
 
-def test_a_tool_that_takes_no_range_is_named_once(deaf_nvtx: Tool) -> None:
-    (line,) = deaf_nvtx.warnings()
-    assert f"an NVTX tool is attached (NVTX_INJECTION64_PATH={deaf_nvtx.library}), but calls will not be marked" in line
+def test_a_tool_that_takes_no_range_is_named_once(tmp_path: Path, compiled: Compiled) -> None:
+    deaf = compiled("-DOLDER_THAN_THE_PACKAGE", "-DTAKES_NOTHING")
+    (line,) = warnings_with(tmp_path, deaf)
+    assert f"an NVTX tool is attached (NVTX_INJECTION64_PATH={deaf}), but calls will not be marked" in line
     assert "--nvtx-domain-include" in line
 
 
@@ -213,7 +203,7 @@ def test_a_package_without_what_the_base_api_needs_is_one_warning(tmp_path: Path
     package = tmp_path / "nvtx"
     package.mkdir()
     (package / "__init__.py").write_text("class DummyDomain: ...\ndef get_domain(name):\n    return DummyDomain()\n")
-    (line,) = older_nvtx.warnings(PYTHONPATH=str(tmp_path))
+    (line,) = warnings_with(tmp_path, older_nvtx.library, PYTHONPATH=str(tmp_path))
     assert "calls will not be marked: ModuleNotFoundError: No module named 'nvtx._lib'" in line
 
 
@@ -221,14 +211,14 @@ def test_a_package_that_cannot_mark_threads_apart_is_one_warning(tmp_path: Path,
     metadata = tmp_path / "nvtx-0.2.14.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nvtx\nVersion: 0.2.14\n")
-    (line,) = nvtx.warnings(PYTHONPATH=str(tmp_path))
+    (line,) = warnings_with(tmp_path, nvtx.library, PYTHONPATH=str(tmp_path))
     assert "calls will not be marked: nvtx 0.2.14 is too old: install nvtx>=0.2.15;" in line
     assert [record.op for record in nvtx.calls(0)] == ["all_reduce"]
 
 
-@pytest.mark.parametrize("variables", [{}, {"NVTX_INJECTION64_PATH": "./."}], ids=["no tool", "NVTX's word for none"])
-def test_without_a_tool_nothing_is_said(scripts: jobs.Scripts, variables: dict[str, str]) -> None:
-    assert warnings_with(scripts, **variables) == []
+@pytest.mark.parametrize("tool", [None, "./."], ids=["no tool", "NVTX's word for none"])
+def test_without_a_tool_nothing_is_said(tmp_path: Path, tool: str | None) -> None:
+    assert warnings_with(tmp_path, tool) == []
 
 
 def test_a_name_with_quotes_is_still_json(nvtx: Tool) -> None:
@@ -251,38 +241,32 @@ def test_what_tells_calls_apart_stands_first(nvtx: Tool) -> None:
         assert call.message.startswith('{"op":"all_reduce","pg":"0","bytes":16,"dtype":"float32","reduce":"sum"')
 
 
-def test_messages_stay_bounded_when_lines_differ_at_every_call(nvtx: Tool) -> None:
-    calls = 2 * MAX_MESSAGES + 300
-    nvtx(ranks=1).run(f"""
-        crossrank.enable()
-        for number in range({calls}):
-            exec(compile('dist.all_reduce(torch.ones(4))', f'/{{number}}.py', 'exec'))
-        """)
-    for markers in nvtx.captured():
-        registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
-        assert 2 * MAX_MESSAGES <= len(registered) <= 2 * MAX_MESSAGES + 2
-        pushes = [marker for marker in markers if marker.kind == "push"]
-        assert [marker.payload for marker in pushes] == list(range(calls))
-        assert pushes[0].json["source"] == "/0.py:1"
-        assert "source" not in pushes[-1].json
-        assert pushes[-1].json["op"] == "all_reduce"
+LINES_DIFFER = """
+for number in range(calls):
+    exec(compile('dist.all_reduce(torch.ones(4))', f'/{number}.py', 'exec'))
+"""
+SIZES_DIFFER = """
+for size in range(1, calls + 1):
+    dist.all_reduce(torch.empty(size))
+"""
 
 
-def test_messages_stay_bounded_when_sizes_change_at_every_call(nvtx: Tool) -> None:
-    calls = MAX_MESSAGES + 500
-    nvtx(ranks=1).run(f"""
-        crossrank.enable()
-        for size in range(1, {calls + 1}):
-            dist.all_reduce(torch.empty(size))
-        """)
-    for markers in nvtx.captured():
-        registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
-        assert MAX_MESSAGES <= len(registered) <= MAX_MESSAGES + 2
-        pushes = [marker for marker in markers if marker.kind == "push"]
-        assert [marker.payload for marker in pushes] == list(range(calls))
-        assert "bytes" in pushes[0].json
-        assert "bytes" not in pushes[-1].json
-        assert pushes[-1].json["op"] == "all_reduce"
+@pytest.mark.parametrize(
+    ("loop", "kept", "more", "field"),
+    [(LINES_DIFFER, 2 * MAX_MESSAGES, 300, "source"), (SIZES_DIFFER, MAX_MESSAGES, 500, "bytes")],
+    ids=["lines", "sizes"],
+)
+def test_messages_stay_bounded_when_calls_differ(loop: str, kept: int, more: int, field: str, nvtx: Tool) -> None:
+    calls = kept + more
+    nvtx(ranks=1).run(f"calls = {calls}\ncrossrank.enable()\n{loop}")
+    (markers,) = nvtx.captured()
+    registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
+    assert kept <= len(registered) <= kept + 2
+    pushes = [marker for marker in markers if marker.kind == "push"]
+    assert [marker.payload for marker in pushes] == list(range(calls))
+    assert pushes[0].json[field] == {"source": "/0.py:1", "bytes": 4}[field]
+    assert field not in pushes[-1].json
+    assert pushes[-1].json["op"] == "all_reduce"
 
 
 @pytest.mark.parametrize(("nodes", "marked"), [(1, []), (2, ["all_reduce"])])

@@ -73,17 +73,15 @@ def answers(folder: Path, out: Path, command: Commands) -> dict[str, dict[str, A
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_every_command_names_the_same_ranks_groups_and_calls(
-    recorded: Path, tmp_path: Path, command: Commands, names: str
-) -> None:
-    folder = tmp_path / "job9_32ranks"
+def test_every_command_names_the_same_ranks_groups_and_calls(recorded: Path, command: Commands, names: str) -> None:
+    folder = command.folder / "job9_32ranks"
     for rank in (0, 1):
         for kind in (COMMS, EXECUTION_TRACE, KINETO, FLIGHT):
             target = folder / NAMES[names](kind, rank)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((recorded / file_name(kind, rank)).read_bytes())
 
-    said = answers(folder, tmp_path, command)
+    said = answers(folder, command.folder, command)
 
     for name in ("inspect", "diagnose", "bandwidth"):
         assert said[name]["ranks"] == [0, 1], name
@@ -93,13 +91,13 @@ def test_every_command_names_the_same_ranks_groups_and_calls(
 
     for name in ("inspect", "link", "replay"):
         assert sorted(group["ranks"] for group in said[name]["groups"]) == GROUPS, name
-    with sqlite3.connect(tmp_path / "job.sqlite") as connection:
+    with sqlite3.connect(command.folder / "job.sqlite") as connection:
         members: dict[int, list[int]] = {}
         for group, rank in connection.execute("SELECT group_id, rank FROM memberships ORDER BY rank"):
             members.setdefault(group, []).append(rank)
     connection.close()
     assert sorted(members.values()) == GROUPS
-    assert sorted(json.loads((tmp_path / "chakra/comm_groups.json").read_bytes()).values()) == [[0], [1]]
+    assert sorted(json.loads((command.folder / "chakra/comm_groups.json").read_bytes()).values()) == [[0], [1]]
 
     assert said["inspect"]["calls"]["calls"] == CALLS
     assert said["diagnose"]["counts"]["calls"] == CALLS
@@ -132,15 +130,18 @@ def test_ranks_do_not_depend_on_names_where_only_some_kinds_are_there(
         assert results[0] == results[1], words
 
 
-def test_a_replay_recorded_below_the_recording_changes_no_answer(
-    recorded: Path, tmp_path: Path, command: Commands
-) -> None:
-    folder = tmp_path / "job"
+def test_a_replay_recorded_below_the_recording_changes_no_answer(recorded: Path, command: Commands) -> None:
+    folder = command.folder / "job"
     for rank in (0, 1):
         for target in (folder, folder / "replayed"):
             target.mkdir(parents=True, exist_ok=True)
             (target / file_name(COMMS, rank)).write_bytes((recorded / file_name(COMMS, rank)).read_bytes())
     told = f"{folder}/replayed/{file_name(COMMS, 0)}: is of rank 0, as {folder}/{file_name(COMMS, 0)} is"
-    for name, *words in (("inspect",), ("diagnose",), ("replay", "--dry-run"), ("timeline", "-o", tmp_path / "t")):
+    for name, *words in (
+        ("inspect",),
+        ("diagnose",),
+        ("replay", "--dry-run"),
+        ("timeline", "-o", command.folder / "t"),
+    ):
         code, printed, said = command.ended(name, folder, *words, "--jobs", "1")
         assert (code, told in printed + said) == (0, True), name

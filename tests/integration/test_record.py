@@ -180,10 +180,7 @@ def _point_to_point(rank: int) -> None:
 
 def _batches(rank: int) -> None:
     for size in (1, 2):
-        ops = [
-            dist.P2POp(dist.isend, torch.ones(size), 1 - rank),
-            dist.P2POp(dist.irecv, torch.ones(size), 1 - rank),
-        ]
+        ops = [dist.P2POp(dist.isend, torch.ones(size), 1 - rank), dist.P2POp(dist.irecv, torch.ones(size), 1 - rank)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
     if rank == 0:

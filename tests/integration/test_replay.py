@@ -122,11 +122,9 @@ def test_a_replay_of_every_kind_of_caller_makes_the_recorded_calls_again_and_the
     assert command.json("replay", again, "--warmup", "0", "--repeat", "1")["share_of_calls"] == 1.0
 
 
-def test_types_and_reductions_are_as_recorded_where_gloo_has_them(
-    two_ranks: TwoRanks, tmp_path: Path, command: Commands
-) -> None:
+def test_types_and_reductions_are_as_recorded_where_gloo_has_them(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(_types_and_reductions)
-    again = tmp_path / "again"
+    again = two_ranks.folder / "again"
     report = command.json("replay", recorded, "--check", "--repeat", "1", "--record", again)
     assert report["check"]["failures"] == []
     assert report["substitutes"] == {}
@@ -134,22 +132,18 @@ def test_types_and_reductions_are_as_recorded_where_gloo_has_them(
         assert _meaning(again, rank) == _meaning(recorded, rank)
 
 
-def test_a_type_that_gloo_lacks_is_replaced_by_one_of_its_size_and_said(
-    two_ranks: TwoRanks, tmp_path: Path, command: Commands
-) -> None:
+def test_a_type_that_gloo_lacks_is_replaced_by_one_of_its_size_and_said(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(callers.all_reduce)
-    again = tmp_path / "again"
+    again = two_ranks.folder / "again"
     words = ["--dtype", "float8_e4m3fn", "--check", "--repeat", "1", "--record", again]
     report = command.json("replay", recorded, *words)
     assert report["substitutes"] == {"all_reduce of float8_e4m3fn as uint8, of the same size": 2}
     assert [(row[0], row[7], row[-1]) for row in _meaning(again, 0)] == [("all_reduce", "uint8", 4)]
 
 
-def test_the_files_of_a_replay_say_the_same_as_its_report(
-    two_ranks: TwoRanks, tmp_path: Path, command: Commands
-) -> None:
+def test_the_files_of_a_replay_say_the_same_as_its_report(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(callers.lists)
-    out = tmp_path / "out"
+    out = two_ranks.folder / "out"
     report = command.json("replay", recorded, "-o", out, "--repeat", "3")
     assert json.loads((out / "replay.json").read_bytes()) == report
     with open(out / "replay.csv", newline="") as file:
@@ -369,11 +363,9 @@ def test_what_a_wait_for_another_rank_costs_is_distinguished_from_the_collective
     assert 0 < early["time"] < 300_000_000
 
 
-def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
-    two_ranks: TwoRanks, tmp_path: Path, command: Commands
-) -> None:
+def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(callers.all_reduce)
-    out = tmp_path / "sweep"
+    out = two_ranks.folder / "sweep"
     words = ["replay", str(recorded), "--repeat", "1", "--warmup", "0", "-o", str(out), "--sweep", "scale-bytes=1,2"]
     output = command(*words, "--sweep", "GLOO_EXAMPLE=a,b")
     assert [line.split()[:2] for line in output.splitlines()[-4:]] == [["1", "a"], ["1", "b"], ["2", "a"], ["2", "b"]]

@@ -191,10 +191,8 @@ def test_calls_on_parts_of_one_tensor_are_under_way_together_and_a_batch_keeps_i
     assert calls_of(again, 0, range(100)) == 2 * calls_of(recorded, 0, STEPS)
 
 
-def test_a_saved_plan_says_whether_it_has_computation_and_holds_no_code(
-    ddp: Path, tmp_path: Path, command: Commands
-) -> None:
-    plan, path = plan_of(ddp), tmp_path / "plan.json"
+def test_a_saved_plan_says_whether_it_has_computation_and_holds_no_code(ddp: Path, command: Commands) -> None:
+    plan, path = plan_of(ddp), command.folder / "plan.json"
     save_plan(plan, path)
     assert "is a plan with computation; add --compute" in command.said("replay", path)
     first = plan.ranks[0].compute
@@ -235,10 +233,8 @@ def test_a_sweep_of_whole_steps_is_one_table(ddp: Path, command: Commands) -> No
     assert float(table[3].split()[3]) < 0.1  # nothing is communicated, so nothing is waited for
 
 
-def test_a_window_that_lacks_a_rank_or_a_trace_is_refused_in_one_line(
-    ddp: Path, tmp_path: Path, command: Commands
-) -> None:
-    half, none = tmp_path / "half", tmp_path / "none"
+def test_a_window_that_lacks_a_rank_or_a_trace_is_refused_in_one_line(ddp: Path, command: Commands) -> None:
+    half, none = command.folder / "half", command.folder / "none"
     shutil.copytree(ddp, half)
     (half / "rank-1.et.json.zst").unlink()
     assert "rank 1: has no execution trace with its Kineto trace in window 1; record" in command.said(
@@ -252,11 +248,9 @@ def test_a_window_that_lacks_a_rank_or_a_trace_is_refused_in_one_line(
     assert "has no window 3; it has 1" in command.said("replay", ddp, "--compute", "--window", "3")
 
 
-def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(
-    ddp: Path, tmp_path: Path, command: Commands
-) -> None:
+def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(ddp: Path, command: Commands) -> None:
     plan = plan_of(ddp)
-    path = tmp_path / "plan.json"
+    path = command.folder / "plan.json"
     for rank in plan.ranks:
         assert rank.compute is not None
         rank.compute.schemas = [text.replace("aten::relu(", "nobody::relu(") for text in rank.compute.schemas]

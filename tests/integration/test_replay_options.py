@@ -45,7 +45,7 @@ def replayed(command: Commands, path: Path, *words: object, code: int = 0) -> An
     return command.json("replay", path, *few, *words, code=code)
 
 
-def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_ranks: TwoRanks) -> None:
     waited = {}
     for blocking in (False, True):
         plan = plan_of_recording(two_ranks.record(callers.all_reduce, folder=str(blocking)))
@@ -118,20 +118,16 @@ def test_where_no_tolerance_is_given_it_is_that_of_the_type(dtype: torch.dtype, 
     assert tolerance(dtype) == least
 
 
-def test_results_of_another_type_are_not_compared_and_counted(
-    recorded: Path, tmp_path: Path, command: Commands
-) -> None:
-    saved = tmp_path / "saved"
+def test_results_of_another_type_are_not_compared_and_counted(recorded: Path, command: Commands) -> None:
+    saved = command.folder / "saved"
     replayed(command, recorded, "--ops", "all_reduce", "--save-data", saved)
     words = ["--ops", "all_reduce", "--compare-data", saved]
     data = replayed(command, recorded, *words, "--dtype", "float64", code=1)["data"]
     assert (data["tensors"], data["not_comparable"]) == (0, 6)
 
 
-def test_results_are_not_compared_with_those_that_take_their_place(
-    recorded: Path, tmp_path: Path, command: Commands
-) -> None:
-    saved = tmp_path / "saved"
+def test_results_are_not_compared_with_those_that_take_their_place(recorded: Path, command: Commands) -> None:
+    saved = command.folder / "saved"
     replayed(command, recorded, "--save-data", saved)
     before = (saved / "rank-0.data").read_bytes()
     words = ["replay", recorded, "--save-data", saved]

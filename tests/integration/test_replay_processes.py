@@ -193,10 +193,9 @@ def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: T
     for rank in (0, 1):
         names = dict(zip(LAUNCHERS[launcher], (str(rank), "2", str(rank), "2"), strict=True))
         processes.append(_launch(recorded, names | {"MASTER_PORT": str(port)}))
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "Checked: all" in outputs[0][0]
-    assert outputs[1][0] == ""
+    printed, of_the_other = ended(processes, 0)
+    assert "Checked: all" in printed[0]
+    assert of_the_other[0] == ""
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
@@ -204,9 +203,7 @@ def test_processes_meet_where_an_init_method_says(url: str, two_ranks: TwoRanks,
     recorded = two_ranks.record(callers.lists)
     url = url.format(port=free_port(), folder=tmp_path)
     processes = [_launch(recorded, {}, "--init-method", f"{url}?rank={rank}&world_size=2") for rank in (0, 1)]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "Checked: all" in outputs[0][0]
+    assert "Checked: all" in ended(processes, 0)[0][0]
     assert not (tmp_path / "meeting").exists()
 
 
@@ -215,8 +212,7 @@ def test_a_file_in_which_others_met_is_refused(two_ranks: TwoRanks, tmp_path: Pa
     meeting = tmp_path / "meeting"
     dist.PrefixStore("0/0", dist.FileStore(str(meeting))).add("replays", 1)
     process = _launch(recorded, {}, "--init-method", f"file://{meeting}?rank=0&world_size=2")
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 2
+    ((_, error),) = ended([process], 2)
     assert f"--init-method: {meeting} is of another replay; name a new file" in error
 
 
@@ -236,6 +232,13 @@ def launch(
         text=True,
         env=os.environ | variables,
     )
+
+
+def ended(processes: list[subprocess.Popen[str]], code: int) -> list[tuple[str, str]]:
+    """What each has printed to stdout and to stderr when it has ended with this code."""
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert {process.returncode for process in processes} == {code}, outputs
+    return outputs
 
 
 def free_port() -> int:
@@ -263,7 +266,6 @@ def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_reported_once(t
         _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
         for rank in (0, 1)
     ]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
+    outputs = ended(processes, 2)
     assert outputs[0][1].startswith(f"crossrank: {tmp_path}: holds no comms files of a recording; name a recording")
     assert "crossrank:" not in outputs[1][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,14 +33,36 @@ sys.exit(int(code) if code.isdigit() else code)
 """
 
 
+def with_and_without(folder: Path, *words: str, **variables: str) -> list[subprocess.CompletedProcess[str]]:
+    """How a program ends with the runner and without it: with the same code, having printed the same."""
+    traced, plain = (jobs.run([sys.executable, *runner, *words], folder, **variables) for runner in (RUNNER, ()))
+    assert (traced.returncode, _without_frames(traced.stdout)) == (plain.returncode, _without_frames(plain.stdout))
+    return [traced, plain]
+
+
+def _without_frames(text: str) -> str:
+    """Tracebacks show the runner's frames above those of the program."""
+    return re.sub(r"(?m)^  .*\n", "", text)
+
+
+def record(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the runner."""
+    result = jobs.run([sys.executable, *RUNNER, *words], folder, **variables)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def assert_both_ranks_are_recorded(folder: Path) -> None:
+    for rank in (0, 1):
+        assert [record.op for record in records_of(folder / jobs.RECORDING, rank)] == ["all_reduce"]
+
+
 @pytest.mark.parametrize("argument", ["0", "3", "a message", "raise"])
 def test_a_script_sees_and_returns_what_it_would_without(argument: str, tmp_path: Path) -> None:
     folder = tmp_path / "scripts"
     folder.mkdir()
     jobs.write_script(folder, SCRIPT)
-    plain = jobs.run([sys.executable, "scripts/train.py", argument, "--lr", "1"], tmp_path)
-    traced = jobs.run([sys.executable, *RUNNER, "scripts/train.py", argument, "--lr", "1"], tmp_path)
-    assert (traced.returncode, traced.stdout) == (plain.returncode, plain.stdout)
+    traced, plain = with_and_without(tmp_path, "scripts/train.py", argument, "--lr", "1")
     assert traced.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
@@ -48,9 +71,7 @@ def test_a_module_sees_and_returns_what_it_would_without(tmp_path: Path) -> None
     package.mkdir()
     (package / "__init__.py").write_text("")
     jobs.write_script(package, SCRIPT, "train.py")
-    plain = jobs.run([sys.executable, "-m", "package.train", "4", "--lr"], tmp_path)
-    traced = jobs.run([sys.executable, *RUNNER, "-m", "package.train", "4", "--lr"], tmp_path)
-    assert (traced.returncode, traced.stdout) == (plain.returncode, plain.stdout)
+    traced, _ = with_and_without(tmp_path, "-m", "package.train", "4", "--lr")
     assert traced.stdout.startswith(f"['{package}/train.py', '4', '--lr']")
 
 
@@ -99,10 +120,8 @@ def test_spawned_processes_are_recorded_too(tmp_path: Path) -> None:
             mp.spawn(work, nprocs=2)
         """,
     )
-    result = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path)
-    assert result.returncode == 0, result.stderr
-    for rank in (0, 1):
-        assert [record.op for record in records_of(tmp_path / "crossrank-recording", rank)] == ["all_reduce"]
+    record(tmp_path, "train.py")
+    assert_both_ranks_are_recorded(tmp_path)
 
 
 def test_looking_for_torch_without_importing_it_changes_nothing(tmp_path: Path) -> None:
@@ -115,8 +134,7 @@ def test_looking_for_torch_without_importing_it_changes_nothing(tmp_path: Path) 
         print(crossrank.enabled(), type(torch.__spec__.loader).__name__)
         """,
     )
-    result = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path)
-    assert (result.returncode, result.stdout) == (0, "True SourceFileLoader\n"), result.stderr
+    assert record(tmp_path, "train.py").stdout == "True SourceFileLoader\n"
 
 
 def test_a_spawned_process_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) -> None:
@@ -139,8 +157,7 @@ def test_a_spawned_process_that_cannot_import_crossrank_runs_all_the_same(tmp_pa
             sys.exit(worker.exitcode)
         """,
     )
-    result = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path)
-    assert (result.returncode, result.stdout) == (0, "worked\n"), result.stderr
+    assert record(tmp_path, "train.py").stdout == "worked\n"
 
 
 LAUNCHER = """
@@ -182,10 +199,8 @@ def test_ranks_that_a_script_starts_are_recorded_too(program: str, command: str,
     (tmp_path / "package").mkdir()
     jobs.write_script(tmp_path / "package", source)
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
-    result = jobs.run([sys.executable, *RUNNER, *program.split()], tmp_path, PATH=path)
-    assert result.returncode == 0, result.stderr
-    for rank in (0, 1):
-        assert [record.op for record in records_of(tmp_path / "crossrank-recording", rank)] == ["all_reduce"]
+    record(tmp_path, *program.split(), PATH=path)
+    assert_both_ranks_are_recorded(tmp_path)
 
 
 LOOK = (
@@ -227,16 +242,8 @@ def test_a_child_sees_and_returns_what_it_would_without(command: str, tmp_path: 
     jobs.write_script(folder, LOOK, "look.py")
     jobs.write_script(folder / "folder", LOOK, "__main__.py")
     jobs.write_script(tmp_path, START, "start.py")
-    plain = jobs.run([sys.executable, "start.py", command], tmp_path)
-    traced = jobs.run([sys.executable, *RUNNER, "start.py", command], tmp_path)
-    assert (traced.returncode, _without_frames(traced.stdout)) == (plain.returncode, _without_frames(plain.stdout))
-    assert plain.returncode == 0
+    assert with_and_without(tmp_path, "start.py", command)[1].returncode == 0
     assert not list(tmp_path.rglob("crossrank-recording"))
-
-
-def _without_frames(text: str) -> str:
-    """Tracebacks show the runner's frames above those of the program."""
-    return re.sub(r"(?m)^  .*\n", "", text)
 
 
 def test_a_child_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) -> None:
@@ -265,16 +272,13 @@ def test_a_child_that_is_no_rank_loads_nothing_large_and_writes_nothing(tmp_path
     large = {"torch", "msgspec", "nvtx", "asyncio", "logging", "multiprocessing", "subprocess"}
     jobs.write_script(tmp_path, f"import sys\nprint({large} & set(sys.modules))\n", "look.py")
     jobs.write_script(tmp_path, "import subprocess, sys\nsubprocess.run([sys.executable, 'look.py'])\n", "start.py")
-    traced = jobs.run([sys.executable, *RUNNER, "start.py"], tmp_path)
-    assert (traced.returncode, traced.stdout) == (0, "set()\n"), traced.stderr
+    assert record(tmp_path, "start.py").stdout == "set()\n"
     assert not list(tmp_path.rglob("crossrank-recording"))
 
 
 def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
     jobs.write_script(tmp_path, "import sys\nprint(sys.path[0])\n")
-    plain = jobs.run([sys.executable, "train.py"], tmp_path, PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
-    traced = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path, PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
-    assert (traced.returncode, traced.stdout) == (plain.returncode, plain.stdout)
+    with_and_without(tmp_path, "train.py", PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
 
 
 def test_the_process_in_which_async_save_saves_records_beside_its_rank(tmp_path: Path) -> None:

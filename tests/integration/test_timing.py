@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def _late(rank: int) -> None:
     work.wait()
 
 
-def test_a_call_took_from_its_launch_to_its_end_whenever_it_was_waited_for(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_a_call_took_from_its_launch_to_its_end_whenever_it_was_waited_for(two_ranks: TwoRanks) -> None:
     two_ranks.run(_late, timing=True, kernel="compiled")
     early, late = times(two_ranks, 0), times(two_ranks, 1)
     assert [one.id for one in early] == [one.id for one in late] == [1, 2]  # a barrier has no tensor to tell its device
@@ -52,7 +51,7 @@ def _untimed(rank: int) -> None:
     dist.all_reduce(torch.ones(8))
 
 
-def test_unless_asked_for_ends_are_not_followed(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_unless_asked_for_ends_are_not_followed(two_ranks: TwoRanks) -> None:
     two_ranks.run(_untimed, kernel="compiled")
     assert times(two_ranks, 0) == []
 
@@ -110,9 +109,7 @@ for number in range(1500):
 
 
 @needs_gloo_recorder
-def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(
-    scripts: Scripts, tmp_path: Path
-) -> None:
+def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(scripts: Scripts) -> None:
     result = scripts(TRACING_KERNEL="python", TRACING_FLIGHT="0").python(NUMBERED + CALLS)
     assert result.stderr.count("crossrank: ") == 1, result.stderr
     file = scripts.recorded()
@@ -127,7 +124,7 @@ def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them
 
 
 @needs_gloo_recorder
-def test_durations_that_were_lost_are_said_once_and_the_others_are_there(scripts: Scripts, tmp_path: Path) -> None:
+def test_durations_that_were_lost_are_said_once_and_the_others_are_there(scripts: Scripts) -> None:
     loop = """
 may_read, reads = threading.Event(), []
 may_read.set()
@@ -164,7 +161,7 @@ while len(reads) < 6:
 
 
 @needs_gloo_recorder
-def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(scripts: Scripts) -> None:
     source = """
     PythonRecorder.nccl_recorder = lambda self: time.sleep(600)
     crossrank.enable(timing=True)
@@ -199,7 +196,7 @@ def test_a_recorder_that_keeps_nothing_is_said(variable: str, why: str, scripts:
     assert said.startswith(f"crossrank: how long NCCL's calls took is not recorded of all: {why}")
 
 
-def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(scripts: Scripts, tmp_path: Path) -> None:
+def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(scripts: Scripts) -> None:
     source = """
     crossrank.enable()
     for _ in range(4000):

@@ -16,7 +16,7 @@ import crossrank
 from crossrank.instrument import torch_private
 from crossrank.instrument.torch_private import PARTS
 from tests.integration.traces import records_of
-from tests.integration.world import TwoRanks
+from tests.integration.world import World
 
 # torch itself cannot do without these: the recorder is made to believe that they are missing.
 NEEDED_BY_TORCH = (
@@ -85,11 +85,16 @@ def _train_without(rank: int, directory: str) -> dict[str, tuple[list[str], bool
     return found
 
 
+@pytest.fixture(scope="module")
+def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder that has a recording for each case, and what the ranks say."""
+    folder = tmp_path_factory.mktemp("cases")
+    return folder, world.run(_train_without, folder, str(folder), record=False)
+
+
 @pytest.mark.timeout(240)
-def test_each_missing_name_costs_its_own_part_with_one_line(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    directory = tmp_path / "cases"
-    directory.mkdir()
-    ranks = two_ranks.run(_train_without, str(directory), record=False)
+def test_each_missing_name_costs_its_own_part_with_one_line(trained: tuple[Path, list[Any]]) -> None:
+    directory, ranks = trained
     for number, (part, name) in enumerate(CASES):
         path = name.replace(":", ".")
         said = [line for found in ranks for line in found[name][0]]
@@ -111,10 +116,8 @@ def test_each_missing_name_costs_its_own_part_with_one_line(two_ranks: TwoRanks,
             assert part in ("tensor subclasses", "flight recorder", "timing", "waits of backward passes"), name
 
 
-def test_without_execution_trace_and_kineto_a_window_leaves_no_file(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    directory = tmp_path / "cases"
-    directory.mkdir()
-    two_ranks.run(_train_without, str(directory), record=False)
+def test_without_execution_trace_and_kineto_a_window_leaves_no_file(trained: tuple[Path, list[Any]]) -> None:
+    directory, _ = trained
     kinds = {"execution trace": "et", "Kineto": "kineto"}
     for number, (part, name) in enumerate(CASES):
         if part != "interception":

@@ -48,12 +48,10 @@ def until(folder: Path, holds: Callable[[dict[str, Any]], bool]) -> tuple[int, d
         time.sleep(0.2)
 
 
-def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_ended(
-    scripts: Scripts, tmp_path: Path
-) -> None:
+def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_ended(scripts: Scripts) -> None:
     ranks = scripts.start_two(JOB)
     code, found = until(
-        tmp_path,
+        scripts.folder,
         # Durations are written some time after the calls.
         lambda one: len(one["ranks"]) == 2 and (one["step"] or [0])[0] > 10 and one["groups"][0]["busbw_gb_per_s"],
     )
@@ -68,14 +66,14 @@ def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_e
     assert found["ranks"][0]["exposed_share"] > 0.3
 
     ranks[1].send_signal(signal.SIGSTOP)
-    code, found = until(tmp_path, lambda one: one["ranks"][1]["unheard_s"] > 5)
+    code, found = until(scripts.folder, lambda one: one["ranks"][1]["unheard_s"] > 5)
     assert (code, found["ranks"][0]["unheard_s"] < 5) == (1, True)
 
     ranks[1].send_signal(signal.SIGCONT)
-    (tmp_path / "stop").touch()
+    (scripts.folder / "stop").touch()
     for process in ranks:
         process.communicate(timeout=60)
-    _, found = look(tmp_path)
+    _, found = look(scripts.folder)
     assert {one["ended"] for one in found["ranks"]} == {"exit"}
 
 

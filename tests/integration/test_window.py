@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -120,55 +121,55 @@ def test_training_is_bit_identical_with_tracing(two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_losses, str(two_ranks.recording), folder="on", record=False) == without
 
 
-def _users_profiler_runs(rank: int, folder: str) -> list[int]:
+def reductions_in(profiler: torch.profiler.profile) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    return sum(event.get("name") == "c10d::allreduce_" for event in events)
+
+
+def _users_profiler_runs(rank: int) -> int:
     with torch.profiler.profile() as profiler:
         dist.all_reduce(torch.ones(1))
         with crossrank.window():
             dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
-    profiler.export_chrome_trace(f"{folder}/mine-{rank}.json")
-    events = json.loads(Path(f"{folder}/mine-{rank}.json").read_text())["traceEvents"]
-    return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
+    return reductions_in(profiler)
 
 
-def test_a_profiler_of_the_user_is_left_alone(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    assert two_ranks.run(_users_profiler_runs, str(tmp_path)) == [[3], [3]]
+def test_a_profiler_of_the_user_is_left_alone(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run(_users_profiler_runs) == [3, 3]
     listing = list_recording(str(two_ranks.recording))
     assert [file.rank for file in listing.of_kind("et")] == [0, 1]
     assert listing.of_kind("kineto") == []
 
 
-def _users_profiler_starts_inside(rank: int, folder: str) -> list[int]:
+def _users_profiler_starts_inside(rank: int) -> int:
     with crossrank.window():
         dist.all_reduce(torch.ones(1))
         with torch.profiler.profile() as profiler:
             dist.all_reduce(torch.ones(1))
-    profiler.export_chrome_trace(f"{folder}/mine-{rank}.json")
-    events = json.loads(Path(f"{folder}/mine-{rank}.json").read_text())["traceEvents"]
-    return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
+    return reductions_in(profiler)
 
 
-def test_a_profiler_that_starts_inside_a_window_gets_all_its_events(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    assert two_ranks.run(_users_profiler_starts_inside, str(tmp_path)) == [[1], [1]]
+def test_a_profiler_that_starts_inside_a_window_gets_all_its_events(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run(_users_profiler_starts_inside) == [1, 1]
     assert set(kineto_ids(two_ranks.load("kineto"))) == {0}  # up to there
     assert set(execution_trace_ids(two_ranks.load("et"))) == {0, 1}
 
 
-def _users_profiler_starts_inside_and_outlives(rank: int, folder: str) -> list[int]:
+def _users_profiler_starts_inside_and_outlives(rank: int) -> int:
     profiler = torch.profiler.profile()
     with crossrank.window():
         profiler.start()
         dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1))
     profiler.stop()
-    profiler.export_chrome_trace(f"{folder}/mine-{rank}.json")
-    events = json.loads(Path(f"{folder}/mine-{rank}.json").read_text())["traceEvents"]
-    return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
+    return reductions_in(profiler)
 
 
-def test_a_profiler_that_outlives_the_window_is_not_stopped_by_it(two_ranks: TwoRanks, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    assert two_ranks.run(_users_profiler_starts_inside_and_outlives, folder) == [[2], [2]]
+def test_a_profiler_that_outlives_the_window_is_not_stopped_by_it(two_ranks: TwoRanks) -> None:
+    assert two_ranks.run(_users_profiler_starts_inside_and_outlives) == [2, 2]
 
 
 def _users_observer(rank: int, folder: str) -> int:
