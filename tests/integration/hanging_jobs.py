@@ -1,7 +1,4 @@
-"""Run as a script: four gloo ranks for every way to hang, all at once, each job with a folder of its own.
-
-`python hanging_jobs.py FOLDER WAY…` forks the ranks, so that torch is imported once, and ends when its stdin does.
-"""
+"""Four gloo ranks for every way to hang."""
 
 from __future__ import annotations
 
@@ -10,11 +7,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import crossrank
+from tests.integration import forked_jobs
 
 WORLD = 4
 
@@ -56,31 +55,16 @@ WAYS: dict[str, Callable[[int], None]] = {
 }
 
 
-def main(folder: str, ways: list[str]) -> None:
-    children = []
-    for way in ways:
-        for rank in range(WORLD):
-            child = os.fork()
-            if child == 0:
-                hang(f"{folder}/{way}", WAYS[way], rank)
-                sys.exit(0)
-            children.append(child)
-    sys.stdin.read()
-    for child in children:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def hang(directory: str, way: Callable[[int], None], rank: int) -> None:
-    store = dist.FileStore(f"{directory}.store", WORLD)
+def run_rank(name: str, folder: Path, rank: int) -> None:
+    store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     kernel = ("compiled", "python")[rank % 2]
-    crossrank.enable(directory=directory, node=f"node-{rank}", kernel=kernel)
+    crossrank.enable(directory=folder / "recording", node=f"node-{rank}", kernel=kernel)
     for _ in range(2):
         dist.all_reduce(torch.ones(8))
-    way(rank)
+    WAYS[name](rank)
     dist.barrier()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    forked_jobs.run_job(run_rank, sys.argv[1], Path(sys.argv[2]), WORLD, float(sys.argv[4]))

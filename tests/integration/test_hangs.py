@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration import hanging_jobs, jobs, names
-from tests.integration.fork_server import ForkedProcess
+from tests.integration import forked_jobs, jobs, names
+from tests.integration.hanging_jobs import WAYS, WORLD
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, in_short, roots
 
 pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
@@ -29,28 +26,26 @@ FOUND: dict[str, list[tuple[str, str, int | None, list[int], list[int]]]] = {
 # One test, for the jobs are slow to start: they hang all at once.
 @names.needs_gloo_recorder
 @pytest.mark.timeout(240)
-def test_jobs_that_hang_are_diagnosed_while_they_hang(tmp_path: Path) -> None:
-    process = ForkedProcess(
-        [sys.executable, "-m", "tests.integration.hanging_jobs", str(tmp_path), *hanging_jobs.WAYS],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRACING": "CROSSNODE", "TRACING_HANG_SECONDS": "2"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+def test_jobs_that_hang_are_diagnosed_while_they_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACING", "CROSSNODE")
+    monkeypatch.setenv("TRACING_HANG_SECONDS", "2")
+    hanging = {
+        way: forked_jobs.start("tests.integration.hanging_jobs", way, tmp_path / way, WORLD, delay=600) for way in WAYS
+    }
     try:
-        for way in hanging_jobs.WAYS:
-            for rank in range(hanging_jobs.WORLD):
+        for way, job in hanging.items():
+            for rank in range(WORLD):
                 if (way, rank) != ("killed", 2):
-                    jobs.wait_for_file(tmp_path / way / f"rank-{rank}.flight.json.zst", seconds=120)
-        diagnoses = {way: diagnosis_of(tmp_path / way) for way in hanging_jobs.WAYS}
-        for way in hanging_jobs.WAYS:
-            for dump in (tmp_path / way).glob("*.flight.*"):
+                    jobs.wait_for_file(job.dump(rank), seconds=120)
+        diagnoses = {way: diagnosis_of(job.recording) for way, job in hanging.items()}
+        for job in hanging.values():
+            for dump in job.recording.glob("*.flight.*"):
                 dump.unlink()
         # The comms files alone: what a job leaves that is killed before it could dump anything.
-        from_comms = {way: diagnosis_of(tmp_path / way) for way in hanging_jobs.WAYS if way != "killed"}
+        from_comms = {way: diagnosis_of(job.recording) for way, job in hanging.items() if way != "killed"}
     finally:
-        process.communicate("", timeout=60)
+        for job in hanging.values():
+            job.kill()
 
     answers = {way: roots(found) for way, found in diagnoses.items()}
     # Whether the last call of the killed rank reached the disk is a matter of luck; if so, its comms file testifies.
