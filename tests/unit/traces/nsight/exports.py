@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -122,17 +123,8 @@ class Process:
         **more: Any,
     ) -> None:
         said = {"textId": self.export.string(text)} if self.export.registered else {"text": text}
-        self.export.row(
-            "NVTX_EVENTS",
-            start=start,
-            end=end,
-            eventType=kind,
-            globalTid=self.thread(thread),
-            domainId=3,
-            int64Value=payload,
-            **said,
-            **more,
-        )
+        said |= {"globalTid": self.thread(thread), "domainId": 3, "int64Value": payload}
+        self.export.row("NVTX_EVENTS", start=start, end=end, eventType=kind, **said, **more)
 
     def marker(self, start: int, end: int | None, payload: int | None, *, thread: int = 1, **said: Any) -> None:
         """A range of ours; `said` is what differs from an all_reduce of 4 MB on the world of two."""
@@ -195,22 +187,25 @@ class Process:
 
     def nccl(self, start: int, end: int, function: str, *, thread: int = 1, **payload: int) -> None:
         """A range of NCCL's own, with its payload as `--include-json true` exports it."""
-        names = {
-            "comm": "NCCL communicator ID",
-            "size": "Message size [bytes]",
-            "root": "Root",
-            "peer": "Peer rank",
-            "ranks": "No. of ranks",
-            "rank": "Rank",
-        }
+        names = {"comm": "NCCL communicator ID", "size": "Message size [bytes]", "root": "Root"}
+        names |= {"peer": "Peer rank", "ranks": "No. of ranks", "rank": "Rank"}
         said = {names[name]: value for name, value in payload.items()}
         self.event(59, start, end, function, thread=thread, jsonText=json.dumps(said) if said else None)
 
 
-def read(process: Process, folder: Path, rank: int | None = None) -> RankTrace:
-    """What is read of an export of one process."""
-    (times,) = read_export(str(process.export.write(folder / "a.sqlite")), rank, {})
+def read(process: Process, folder: Path, rank: int | None = None, comms: str | None = None) -> RankTrace:
+    """What is read of an export of one process, of rank 0 where it has a comms file."""
+    files = {} if comms is None else {0: comms}
+    (times,) = read_export(str(process.export.write(folder / "a.sqlite")), rank, files)
     return times
+
+
+def changed(path: Path, *statements: str) -> Path:
+    """The database at `path` after these statements."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+    return path
 
 
 def write_exports(folder: Path, ranks: int = 2, *, world: int = 2) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.traces.nsight.read import IN_OURS, NO_KERNEL, NO_LAUNCH, OUTSIDE, read_export
-from tests.unit.traces.nsight.exports import EPOCH, ExportFile, Process, read
+from tests.unit.traces.nsight.exports import EPOCH, ExportFile, Process, changed, read
 from tests.unit.traces.nsight.test_read import rows, two_calls
 
 
@@ -37,17 +36,20 @@ def test_markers_without_communication_kernels_are_calls_without_times(
     assert "1 calls are marked, but the export has no communication kernel to time them by" in note
 
 
-def test_kernels_without_markers_are_refused(tmp_path: Path) -> None:
-    kernels = ExportFile()
-    kernels.process(70).kernel(1000, 1100, 1200)
-    assert refused(kernels.write(tmp_path / "b.sqlite")).startswith(
-        ": has 1 communication kernels, but no marker of ours, of the older shim or of NCCL"
-    )
-    neither = ExportFile()
-    neither.process(70).kernel(1000, 1100, 1200, name="gemm")
-    assert refused(neither.write(tmp_path / "c.sqlite")).startswith(": has no communication")
-    empty = ExportFile()
-    assert refused(empty.write(tmp_path / "d.sqlite")).startswith(": has neither NVTX ranges nor CUDA kernels")
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        ({}, ": has 1 communication kernels, but no marker of ours, of the older shim or of NCCL"),
+        ({"name": "gemm"}, ": has no communication"),
+        (None, ": has neither NVTX ranges nor CUDA kernels"),
+    ],
+)
+def test_kernels_without_markers_are_refused(
+    tmp_path: Path, process: Process, kernel: dict[str, str] | None, why: str
+) -> None:
+    if kernel is not None:
+        process.kernel(1000, 1100, 1200, **kernel)  # type: ignore[arg-type]
+    assert refused(process.export.write(tmp_path / "b.sqlite")).startswith(why)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +65,7 @@ def test_a_column_that_nothing_can_be_told_without_is_named(tmp_path: Path, tabl
     export = ExportFile("3.16.1")
     two_calls(export.process(70))
     path = export.write(tmp_path / "a.sqlite")
-    connection = sqlite3.connect(path)
-    connection.execute(f"ALTER TABLE {table} RENAME COLUMN {column} TO other")
-    connection.commit()
-    connection.close()
+    changed(path, f"ALTER TABLE {table} RENAME COLUMN {column} TO other")
     assert refused(path).startswith(f": {table} has no column {column}; export it with a version")
 
 
@@ -78,15 +77,14 @@ def test_text_where_a_number_belongs_is_named(tmp_path: Path, process: Process) 
 
 
 def test_impossible_times_cost_their_kernel_alone(tmp_path: Path) -> None:
-    export = ExportFile(epoch=1 << 61)
-    process = export.process(70)
+    process = ExportFile(epoch=1 << 61).process(70)
     two_calls(process)
     process.marker(5000, 5100, 3)
     process.kernel(5050, 5500, 5400)
     process.marker(6000, 6100, 4)
     process.kernel(6050, 6500, 1 << 61)
     process.kernel(6060, -1, 6900)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert list(zip(times.calls.began, times.calls.ended, strict=True)) == [(1500, 1900), (2500, 2900), (0, 0), (0, 0)]
     assert times.unattributed == {NO_KERNEL: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
@@ -109,24 +107,21 @@ def test_impossible_times_cost_their_kernel_alone(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_broken_marker_costs_itself_alone(tmp_path: Path, text: str, registered: bool) -> None:
-    export = ExportFile(registered=registered)
-    process = export.process(70)
+    process = ExportFile(registered=registered).process(70)
     two_calls(process)
     process.event(59, 5000, 5100, text.encode("utf-8", "replace").decode(), payload=9)
     process.kernel(5050, 5500, 5900)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [row[3:] for row in rows(times)] == [(1, 1500, 1900), (2, 2500, 2900)]
     assert times.unattributed == {OUTSIDE: 1}
     assert times.rank is None
 
 
-def test_graphs_traced_whole_are_told_with_the_option_that_helps(tmp_path: Path) -> None:
-    export = ExportFile()
-    export.process(70).marker(1000, 1100, 1)
-    export.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=2000, end=3000)
-    assert refused(export.write(tmp_path / "a.sqlite")).endswith(
-        "record with --cuda-graph-trace=node, or without the graph"
-    )
+def test_graphs_traced_whole_are_told_with_the_option_that_helps(tmp_path: Path, process: Process) -> None:
+    process.marker(1000, 1100, 1)
+    process.export.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=2000, end=3000)
+    told = refused(process.export.write(tmp_path / "a.sqlite"))
+    assert told.endswith("record with --cuda-graph-trace=node, or without the graph")
 
 
 def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, process: Process) -> None:
@@ -142,59 +137,50 @@ def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, proce
     )
 
 
-def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.sqlite").write_bytes(b"")
-    assert refused(tmp_path / "empty.sqlite") == ": is empty; export the report anew"
-    (tmp_path / "text.sqlite").write_bytes(b"nothing of the kind" * 99)
-    assert refused(tmp_path / "text.sqlite").startswith(": is damaged or no SQLite file")
-    for name, statement in (("none.sqlite", "PRAGMA user_version = 3"), ("foreign.sqlite", "CREATE TABLE cats (id)")):
-        connection = sqlite3.connect(tmp_path / name)
-        connection.execute(statement)
-        connection.commit()
-        connection.close()
-    assert refused(tmp_path / "none.sqlite") == ": is an empty database; export the report anew"
-    assert refused(tmp_path / "foreign.sqlite") == (
-        ": is a database, but no export of Nsight Systems (it has the tables cats)"
-    )
-    good = ExportFile()
-    two_calls(good.process(70))
-    whole = good.write(tmp_path / "whole.sqlite").read_bytes()
-    (tmp_path / "cut.sqlite").write_bytes(whole[: len(whole) // 2])
-    assert refused(tmp_path / "cut.sqlite").startswith(": is damaged or no SQLite file")
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", ": is empty; export the report anew"),
+        (b"nothing of the kind" * 99, ": is damaged or no SQLite file"),
+        (["PRAGMA user_version = 3"], ": is an empty database; export the report anew"),
+        (["CREATE TABLE cats (id)"], ": is a database, but no export of Nsight Systems (it has the tables cats)"),
+        # As of 2022, with nothing but its version.
+        (["CREATE TABLE EXPORT_META_DATA (name TEXT NOT NULL, value TEXT)"], ": has neither NVTX ranges nor CUDA kern"),
+    ],
+)
+def test_files_that_are_no_export_are_refused(tmp_path: Path, content: bytes | list[str], why: str) -> None:
+    path = tmp_path / "a.sqlite"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    assert refused(path if isinstance(content, bytes) else changed(path, *content)).startswith(why)
 
 
-def test_the_schema_of_2022_is_told_from_its_own_table(tmp_path: Path) -> None:
-    for version, notes in (("3.0.0", []), ("", []), ("2.9.0", ["has schema version 2.9.0"])):
-        export = ExportFile(version, epoch=1)
-        two_calls(export.process(70))
-        path = export.write(tmp_path / "a.sqlite")
-        with sqlite3.connect(path) as connection:
-            connection.execute("ALTER TABLE META_DATA_EXPORT RENAME TO EXPORT_META_DATA")
-        connection.close()
-        (times,) = read_export(str(path), None, {})
-        assert [note.partition(": ")[2].partition(";")[0] for note in times.notes] == notes
+def test_half_an_export_is_refused(tmp_path: Path, process: Process) -> None:
+    two_calls(process)
+    path = process.export.write(tmp_path / "a.sqlite")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert refused(path).startswith(": is damaged or no SQLite file")
 
 
-def test_an_export_of_2022_that_has_nothing_but_its_version_is_one(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "a.sqlite") as connection:
-        connection.execute("CREATE TABLE EXPORT_META_DATA (name TEXT NOT NULL, value TEXT)")
-    connection.close()
-    assert refused(tmp_path / "a.sqlite").startswith(": has neither NVTX ranges nor CUDA kernels")
+@pytest.mark.parametrize(("version", "notes"), [("3.0.0", []), ("", []), ("2.9.0", ["has schema version 2.9.0"])])
+def test_the_schema_of_2022_is_told_from_its_own_table(tmp_path: Path, version: str, notes: list[str]) -> None:
+    export = ExportFile(version, epoch=1)
+    two_calls(export.process(70))
+    path = changed(export.write(tmp_path / "a.sqlite"), "ALTER TABLE META_DATA_EXPORT RENAME TO EXPORT_META_DATA")
+    (times,) = read_export(str(path), None, {})
+    assert [note.partition(": ")[2].partition(";")[0] for note in times.notes] == notes
 
 
-def test_empty_tables_of_kernels_are_none(tmp_path: Path) -> None:
-    export = ExportFile()
-    export.process(70).marker(1000, 1100, 1)
-    export.tables |= {"CUPTI_ACTIVITY_KIND_KERNEL": [], "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": []}  # --lazy false
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
-    assert len(times) == 1
+def test_empty_tables_of_kernels_are_none(tmp_path: Path, process: Process) -> None:
+    process.marker(1000, 1100, 1)
+    process.export.tables |= {"CUPTI_ACTIVITY_KIND_KERNEL": [], "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": []}  # --lazy false
+    assert len(read(process, tmp_path)) == 1
 
 
 def test_an_unknown_schema_is_told_and_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    export = ExportFile("4.1.0", epoch=None)
-    process = export.process(70)
+    process = ExportFile("4.1.0", epoch=None).process(70)
     two_calls(process)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert dict(times.attributed) == {IN_OURS: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
         "has schema version 4.1.0; 3.0 to 3.28 are known here: the columns it shares with them are read",

@@ -15,7 +15,7 @@ from crossrank.budget import BudgetError
 from crossrank.errors import CrossrankError
 from crossrank.tools.traces.nsight.export import open_export
 from crossrank.tools.traces.nsight.read import read_export
-from tests.unit.traces.nsight.exports import ExportFile
+from tests.unit.traces.nsight.exports import ExportFile, changed
 from tests.unit.traces.nsight.test_read import two_calls
 
 ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
@@ -37,21 +37,14 @@ def export(tmp_path: Path) -> Path:
     ],
 )
 def test_a_view_or_a_virtual_table_in_place_of_a_table_is_refused(export: Path, statement: str) -> None:
-    connection = sqlite3.connect(export)
-    connection.execute("ALTER TABLE NVTX_EVENTS RENAME TO other")
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
-
+    changed(export, "ALTER TABLE NVTX_EVENTS RENAME TO other", statement)
     with pytest.raises(CrossrankError, match="NVTX_EVENTS is a view and no table, as no export has; export it anew"):
         read_export(str(export), None, {})
 
 
 def test_a_query_without_end_is_ended(export: Path) -> None:
-    with (
-        pytest.raises(BudgetError, match="more than 3,000,000 microseconds of queries"),
-        open_export(str(export)) as opened,
-    ):
+    too_much = pytest.raises(BudgetError, match="more than 3,000,000 microseconds of queries")
+    with too_much, open_export(str(export)) as opened:
         list(opened.rows(ENDLESS))
 
 
@@ -76,9 +69,7 @@ def test_a_signal_ends_a_query_with_what_its_handler_raises(export: Path) -> Non
 
 
 def test_reading_makes_no_file_beside_the_export_and_takes_no_lock(export: Path) -> None:
-    writer = sqlite3.connect(export)
-    writer.execute("PRAGMA journal_mode = WAL")
-    writer.close()
+    changed(export, "PRAGMA journal_mode = WAL")
     left = sorted(os.listdir(export.parent))
     locked = sqlite3.connect(export, isolation_level=None)
     locked.execute("PRAGMA journal_mode = DELETE")
@@ -100,14 +91,13 @@ def test_a_column_whose_name_is_no_text_is_told(export: Path) -> None:
 
 
 def test_types_of_events_with_one_number_are_read_all_the_same(export: Path) -> None:
-    connection = sqlite3.connect(export)
-    connection.execute("DROP TABLE IF EXISTS ENUM_NSYS_EVENT_TYPE")
-    connection.execute("CREATE TABLE ENUM_NSYS_EVENT_TYPE (id INTEGER, name TEXT)")
-    for name in ("NvtxMark", "NvtxPushPopRange", "NvtxStartEndRange"):
-        connection.execute("INSERT INTO ENUM_NSYS_EVENT_TYPE VALUES (59, ?)", (name,))
-    connection.commit()
-    connection.close()
-
+    rows = ", ".join(f"(59, '{name}')" for name in ("NvtxMark", "NvtxPushPopRange", "NvtxStartEndRange"))
+    table = "ENUM_NSYS_EVENT_TYPE"
+    changed(
+        export,
+        f"DROP TABLE IF EXISTS {table}",
+        f"CREATE TABLE {table} (id INTEGER, name TEXT)",
+        f"INSERT INTO {table} VALUES {rows}",
+    )
     (times,) = read_export(str(export), None, {})
-
     assert len(times) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,27 +15,13 @@ from hypothesis import strategies as st
 from crossrank.comm import MOST_RANKS
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import Launches, launches
+from crossrank.tools.traces.nsight import read as reading
 from crossrank.tools.traces.nsight.kernel_launches import innermost
 from crossrank.tools.traces.nsight.markers import Meaning, Ranges
 from crossrank.tools.traces.nsight.nccl import NO_PAYLOAD
-from crossrank.tools.traces.nsight.read import (
-    CAPTURED,
-    COPIES,
-    GRAPHS,
-    IN_GRAPH,
-    IN_NCCL,
-    IN_OLD,
-    IN_ORDER,
-    IN_OURS,
-    NO_KERNEL,
-    NO_LAUNCH,
-    NOT_EMITTED,
-    OUTSIDE,
-    read_export,
-)
 from crossrank.tools.traces.nsight.rows import LEFT_OUT, SIZELESS
 from crossrank.tools.traces.rank_trace import RankTrace
-from tests.unit.traces.nsight.exports import EPOCH, SCHEMAS, ExportFile, Process, read
+from tests.unit.traces.nsight.exports import EPOCH, SCHEMAS, ExportFile, Process, changed, read
 
 SEND_RECV_KERNEL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -65,19 +50,18 @@ def two_calls(process: Process, *, at: int = 0, thread: int = 1) -> None:
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_kernel_belongs_to_the_marker_that_its_launch_lies_in(tmp_path: Path, schema: str, registered: bool) -> None:
-    export = ExportFile(schema, registered=registered)
-    process = export.process(70)
+    process = ExportFile(schema, registered=registered).process(70)
     process.identity(1)
     process.group()
     two_calls(process)
     process.kernel(5000, 5100, 5200, name="void at::native::elementwise_kernel()")
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert rows(times) == [("all_reduce", "0", 1, 1, 1500, 1900), ("all_reduce", "0", 2, 2, 2500, 2900)]
     assert (times.rank, times.world_size, times.source, times.node) == (1, 2, "nsight", "host-a")
     assert times.groups[0].group.ranks == [0, 1]
     assert times.calls.called.tolist() == [EPOCH + 1000, EPOCH + 2000]
     assert times.calls.batch.tolist() == [-1, -1]
-    assert dict(times.attributed) == {IN_OURS: 2}
+    assert dict(times.attributed) == {reading.IN_OURS: 2}
     assert not times.unattributed
 
 
@@ -90,19 +74,11 @@ def test_processes_of_one_export_reuse_correlation_ids_and_stay_apart(tmp_path: 
     decoy = export.process(72)  # another program, with the same ids again and no marker
     for number in (1, 2):
         decoy.kernel(1000 * number + 50, 100 * number, 100 * number + 5)
-    first, second = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    first, second = reading.read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert [row[4:] for row in rows(first)] == [(1500, 1900), (2500, 2900)]
     assert [row[4:] for row in rows(second)] == [(1507, 1907), (2507, 2907)]
     assert (first.rank, second.rank) == (0, 1)
     assert first.notes == [f"{tmp_path}/a.sqlite: 2 communication kernels of 1 process(es) without any marker"]
-
-
-def test_two_processes_that_do_not_tell_their_rank_are_numbered(tmp_path: Path) -> None:
-    export = ExportFile()
-    for pid in (71, 70):
-        two_calls(export.process(pid))
-    found = read_export(str(export.write(tmp_path / "a.sqlite")), 5, {})
-    assert [times.rank for times in found] == [0, 1]
 
 
 def test_markers_of_other_threads_do_not_count(tmp_path: Path, process: Process) -> None:
@@ -136,7 +112,7 @@ def test_several_kernels_of_a_call_are_one_span(tmp_path: Path, process: Process
     process.kernel(1050, 1700, 2300)
     times = read(process, tmp_path)
     assert [row[4:] for row in rows(times)] == [(1500, 2300)]
-    assert dict(times.attributed) == {IN_OURS: 2}
+    assert dict(times.attributed) == {reading.IN_OURS: 2}
 
 
 def test_one_kernel_serves_the_calls_of_a_coalesced_launch(tmp_path: Path, process: Process) -> None:
@@ -164,17 +140,16 @@ def test_sends_and_receives_of_one_launch_are_the_larger_direction(tmp_path: Pat
 
 def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) -> None:
     for registered in (True, False):
-        export = ExportFile(registered=registered)
-        process = export.process(70)
+        process = ExportFile(registered=registered).process(70)
         for number in (1, 2, 3):
             text = {"name": "all_reduce", "message_size": 4096, "group_ranks": [0, 2], "timestamp": number}
             process.event(34, 1000 * number, None, json.dumps(text))
             process.kernel(1000 * number + 999, 1000 * number + 500, 1000 * number + 900)
-        (times,) = read_export(str(export.write(tmp_path / "rank_2.sqlite")), 2, {})
+        times = read(process, tmp_path, 2)
         assert rows(times) == [("all_reduce", "0,2", n, n - 1, 1000 * n + 500, 1000 * n + 900) for n in (1, 2, 3)]
         assert times.groups[0].group.ranks == [0, 2]
         assert launched(times).kinds[0].bytes == 4096
-        assert dict(times.attributed) == {IN_OLD: 3}
+        assert dict(times.attributed) == {reading.IN_OLD: 3}
 
 
 def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path, process: Process) -> None:
@@ -187,7 +162,7 @@ def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path, 
     process.copy(3060, 1, 9999)  # beside a kernel copies say nothing
     times = read(process, tmp_path)
     assert [row[4:] for row in rows(times)] == [(2000, 2700), (3500, 3900)]
-    assert dict(times.attributed) == {IN_OURS: 1, COPIES: 2}
+    assert dict(times.attributed) == {reading.IN_OURS: 1, reading.COPIES: 2}
 
 
 def test_launches_of_ncclS_own_thread_are_taken_in_order_where_numbers_agree(tmp_path: Path, process: Process) -> None:
@@ -200,8 +175,8 @@ def test_launches_of_ncclS_own_thread_are_taken_in_order_where_numbers_agree(tmp
     process.kernel(6005, 7000, 7100, thread=9, stream=21)
     times = read(process, tmp_path)
     assert [row[3:] for row in rows(times)] == [(1, 1500, 1900), (2, 2500, 2900), (3, 5100, 5200), (4, 0, 0)]
-    assert dict(times.attributed) == {IN_OURS: 1, IN_ORDER: 2}
-    assert dict(times.unattributed) == {NO_KERNEL: 1, OUTSIDE: 1}
+    assert dict(times.attributed) == {reading.IN_OURS: 1, reading.IN_ORDER: 2}
+    assert dict(times.unattributed) == {reading.NO_KERNEL: 1, reading.OUTSIDE: 1}
 
 
 def test_a_kernel_that_begins_before_its_call_is_not_taken_in_order(tmp_path: Path, process: Process) -> None:
@@ -210,7 +185,7 @@ def test_a_kernel_that_begins_before_its_call_is_not_taken_in_order(tmp_path: Pa
     process.marker(2000, 2010, 2)
     process.kernel(200, 500, 900, thread=9)
     times = read(process, tmp_path)
-    assert dict(times.unattributed) == {NO_KERNEL: 1, OUTSIDE: 1}
+    assert dict(times.unattributed) == {reading.NO_KERNEL: 1, reading.OUTSIDE: 1}
     assert times.unattributed_ns == 400
 
 
@@ -220,47 +195,42 @@ def test_graph_launches_are_told_and_attributed_where_the_nodes_are_known(tmp_pa
     for number in (1, 2):
         process.kernel(5000 * number, 5000 * number + 100, 5000 * number + 300, graph_node=42)
     times = read(process, tmp_path)
-    assert dict(times.unattributed) == {GRAPHS: 2, NO_KERNEL: 1}
+    assert dict(times.unattributed) == {reading.GRAPHS: 2, reading.NO_KERNEL: 1}
     assert times.unattributed_ns == 400
     process.graph_node(4050, 7)  # made within the marker; 42 is the node of the executable graph
     process.graph_node(4500, 42, original=7)
     times = read(process, tmp_path)
-    assert dict(times.attributed) == {IN_OURS: 2, IN_GRAPH: 2}
-    assert dict(times.unattributed) == {CAPTURED: 1}
+    assert dict(times.attributed) == {reading.IN_OURS: 2, reading.IN_GRAPH: 2}
+    assert dict(times.unattributed) == {reading.CAPTURED: 1}
     assert [times.calls.called[row] - EPOCH for row in (3, 4)] == [5000, 10000]
     assert (list(times.calls.number[-2:]), set(times.calls.batch)) == ([-1, -1], {-1})
     assert [row[3:] for row in rows(times)][3:] == [(3, 5100, 5300), (3, 10100, 10300)]
 
 
 def test_the_nodes_of_graphs_had_another_table_until_2023(tmp_path: Path) -> None:
-    export = ExportFile("3.0.0")
-    process = export.process(70)
+    process = ExportFile("3.0.0").process(70)
     process.marker(400, 410, 3)
     two_calls(process)
     process.kernel(5000, 5100, 5300, graph_node=7)
     process.kernel(6000, 6100, 6300, graph_node=7, launch=False)
     process.graph_node(405, 7)
-    path = export.write(tmp_path / "a.sqlite")
-    with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE CUDA_GRAPH_NODE_EVENTS RENAME TO CUDA_GRAPH_EVENTS")
-    connection.close()
-    (times,) = read_export(str(path), None, {})
-    assert dict(times.attributed) == {IN_OURS: 2, IN_GRAPH: 2}
+    path = process.export.write(tmp_path / "a.sqlite")
+    changed(path, "ALTER TABLE CUDA_GRAPH_NODE_EVENTS RENAME TO CUDA_GRAPH_EVENTS")
+    (times,) = reading.read_export(str(path), None, {})
+    assert dict(times.attributed) == {reading.IN_OURS: 2, reading.IN_GRAPH: 2}
     assert times.calls.called.tolist()[-2:] == [EPOCH + 5000, 0]
 
 
 def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> None:
-    plain, normalised = ExportFile(), ExportFile()
-    two_calls(plain.process(70))
-    two_calls(normalised.process(70))
-    for table in normalised.tables.values():
+    plain, normalised = ExportFile().process(70), ExportFile().process(70)
+    two_calls(plain)
+    two_calls(normalised)
+    for table in normalised.export.tables.values():
         for row in table:
             row |= {name: row[name] + EPOCH for name in ("start", "end") if row.get(name) is not None}
-    (relative,) = read_export(str(plain.write(tmp_path / "a.sqlite")), None, {})
-    (absolute,) = read_export(str(normalised.write(tmp_path / "b.sqlite")), None, {})
-    assert dict(absolute.attributed) == {IN_OURS: 2}
-    assert absolute.calls == relative.calls
-    assert absolute.notes == []
+    relative, absolute = read(plain, tmp_path), read(normalised, tmp_path)
+    assert dict(absolute.attributed) == {reading.IN_OURS: 2}
+    assert (absolute.calls, absolute.notes) == (relative.calls, [])
     for start, called in ((1 << 56, EPOCH + (1 << 56)), ((1 << 56) + 1, (1 << 56) + 1)):
         late = ExportFile().process(70)
         late.marker(start, start + 1, 1)
@@ -290,7 +260,7 @@ def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path, pr
     ]
     assert [kind.bytes for kind in launched(times).kinds] == [4096, 4096, 700]
     assert [member.peer for member in times.signatures[2].members] == [3, 1]
-    assert dict(times.attributed) == {IN_NCCL: 3}
+    assert dict(times.attributed) == {reading.IN_NCCL: 3}
 
 
 def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path, process: Process) -> None:
@@ -318,7 +288,7 @@ def test_kernels_without_launch_are_counted(tmp_path: Path, process: Process) ->
     two_calls(process)
     process.kernel(0, 0, 200, launch=False)
     times = read(process, tmp_path)
-    assert dict(times.unattributed) == {NO_LAUNCH: 1}
+    assert dict(times.unattributed) == {reading.NO_LAUNCH: 1}
 
 
 def old_marker(process: Process, at: int, **said: object) -> None:
@@ -334,7 +304,7 @@ def test_a_marker_without_extent_gets_its_own_kernel_and_not_what_follows(tmp_pa
     process.kernel(4100, 4500, 4900, graph_node=7)
     times = read(process, tmp_path, 0)
     assert [row[4:] for row in rows(times)] == [(1500, 1900)]
-    assert dict(times.unattributed) == {OUTSIDE: 2, GRAPHS: 1}
+    assert dict(times.unattributed) == {reading.OUTSIDE: 2, reading.GRAPHS: 1}
 
 
 def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_path: Path, process: Process) -> None:
@@ -358,7 +328,7 @@ def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path, proc
     process.kernel(1250, 2000, 2600, name="ncclDevKernel_ReduceScatter_Sum_f32_RING_LL()")
     times = read(process, tmp_path)
     assert [(row[0], row[3]) for row in rows(times) if row[4]] == [("reduce_scatter", 10)]
-    assert times.unattributed == {NO_KERNEL: 10}
+    assert times.unattributed == {reading.NO_KERNEL: 10}
     assert [kind.calls for kind in launched(times).kinds if kind.op == "reduce_scatter"] == [2]
 
 
@@ -369,12 +339,12 @@ def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Pat
     process.kernel(2050, 2500, 2900, name=SEND_RECV_KERNEL)
     times = read(process, tmp_path)
     assert [row[3] for row in rows(times)] == [1]
-    assert dict(times.attributed) == {IN_OURS: 1, NOT_EMITTED: 1}
+    assert dict(times.attributed) == {reading.IN_OURS: 1, reading.NOT_EMITTED: 1}
     assert not times.unattributed
     alone = ExportFile().process(70)
     alone.event(59, 2000, 2100, json.dumps({"op": "coalesced", "pg": "9"}))
     alone.kernel(2050, 2500, 2900, name=SEND_RECV_KERNEL)
-    assert dict(read(alone, tmp_path).attributed) == {NOT_EMITTED: 1}
+    assert dict(read(alone, tmp_path).attributed) == {reading.NOT_EMITTED: 1}
 
 
 def write_comms(path: Path, *records: Mapping[str, object], pid: int | None = None, **more: object) -> str:
@@ -399,7 +369,7 @@ def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(
         {"id": 2, "op": "all_reduce", "seq": 42, "step": 7},
         clock=clock,
     )
-    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    times = read(process, tmp_path, comms=comms)
     assert [row[2:4] for row in rows(times)] == [(41, 1), (42, 2)]
     assert times.calls.step.tolist() == [7, 7]
     assert times.calls.called.tolist() == [EPOCH + 1000, EPOCH + 2000]
@@ -414,7 +384,7 @@ def test_calls_of_a_batch_are_one_launch_whichever_of_them_has_a_marker(tmp_path
     process.kernel(1150, 2000, 2600, name=SEND_RECV_KERNEL)
     send, receive = ({"id": id, "op": op, "batch": 4, "bytes": 100} for id, op in ((4, "send"), (5, "recv")))
     comms = write_comms(tmp_path / "c", {"id": 3, "op": "send"}, send, receive, {"id": 6, "op": "send"})
-    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    times = read(process, tmp_path, comms=comms)
     assert [[member.op for member in one.members] for one in times.signatures] == [["send", "recv"]]
     assert (times.calls.id.tolist(), times.calls.ended.tolist()) == ([4], [EPOCH + 2600])
 
@@ -428,7 +398,7 @@ def test_one_record_of_a_hundred_may_say_something_else_than_its_marker(
         process.marker(10 * number, 10 * number + 5, number, bytes=1)
     records = ({"id": number, "op": "all_reduce", "seq": number + 1, "bytes": 1} for number in range(1, calls))
     comms = write_comms(tmp_path / "c", {"id": 0, "op": "all_reduce", "seq": 1, "bytes": 2}, *records)
-    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    times = read(process, tmp_path, comms=comms)
     assert times.numbered == is_used
 
 
@@ -441,7 +411,7 @@ def test_a_comms_file_of_another_run_is_not_believed(
     process.identity(0)
     two_calls(process)
     comms = write_comms(tmp_path / "rank-0.comms.jsonl", *({"id": n, "seq": n} | other for n in (1, 2)))
-    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    times = read(process, tmp_path, comms=comms)
     assert [row[:4] for row in rows(times)] == [("all_reduce", "0", 1, 1), ("all_reduce", "0", 2, 2)]
     assert launched(times).kinds[0].bytes == 4_000_000
     assert times.notes == [f"{comms}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
@@ -473,8 +443,8 @@ def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_on
         process.kernel(start + 50, start + 500, start + 900, name=SEND_RECV_KERNEL)
     times = read(process, tmp_path, 0)
     assert [(kind.op, kind.calls, kind.bytes) for kind in launched(times).kinds] == [("send/recv", 2, 100)]
-    assert dict(times.attributed) == {IN_NCCL: 1}
-    assert dict(times.unattributed) == {OUTSIDE: 1}
+    assert dict(times.attributed) == {reading.IN_NCCL: 1}
+    assert dict(times.unattributed) == {reading.OUTSIDE: 1}
 
 
 def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: Path, process: Process) -> None:
@@ -486,11 +456,11 @@ def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: 
 
 def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_numbered(tmp_path: Path) -> None:
     export = ExportFile()
-    for pid in (70, 71, 72, 73):
+    for pid in (72, 71, 70, 73):
         two_calls(export.process(pid))
     export.process(73).identity(0, 4)
     comms = {rank: write_comms(tmp_path / f"rank-{rank}", pid=pid) for rank, pid in ((1, 71), (9, 1 << 24 | 9))}
-    found = read_export(str(export.write(tmp_path / "a.sqlite")), 7, comms)
+    found = reading.read_export(str(export.write(tmp_path / "a.sqlite")), 7, comms)
     assert [(times.rank, times.world_size) for times in found] == [(2, None), (1, None), (3, None), (0, 4)]
     assert [note.partition(": ")[2] for note in found[0].notes] == [
         "2 process(es) do not tell their rank: they are numbered in the order of their ids"
@@ -509,8 +479,7 @@ def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path
     process.kernel(3005, 3500, 3900)
     process.event(59, 4000, 4010, json.dumps({"op": "all_gather", "pg": "1"}))
     process.kernel(4005, 4500, 4900, name="ncclDevKernel_AllGather_RING_LL()")
-    no_ids_to_look_up = {0: str(tmp_path / "not opened")}
-    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, no_ids_to_look_up)
+    times = read(process, tmp_path, comms=str(tmp_path / "not opened"))  # there are no ids to look up
     assert [(row[0], row[1], *row[3:]) for row in rows(times)] == [
         ("all_reduce", "0", 0, 0, 0),
         ("send/recv", "0", 1, 2000, 2600),
@@ -518,7 +487,7 @@ def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path
         ("all_gather", "1", 3, 4500, 4900),
     ]
     assert [one.bytes for one in times.signatures] == [900, 100, 4_000_000, 0]
-    assert dict(times.unattributed) == {NO_KERNEL: 1, LEFT_OUT: 1, SIZELESS: 1}
+    assert dict(times.unattributed) == {reading.NO_KERNEL: 1, LEFT_OUT: 1, SIZELESS: 1}
 
 
 def test_ncclS_ranges_serve_beside_a_comms_file_and_have_no_numbers(tmp_path: Path, process: Process) -> None:
@@ -528,13 +497,13 @@ def test_ncclS_ranges_serve_beside_a_comms_file_and_have_no_numbers(tmp_path: Pa
         process.nccl(start, start + 100, function, comm=0xABC, size=8)
         process.kernel(start + 50, start + 200, start + 300, name="ncclDevKernel_AllGather_RING_LL()")
     comms = write_comms(tmp_path / "c", *({"id": number, "op": "all_reduce", "seq": number} for number in (1, 3)))
-    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    times = read(process, tmp_path, comms=comms)
     assert [(one.id, one.seq, one.pg) for one in times.records()] == [(1, 1, "0"), (-1, -1, "nccl:abc")]
-    assert dict(times.attributed) == {IN_OURS: 1, IN_NCCL: 1}
+    assert dict(times.attributed) == {reading.IN_OURS: 1, reading.IN_NCCL: 1}
     assert times.unattributed_ns == 500
     assert dict(times.unattributed) == {
         f"markers whose id is not in {comms}": 1,
-        OUTSIDE: 2,
+        reading.OUTSIDE: 2,
         "the size of the communicator is not known: its creation was not captured": 1,
     }
 
