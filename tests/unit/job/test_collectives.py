@@ -24,6 +24,11 @@ def together(*ranks: Rank) -> JobTables:
     return match_collectives(Job.match([rank.times for rank in ranks]))
 
 
+def figures(found: JobTables, *names: str) -> list[tuple[Any, ...]]:
+    """These columns of every collective."""
+    return found.collectives.select(*names).rows()
+
+
 def waits_us(found: JobTables) -> dict[int, float]:
     return {
         int(rank): float(wait) / 1000
@@ -33,11 +38,9 @@ def waits_us(found: JobTables) -> dict[int, float]:
 
 def test_the_time_of_a_collective_is_from_the_last_arrival_and_the_rest_is_waiting() -> None:
     found = together(Rank(0).call(100, 500), Rank(1).call(400, 500))
-    assert found.collectives["time_ns"].to_list() == [100_000]
+    # 1 MB in 100 us; and 2 (n - 1) / n = 1 for two ranks.
+    assert figures(found, "time_ns", "last_rank", "algbw_gb_per_s", "busbw_gb_per_s") == [(100_000, 1, 10.0, 10.0)]
     assert waits_us(found) == {0: 300, 1: 0}
-    assert found.collectives["last_rank"].to_list() == [1]
-    assert found.collectives["algbw_gb_per_s"].to_list() == [10.0]  # 1 MB in 100 us
-    assert found.collectives["busbw_gb_per_s"].to_list() == [10.0]  # 2 (n - 1) / n = 1 for two ranks
 
 
 @pytest.mark.parametrize(
@@ -55,39 +58,30 @@ def test_the_time_of_a_collective_is_from_the_last_arrival_and_the_rest_is_waiti
 )
 def test_bus_bandwidth_has_the_factors_of_nccl_tests(op: str, factor: float) -> None:
     found = together(*(Rank(rank, 4).call(100, 200, op) for rank in range(4)))
-    assert found.collectives["algbw_gb_per_s"].to_list() == [10.0]
-    assert found.collectives["busbw_gb_per_s"].to_list() == [pytest.approx(10.0 * factor)]
+    assert figures(found, "algbw_gb_per_s", "busbw_gb_per_s") == [(10.0, pytest.approx(10.0 * factor))]
 
 
 def test_a_barrier_and_a_group_of_one_have_a_time_and_no_bandwidth() -> None:
     barrier = together(*(Rank(rank).call(100, 200, "barrier", bytes=0) for rank in range(2)))
-    alone = together(Rank(0, 1).call(100, 200))
-    for found in (barrier, alone):
-        assert found.collectives["time_ns"].to_list() == [100_000]
-        assert found.collectives["busbw_gb_per_s"].is_null().all()
+    for found in (barrier, together(Rank(0, 1).call(100, 200))):
+        assert figures(found, "time_ns", "busbw_gb_per_s") == [(100_000, None)]
 
 
 def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> None:
     # Rank 0 keeps 10 rows, sends 30 to rank 1 and gets 5; a row is 1000 floats.
     ranks = []
     for rank, sent, got in ((0, [10, 30], [10, 5]), (1, [5, 20], [30, 20])):
-        shapes: Any = {"inputs": [[sum(sent), 1000]], "outputs": [[sum(got), 1000]]}
-        one = Rank(rank).call(
-            100, 200, "all_to_all", dtype="float32", in_split=sent, out_split=got, bytes=4000 * sum(sent), **shapes
-        )
-        ranks.append(one)
+        facts: dict[str, Any] = {"dtype": "float32", "in_split": sent, "out_split": got, "bytes": 4000 * sum(sent)}
+        facts |= {"inputs": [[sum(sent), 1000]], "outputs": [[sum(got), 1000]]}
+        ranks.append(Rank(rank).call(100, 200, "all_to_all", **facts))
+    # Rank 1 receives 50 rows, and 30 cross.
     found = together(*ranks)
-    assert found.collectives["bytes"].to_list() == [200_000]  # rank 1 receives 50 rows
-    assert found.collectives["exchanged"].to_list() == [120_000]  # 30 rows cross
-    assert found.collectives["busbw_gb_per_s"].to_list() == [1.2]
+    assert figures(found, "bytes", "exchanged", "busbw_gb_per_s") == [(200_000, 120_000, 1.2)]
     kept = [
         Rank(rank).call(100, 200, "all_to_all", dtype="int8", in_split=split, inputs=[[8]], bytes=8)
         for rank, split in enumerate(([8, 0], [0, 8]))
     ]
-    assert (
-        together(*kept).collectives["algbw_gb_per_s"].to_list(),
-        together(*kept).collectives["busbw_gb_per_s"].is_null().to_list(),
-    ) == ([8e-5], [True])
+    assert figures(together(*kept), "algbw_gb_per_s", "busbw_gb_per_s") == [(8e-5, None)]
 
 
 def test_a_broadcast_ends_when_the_last_rank_has_it_and_needs_clocks() -> None:
@@ -95,46 +89,31 @@ def test_a_broadcast_ends_when_the_last_rank_has_it_and_needs_clocks() -> None:
     found = together(Rank(0).call(100, 150, "broadcast", root=0), Rank(1).call(400, 500, "broadcast", root=0))
     assert found.collectives["time_ns"].to_list() == [100_000]
     assert waits_us(found) == {0: 50, 1: 0}
-    only_durations = together(
-        Rank(0, placed=False).call(1, 51, "broadcast"), Rank(1, placed=False).call(1, 101, "broadcast")
-    )
-    assert only_durations.collectives["time_ns"].to_list() == [100_000]
-    assert only_durations.collectives["is_upper_bound"].to_list() == [True]
+    durations = [Rank(rank, placed=False).call(1, end, "broadcast") for rank, end in ((0, 51), (1, 101))]
+    assert figures(together(*durations), "time_ns", "is_upper_bound") == [(100_000, True)]
 
 
 def test_durations_alone_give_the_time_of_what_releases_all_ranks() -> None:
     found = together(Rank(0, placed=False).call(900, 1300), Rank(1, placed=False).call(7, 107))
-    assert found.collectives["time_ns"].to_list() == [100_000]
+    assert figures(found, "time_ns", "last_rank", "is_upper_bound") == [(100_000, 1, False)]
     assert waits_us(found) == {0: 300, 1: 0}
-    assert found.collectives["last_rank"].to_list() == [1]
-    assert found.collectives["is_upper_bound"].to_list() == [False]
 
 
 def test_a_send_is_matched_with_its_receive() -> None:
     sender = Rank(0).call(100, 500, "send", peer=1, bytes=400_000)
     found = together(sender, Rank(1).call(300, 500, "recv", peer=0, bytes=400_000))
-    assert found.collectives["time_ns"].to_list() == [200_000]
-    assert found.collectives["algbw_gb_per_s"].to_list() == [2.0]
+    assert figures(found, "time_ns", "algbw_gb_per_s") == [(200_000, 2.0)]
     assert waits_us(found) == {0: 200, 1: 0}
 
 
 def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
-    times = RankTrace(rank=0, path="a", source="kineto", clock="a", world_size=2)
-    builder = TraceBuilder(times, [Group(pg="0", size=2, ranks=[0, 1])])
-    common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 1, "peer": 1}
-    send = CommRecord(id=1, op="send", bytes=100_000, **common)
-    records = [send, CommRecord(id=2, op="recv", bytes=300_000, **common)]
-    for record in records:
-        builder.add(record, called=500, began=1000, ended=101_000)
-    found = match_collectives(Job.match([times]))
+    rank = Rank(0)
+    for op, size in (("send", 100_000), ("recv", 300_000)):
+        rank.call(1, 101, op, bytes=size, batch=1, peer=1)
+    found = together(rank)
     assert found.kinds[0].label == "send/recv, batched"
-    assert found.collectives["time_ns"].to_list() == [100_000]
-    assert found.collectives["busbw_gb_per_s"].to_list() == [3.0]
-    assert (
-        found.collectives["is_upper_bound"].to_list(),
-        found.collectives["ranks"].to_list(),
-        found.collectives["expected"].to_list(),
-    ) == ([True], [1], [1])
+    names = ("time_ns", "busbw_gb_per_s", "is_upper_bound", "ranks", "expected")
+    assert figures(found, *names) == [(100_000, 3.0, True, 1, 1)]
 
 
 @pytest.mark.parametrize(("shares", "time_ns"), [(True, 60_000), (False, 20_000)])
@@ -153,12 +132,7 @@ def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bou
     assert [one.label for one in match_collectives(job).kinds] == ["send/recv, batched"]
     found = match_collectives(job, batches_apart=True)
     assert [found.kinds[kind].ends for kind in found.collectives["kind"]] == [(0, 1), (1, 0)]
-    assert (
-        found.collectives["ranks"].to_list(),
-        found.collectives["expected"].to_list(),
-        found.collectives["time_ns"].to_list(),
-    ) == ([2, 2], [2, 2], [time_ns] * 2)
-    assert found.collectives["is_upper_bound"].to_list() == [shares] * 2
+    assert figures(found, "ranks", "expected", "time_ns", "is_upper_bound") == [(2, 2, time_ns, shares)] * 2
     assert found.about(found.calls, "together")["together"].to_list() == [2 if shares else 1] * 4
     assert found.calls["waiting_ns"].is_not_null().to_list() == [not shares] * 4
     for one in traces:
@@ -169,13 +143,22 @@ def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bou
 
 def test_what_not_all_members_show_is_a_bound() -> None:
     found = together(Rank(0, 3).call(100, 500), Rank(2, 3).call(300, 500))
-    assert found.collectives["time_ns"].to_list() == [200_000]
-    assert found.collectives["is_upper_bound"].to_list() == [True]
-    assert (found.collectives["ranks"].to_list(), found.collectives["expected"].to_list()) == ([2], [3])
+    assert figures(found, "time_ns", "is_upper_bound", "ranks", "expected") == [(200_000, True, 2, 3)]
 
 
-def test_ranks_that_call_different_operations_are_not_compared() -> None:
-    found = together(Rank(0).call(100, 500).call(600, 700), Rank(1).call(400, 500, "broadcast").call(650, 700))
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"op": "broadcast"}),
+        ({"bytes": 8}, {"bytes": 16}),
+        ({"op": "broadcast", "root": 0}, {"op": "broadcast", "root": 1}),
+    ],
+    ids=["operations", "sizes", "roots"],
+)
+def test_calls_that_differ_in_what_all_have_in_common_are_not_compared(
+    first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    found = together(Rank(0).call(100, 500, **first).call(600, 700), Rank(1).call(400, 500, **second).call(650, 700))
     assert found.unmatched == {DISAGREE: 2}
     assert sorted(found.collectives["time_ns"].to_list()) == [50_000, 100_000, 400_000]
 
@@ -186,29 +169,19 @@ def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> Non
     ranks = [Rank(rank, numbered=False).call(0.5, 0.9, pg="like") for rank in range(2)]
     late = together(ranks[0].call(1, 9).call(100, 500), ranks[1].call(400, 500))
     assert late.unmatched == {UNLIKE_COUNTS: 3}
-    assert (late.collectives["ranks"].to_list(), late.collectives["is_upper_bound"].to_list()) == (
-        [1, 1, 1, 2],
-        [True] * 4,
-    )
+    assert figures(late, "ranks", "is_upper_bound") == [(ranks, True) for ranks in (1, 1, 1, 2)]
 
 
 def test_an_all_to_all_in_which_ranks_exchange_nothing_releases_them_apart() -> None:
     # 0 and 1 exchange 1 GB in 20 ms, 2 and 3 a kilobyte in 20 us.
     ranks = []
     for rank in range(4):
-        other = rank ^ 1
-        split = [0, 0, 0, 0]
-        split[other] = 250_000_000 if rank < 2 else 250
-        shapes: Any = {"inputs": [[sum(split)]], "outputs": [[sum(split)]]}
-        end = 20_100 if rank < 2 else 120
-        ranks.append(
-            Rank(rank, 4).call(
-                100, end, "all_to_all", dtype="float32", in_split=split, out_split=split, bytes=4 * sum(split), **shapes
-            )
-        )
+        size, end = (250_000_000, 20_100) if rank < 2 else (250, 120)
+        split = [size if other == rank ^ 1 else 0 for other in range(4)]
+        facts: dict[str, Any] = {"dtype": "float32", "in_split": split, "out_split": split, "bytes": 4 * size}
+        ranks.append(Rank(rank, 4).call(100, end, "all_to_all", inputs=[[size]], outputs=[[size]], **facts))
     found = together(*ranks)
-    assert found.collectives["time_ns"].to_list() == [20_000_000]
-    assert found.collectives["busbw_gb_per_s"].to_list() == [50.0]
+    assert figures(found, "time_ns", "busbw_gb_per_s") == [(20_000_000, 50.0)]
     assert waits_us(found) == {0: 0, 1: 0, 2: 0, 3: 0}
     assert found.clocks.residual_us is None
 
@@ -240,13 +213,6 @@ def test_a_clock_that_takes_a_shift_of_counted_numbers_is_reported(later: int, u
     assert together(*ranks).unmatched == unmatched
 
 
-def test_sizes_and_roots_that_differ_are_a_matter_for_the_diagnosis() -> None:
-    found = together(Rank(0).call(100, 200, bytes=8), Rank(1).call(100, 200, bytes=16))
-    assert found.unmatched == {DISAGREE: 2}
-    found = together(Rank(0).call(100, 200, "broadcast", root=0), Rank(1).call(100, 200, "broadcast", root=1))
-    assert found.unmatched == {DISAGREE: 2}
-
-
 def test_a_group_that_was_made_anew_under_its_old_name_is_reported() -> None:
     ranks = [Rank(rank).call(100, 200).call(9000, 9100, number=1) for rank in range(2)]
     found = together(*ranks)
@@ -256,9 +222,8 @@ def test_a_group_that_was_made_anew_under_its_old_name_is_reported() -> None:
 
 def test_ends_that_do_not_come_after_begins_are_no_times() -> None:
     found = together(Rank(0).call(500, 400), Rank(1).call(300, 400))
-    assert found.collectives["ranks"].to_list() == [1]
     assert list(found.unmatched.values()) == [1]
-    assert found.collectives["is_upper_bound"].to_list() == [True]
+    assert figures(found, "ranks", "is_upper_bound") == [(1, True)]
 
 
 def test_a_collective_without_times_has_no_time_and_nobody_came_last() -> None:
@@ -268,33 +233,21 @@ def test_a_collective_without_times_has_no_time_and_nobody_came_last() -> None:
 
 
 def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
-    ranks = [Rank(rank) for rank in range(2)]
-    for rank in ranks:
-        rank.call(100, 200, pg="7")
-    found = together(*ranks)
+    found = together(*(Rank(rank).call(100, 200, pg="7") for rank in range(2)))
     assert [group.guessed for group in found.job.groups if group.name == "7"] == [True]
     assert found.collectives["is_upper_bound"].to_list() == [True]
     world = [Rank(rank, 8).call(100, 200) for rank in range(2)]
     for rank in world:
         rank.times.groups[0] = RankGroup(Group(pg="0", size=0))
     found = together(*world)
-    assert (
-        found.job.groups[0].size,
-        found.collectives["expected"].to_list(),
-        found.collectives["is_upper_bound"].to_list(),
-    ) == (8, [8], [True])
+    assert (found.job.groups[0].size, figures(found, "expected", "is_upper_bound")) == (8, [(8, True)])
 
 
 def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
-    times = RankTrace(rank=0, path="a", source="nsight", clock="a", world_size=1)
-    builder = TraceBuilder(times, [Group(pg="0", size=1, ranks=[0])])
-    common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 4}
-    records = [CommRecord(id=number, op="all_gather", bytes=1000, **common) for number in (4, 6)]
-    for record in records:
-        builder.add(record, called=500, began=1000, ended=2000)
-    found = match_collectives(Job.match([times]))
-    assert found.collectives["time_ns"].to_list() == [1000]
-    assert found.collectives["algbw_gb_per_s"].is_null().all()
+    rank = Rank(0, 1)
+    for number in (4, 6):
+        rank.call(1, 2, "all_gather", id=number, batch=4, bytes=1000)
+    assert figures(together(rank), "time_ns", "algbw_gb_per_s") == [(1000, None)]
 
 
 @pytest.mark.parametrize(
@@ -335,25 +288,18 @@ def test_clocks_are_brought_together_by_the_ends_of_collectives() -> None:
 def test_clocks_without_a_common_collective_are_reported_and_not_compared() -> None:
     found = together(Rank(0, host="a").call(100, 200, "broadcast"), Rank(1, host="b").call(150, 290, "broadcast"))
     assert found.clocks.unaligned == ["b"]
-    assert found.collectives["time_ns"].to_list() == [140_000]
-    assert found.collectives["is_upper_bound"].to_list() == [True]
+    assert figures(found, "time_ns", "is_upper_bound") == [(140_000, True)]
 
 
 def test_a_clock_that_shares_few_collectives_does_not_pull_the_others() -> None:
     """C shares 12 late collectives with A, and many with B, which shares many with A."""
     a, b, c = Rank(0, 3, host="a"), Rank(1, 3, host="b"), Rank(2, 3, host="c")
-    for number in range(1, 31):
-        a.call(1000 * number + 100, 1000 * number + 200, number=number)
-        b.call(1000 * number + 100, 1000 * number + 200, number=number)
-    for number in range(40, 80):
-        b.call(1000 * number + 100, 1000 * number + 200, number=number)
-        c.call(1000 * number + 100, 1000 * number + 200, number=number)
-    for number in range(100, 112):
-        a.call(1000 * number + 100, 1000 * number + 200, number=number)
-        c.call(1000 * number + 5100, 1000 * number + 5200, number=number)
+    for one, other, numbers, late in ((a, b, range(1, 31), 0), (b, c, range(40, 80), 0), (a, c, range(100, 112), 5000)):
+        for number in numbers:
+            one.call(1000 * number + 100, 1000 * number + 200, number=number)
+            other.call(1000 * number + 100 + late, 1000 * number + 200 + late, number=number)
     found = together(a, b, c)
-    assert found.shift == {0: 0, 1: 0, 2: 0}
-    assert found.clocks.weak == {}
+    assert (found.shift, found.clocks.weak) == ({0: 0, 1: 0, 2: 0}, {})
 
 
 @pytest.mark.parametrize(("took", "bound"), [(150, True), (250, False)])
@@ -422,13 +368,8 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
     assert (result.calls, result.timed_calls, result.collectives, result.total_ms) == (10, 9, 5, 1.2)
     big, half, small = result.rows
     assert (half["collectives"], half["calls"], half["upper_bounds"], half["kernel_us"]["p50"]) == (1, 1, 1, 400.0)
-    assert (big["op"], big["pg"], big["ranks"], big["size_from"], big["size_to"]) == (
-        "all_reduce",
-        "0",
-        2,
-        262145,
-        1048576,
-    )
+    about = {"op": "all_reduce", "pg": "0", "ranks": 2, "size_from": 262145, "size_to": 1048576}
+    assert about.items() <= big.items()
     assert (big["collectives"], big["calls"], big["bytes"]) == (3, 6, 3_000_000)
     assert big["time_us"] == {"p50": 200.0, "p95": 380.0, "max": 400.0, "total": 700.0}
     assert big["busbw_gb_per_s"] == {"p5": 2.75, "p50": 5.0, "p95": 9.5, "max": 10.0}
