@@ -48,10 +48,10 @@ def write_moments(job: SimulatedJob, folder: Path, moments: dict[int, Moment]) -
         if moment.timed_out and entries:
             entries[-1]["retired"] = True
         last = entries[-1]["time_created_ns"] if entries else job.first_ns
-        said: dict[str, Any] = {
-            "rank": rank,
-            "world_size": moment.world_size or job.world_size,
-            "host": moment.host,
+        raised = {"thread": moment.thread, "error": moment.error, "causes": list(moment.causes)}
+        raised["frames"] = _frames(moment.traceback)
+        about = {"rank": rank, "world_size": moment.world_size or job.world_size, "host": moment.host}
+        said: dict[str, Any] = about | {
             "reason": moment.reason,
             "error": moment.error,
             "time_ns": last + int(moment.after * SECOND),
@@ -59,7 +59,7 @@ def write_moments(job: SimulatedJob, folder: Path, moments: dict[int, Moment]) -
             "groups": job.described(rank),
             "calls": [_record(entry, moment.source) for entry in entries] if moment.source else [],
             "stacks": [{"thread": thread, "frames": _frames(frames)} for thread, frames in moment.stacks],
-            "exceptions": [_raised(moment)] if moment.error else [],
+            "exceptions": [raised] if moment.error else [],
         }
         content = json.loads(as_json(dump)) | {"crossrank": said}
         (folder / f"rank-{rank}.flight.json").write_text(json.dumps(content))
@@ -67,26 +67,9 @@ def write_moments(job: SimulatedJob, folder: Path, moments: dict[int, Moment]) -
 
 def _record(entry: dict[str, Any], source: str) -> dict[str, Any]:
     op = entry["profiling_name"].partition(":")[2]
-    return {
-        "id": entry["record_id"],
-        "op": op,
-        "c10d": op,
-        "api": op,
-        "pg": entry["process_group"][0],
-        "bytes": 4,
-        "t": entry["time_created_ns"],
-        "seq": entry["collective_seq_id"],
-        "source": source,
-    }
-
-
-def _raised(moment: Moment) -> dict[str, Any]:
-    return {
-        "thread": moment.thread,
-        "error": moment.error,
-        "causes": list(moment.causes),
-        "frames": _frames(moment.traceback),
-    }
+    names = {"op": op, "c10d": op, "api": op, "pg": entry["process_group"][0], "source": source}
+    numbers = {"id": entry["record_id"], "t": entry["time_created_ns"], "seq": entry["collective_seq_id"], "bytes": 4}
+    return numbers | names
 
 
 def _frames(frames: tuple[tuple[str, str, int], ...]) -> list[dict[str, Any]]:

@@ -19,10 +19,9 @@ from tests.unit.analysis.diagnosis.simulated_jobs import (
     Groups,
     Programs,
     Recv,
-    Send,
     SimulatedJob,
 )
-from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, roots
+from tests.unit.analysis.diagnosis.verdicts import diagnose_job, diagnosis_of, roots
 
 GROUPS: Groups = {"0": ("default_pg", [0, 1, 2]), "7": ("pair", [0, 2])}
 START = 1_795_000_000_000_000_000
@@ -45,15 +44,8 @@ def write_comms(
     `until` is up to when it lacks nothing, in seconds after the start; `reason` is why it ended, if it did.
     """
     folder.mkdir(exist_ok=True)
-    header: dict[str, Any] = {
-        "schema": "crossrank-comms 1",
-        "rank": rank,
-        "world_size": len(groups["0"][1]),
-        "host": "h",
-        "node": "n",
-    }
-    header["config"] = {"emit": emit}
-    lines: list[Any] = [{"header": header | {"clock": {"t": 0, "wall": START}}}]
+    header = {"schema": "crossrank-comms 1", "rank": rank, "world_size": len(groups["0"][1]), "host": "h", "node": "n"}
+    lines: list[Any] = [{"header": header | {"config": {"emit": emit}, "clock": {"t": 0, "wall": START}}}]
     for name, (desc, ranks) in groups.items():
         if rank in ranks:
             lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": backend}})
@@ -79,10 +71,7 @@ def p2p(op: str, peer: int, seq: int, api: str | None = None) -> dict[str, Any]:
 
 def test_members_of_a_group_come_from_the_comms_files(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0"), Collective("7")], [Collective("0")], [Collective("0"), CpuStall()]]
-    job = SimulatedJob(programs, GROUPS, backend="gloo")
-    job.run()
-    job.write(tmp_path)
-    before = diagnosis_of(tmp_path)
+    before = diagnose_job(SimulatedJob(programs, GROUPS, backend="gloo"), tmp_path)
     for rank in range(3):
         write_comms(tmp_path, rank, [all_reduce(1)])
 
@@ -94,15 +83,8 @@ def test_members_of_a_group_come_from_the_comms_files(tmp_path: Path) -> None:
 
 
 def test_sends_and_receives_of_gloo_come_from_the_comms_files(tmp_path: Path) -> None:
-    programs: Programs = [
-        [Collective("0"), Recv("0", 2)],
-        [Collective("0"), Send("0", 0), Collective("0")],
-        [Collective("0"), Collective("0")],
-    ]
-    programs[1] = [Collective("0"), Collective("0")]
-    job = SimulatedJob(programs, GROUPS, backend="gloo")
-    job.run()
-    job.write(tmp_path)
+    programs: Programs = [[Collective("0"), Recv("0", 2)], *[[Collective("0"), Collective("0")]] * 2]
+    diagnose_job(SimulatedJob(programs, GROUPS, backend="gloo"), tmp_path)
     write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 2, 1)])
     for rank in (1, 2):
         write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)])
@@ -194,30 +176,13 @@ def test_a_dump_learns_the_roots_and_reductions_of_its_calls(last: str, noted: s
     job.run()
     for rank in range(3):
         # torch has counted one call more, from before the recording began.
-        calls = [
-            {
-                "id": seq,
-                "op": op,
-                "c10d": f"{op}_",
-                "pg": "0",
-                "bytes": 32,
-                "seq": seq,
-                "source": "train.py:7",
-            }
-            | {
-                "root": 1 if (rank, seq) == (2, 2) else 0,
-                "t": job.dump(rank)["entries"][seq]["time_created_ns"] - START,
-            }
-            for seq, op in ((1, "broadcast"), (2, "broadcast"), (3, last))
-        ]
-        moment = {
-            "rank": rank,
-            "world_size": 3,
-            "time_ns": START + 10**12,
-            "clock": {"t": 0, "wall": START},
-            "groups": [{"pg": "0", "size": 3, "ranks": [0, 1, 2], "desc": "default_pg"}],
-            "calls": calls,
-        }
+        calls = []
+        for seq, op in ((1, "broadcast"), (2, "broadcast"), (3, last)):
+            call = {"id": seq, "op": op, "c10d": f"{op}_", "pg": "0", "bytes": 32, "seq": seq, "source": "train.py:7"}
+            at = job.dump(rank)["entries"][seq]["time_created_ns"] - START
+            calls.append(call | {"root": 1 if (rank, seq) == (2, 2) else 0, "t": at})
+        moment = {"rank": rank, "world_size": 3, "time_ns": START + 10**12, "clock": {"t": 0, "wall": START}}
+        moment |= {"groups": [{"pg": "0", "size": 3, "ranks": [0, 1, 2], "desc": "default_pg"}], "calls": calls}
         dump = json.dumps(job.dump(rank, frames=False) | {"crossrank": moment})
         (tmp_path / f"rank-{rank}.flight.json").write_text(dump)
 
@@ -255,18 +220,23 @@ def test_a_barrier_that_torch_does_not_record_comes_from_the_comms_files(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("until", "suspects"),
+    ("until", "end", "suspects"),
     [
-        pytest.param((1.1, 1.2, 0.9), [], id="the last call may not have reached the disk"),
-        pytest.param((31.0, 31.1, 30.9), [2], id="all stand still"),
-        pytest.param((31.0, 31.1, 0.5), [2], id="one has died"),
+        pytest.param((1.1, 1.2, 0.9), {}, [], id="the last call may not have reached the disk"),
+        pytest.param((31.0, 31.1, 30.9), {}, [2], id="all stand still"),
+        pytest.param((31.0, 31.1, 0.5), {}, [2], id="one has died"),
+        *(
+            pytest.param((until,) * 3, {"ended": True, "reason": reason}, suspects, id=f"{reason} {what}")
+            for reason in ("SIGTERM", "SIGINT")
+            for until, suspects, what in ((1.5, [], "while it trained"), (60.0, [2], "in a hang"))
+        ),
     ],
 )
 def test_the_moment_of_comms_files_tells_a_hang_from_a_job_that_trains(
-    until: tuple[float, ...], suspects: list[int], tmp_path: Path
+    until: tuple[float, ...], end: dict[str, Any], suspects: list[int], tmp_path: Path
 ) -> None:
     for rank in range(3):
-        write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2], until=until[rank])
+        write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2], until=until[rank], **end)
 
     found = diagnosis_of(tmp_path)
 
@@ -281,20 +251,6 @@ def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_han
         write_comms(tmp_path, rank, [], until=600)
 
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
-
-
-@pytest.mark.parametrize("reason", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize(("until", "suspects"), [(1.5, []), (60.0, [2])])
-def test_comms_files_of_a_cancelled_job_tell_a_hang_from_training(
-    reason: str, until: float, suspects: list[int], tmp_path: Path
-) -> None:
-    for rank in range(3):
-        records = [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2]
-        write_comms(tmp_path, rank, records, until=until, ended=True, reason=reason)
-
-    found = diagnosis_of(tmp_path)
-
-    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
 
 
 @pytest.mark.parametrize(("until", "suspects"), [(3.5, []), (60.0, [2])])

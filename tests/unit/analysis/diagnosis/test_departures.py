@@ -9,7 +9,7 @@ import pytest
 from crossrank.tools.output.diagnosis.verdict import next_step
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Groups, Programs, SimulatedJob
-from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, roots
+from tests.unit.analysis.diagnosis.verdicts import diagnose_moments, diagnosis_of, roots
 
 WORLD: Groups = {"0": ("default_pg", [0, 1, 2, 3])}
 RAISED = "ValueError: token id 50257 is out of range"
@@ -29,11 +29,9 @@ def test_a_rank_that_left_before_the_others_made_their_call_is_the_culprit(
     error: str | None, backend: str, tmp_path: Path
 ) -> None:
     job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend=backend)
-    write_moments(
+    found = diagnose_moments(
         job, tmp_path, {0: Moment(), 1: Moment(), 2: Moment(reason="exit", after=0, error=error), 3: Moment()}
     )
-
-    found = diagnosis_of(tmp_path)
 
     assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
     assert found.findings[0].text == f"rank 2 left the job ({error or 'exit'}) without making this call"
@@ -47,9 +45,7 @@ def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_sho
         programs[rank][-1] = Collective("0", op, ((64,),))
     victim = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
     moments = {0: victim, 1: victim, 2: Moment(reason="exit", after=0, error=RAISED), 3: victim}
-    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
-    found = diagnosis_of(tmp_path)
+    found = diagnose_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
 
     assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
     assert next_step(found.findings[0]) == "read the log of rank 2: its exception is the cause"
@@ -58,9 +54,9 @@ def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_sho
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "window", "disable"])
 def test_ranks_that_are_dumped_together_in_the_middle_of_a_step_are_healthy(reason: str, tmp_path: Path) -> None:
     moment = Moment(reason=reason, after=0.005)
-    write_moments(SimulatedJob(training_that_rank_2_leaves(), WORLD), tmp_path, dict.fromkeys(range(4), moment))
-
-    found = diagnosis_of(tmp_path)
+    found = diagnose_moments(
+        SimulatedJob(training_that_rank_2_leaves(), WORLD), tmp_path, dict.fromkeys(range(4), moment)
+    )
 
     assert found.verdict == "ok"
     assert [(one.kind, one.waiting_ranks) for one in found.advisory] == [("in_progress", [0, 1, 3])]
@@ -81,9 +77,7 @@ def test_a_rank_that_raised_is_not_said_to_wait(tmp_path: Path) -> None:
     programs: Programs = [[STEP, STEP], [STEP], [STEP], [STEP]]
     killed = Moment(reason="SIGTERM", after=0.01)
     moments = dict.fromkeys((1, 2, 3), killed) | {0: Moment(reason="exit", after=0, error=RAISED)}
-    write_moments(SimulatedJob(programs, WORLD), tmp_path, moments)
-
-    found = diagnosis_of(tmp_path)
+    found = diagnose_moments(SimulatedJob(programs, WORLD), tmp_path, moments)
 
     assert [(finding.kind, finding.culprit_ranks, finding.text) for finding in found.findings] == [
         ("raised", [0], f"rank 0: {RAISED}")
@@ -92,9 +86,7 @@ def test_a_rank_that_raised_is_not_said_to_wait(tmp_path: Path) -> None:
 
 def test_a_job_in_which_communication_failed_is_not_healthy_even_if_no_call_shows_it(tmp_path: Path) -> None:
     moments = dict.fromkeys(range(4), Moment(reason="exit", after=0.1, error=CLOSED))
-    write_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
-
-    found = diagnosis_of(tmp_path)
+    found = diagnose_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
 
     assert (found.verdict, found.suspect_ranks) == ("error", [])
     assert [(finding.kind, finding.waiting_ranks) for finding in found.findings] == [("raised", [0, 1, 2, 3])]
@@ -191,9 +183,7 @@ FAILS_UNSEEN: Programs = [LEAVES[0], LEAVES[1][:-1], *LEAVES[2:]]
 def test_the_rank_that_the_others_wait_for_is_accused_and_no_victim(
     backend: str, programs: Programs, moments: dict[int, Moment], suspects: list[int] | None, tmp_path: Path
 ) -> None:
-    write_moments(SimulatedJob(programs, WORLD, backend=backend), tmp_path, moments)
-
-    found = diagnosis_of(tmp_path)
+    found = diagnose_moments(SimulatedJob(programs, WORLD, backend=backend), tmp_path, moments)
 
     assert (found.verdict == "ok", found.suspect_ranks) == (suspects is None, suspects or [])
 
@@ -207,9 +197,7 @@ def test_ranks_that_were_ended_just_after_another_one_was_aborted_are_not_accuse
     job = SimulatedJob(programs, {"0": ("default_pg", list(range(5)))})
     ended, failed = Moment(reason="SIGTERM", after=0.4), Moment(reason="SIGTERM", after=0.4, error=CLOSED)
     aborted = Moment(reason="SIGABRT", after=0.1)
-    write_moments(job, tmp_path, {0: ended, 1: failed, 2: aborted, 3: failed, 4: ended})
-
-    found = diagnosis_of(tmp_path)
+    found = diagnose_moments(job, tmp_path, {0: ended, 1: failed, 2: aborted, 3: failed, 4: ended})
 
     assert "size_mismatch" in {one.kind for one in found.findings}
     assert not {0, 1, 3, 4}.intersection(found.suspect_ranks)

@@ -270,14 +270,10 @@ def test_what_is_found_in_a_job_with_a_fault(left: Left, expected: str, tmp_path
 def test_a_rank_that_stopped_is_missing_and_what_waits_for_it_elsewhere_is_a_consequence(
     how: dict[str, Any], dumped: dict[str, Any], tmp_path: Path
 ) -> None:
-    programs, groups = training(world=4, steps=3)
-    programs[2].insert(4, CpuStall())
-
-    found = diagnose_job(SimulatedJob(programs, groups, **how), tmp_path, **dumped)
+    found = job(training(world=4, steps=3), (2, 4, CpuStall()), dumped=dumped, **how)(tmp_path)
 
     assert (found.verdict, found.suspect_ranks) == ("error", [2])
-    assert len(found.findings) == 1
-    assert found.findings[0].kind == "missing_rank"
+    assert [one.kind for one in found.findings] == ["missing_rank"]
     assert all(consequence.because_of == 0 for consequence in found.consequences)
 
 
@@ -303,19 +299,15 @@ def test_a_call_that_some_ranks_have_seen_the_end_of_is_under_way_and_no_fault(e
     assert {finding.kind for finding in found.findings} <= {"missing_rank", "all_joined_not_completed", "not_started"}
 
 
-def test_the_odd_one_in_a_mismatch_is_the_one_unlike_the_majority(tmp_path: Path) -> None:
-    for odd in (0, 1, 3):
-        programs = step(Collective("0"), Collective("0", inputs=((100,),)))
-        programs[odd][3] = Collective("0", inputs=((99,),))
-
-        found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path / str(odd))
-
-        others = [rank for rank in range(4) if rank != odd]
-        assert roots(found) == [("size_mismatch", "default_pg", 4, [odd], others)]
-        assert found.findings[0].text == (
-            f"rank {','.join(_ranges(others))}: all_reduce of 100 elements float32; "
-            f"rank {odd}: all_reduce of 99 elements float32"
-        )
+@pytest.mark.parametrize(("odd", "others"), [(0, "1-3"), (1, "0,2-3"), (3, "0-2")])
+def test_the_odd_one_in_a_mismatch_is_the_one_unlike_the_majority(odd: int, others: str, tmp_path: Path) -> None:
+    programs = step(Collective("0"), Collective("0", inputs=((100,),)))
+    programs[odd][3] = Collective("0", inputs=((99,),))
+    found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
+    assert roots(found) == [("size_mismatch", "default_pg", 4, [odd], [rank for rank in range(4) if rank != odd])]
+    assert found.findings[0].text == (
+        f"rank {others}: all_reduce of 100 elements float32; rank {odd}: all_reduce of 99 elements float32"
+    )
 
 
 def test_one_mistake_of_one_rank_in_two_groups_is_one_root(tmp_path: Path) -> None:
@@ -329,12 +321,6 @@ def test_one_mistake_of_one_rank_in_two_groups_is_one_root(tmp_path: Path) -> No
     assert [(*in_short(one), one.because_of) for one in found.consequences] == [
         ("dtype_mismatch", "mesh", 1, [2], [], 0)
     ]
-
-
-def _ranges(ranks: list[int]) -> list[str]:
-    from crossrank.text import rank_ranges
-
-    return rank_ranges(ranks).split(",")
 
 
 def test_where_a_receive_or_a_collective_may_have_been_left_out_nobody_is_accused(tmp_path: Path) -> None:
@@ -368,15 +354,10 @@ def test_uneven_all_gathers_and_all_to_alls_that_add_up_are_healthy(tmp_path: Pa
     parts = [Collective("0", "_broadcast_oop", ((8 * (rank + 1),),)) for rank in range(4)]
     gather = Collective("0", "ALLGATHER_coalesced", (), (), members=tuple(parts))
     splits = [[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1], [9, 9, 9, 9]]
-    programs: Programs = [
-        [
-            gather,
-            Collective("0", "all_to_all", ((sum(splits[rank]),),), ((sum(row[rank] for row in splits),),)),
-            Collective("0"),
-        ]
-        * 3
-        for rank in range(4)
-    ]
+    programs: Programs = []
+    for rank in range(4):
+        sides = ((sum(splits[rank]),),), ((sum(row[rank] for row in splits),),)
+        programs.append([gather, Collective("0", "all_to_all", *sides), Collective("0")] * 3)
 
     found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
 
@@ -384,17 +365,13 @@ def test_uneven_all_gathers_and_all_to_alls_that_add_up_are_healthy(tmp_path: Pa
 
 
 def test_groups_of_one_name_with_other_members_are_different_groups(tmp_path: Path) -> None:
-    groups_of_half: list[Groups] = [
-        {"0": ("default_pg", [0, 1, 2, 3]), "split": ("half", half)} for half in ([0, 1], [2, 3])
-    ]
     programs = step(Collective("split"), Collective("0"))
     programs[3].insert(2, Collective("split", "broadcast"))
-    for half, groups in enumerate(groups_of_half):
-        ranks = groups["split"][1]
-        job = SimulatedJob([program if rank in ranks else [] for rank, program in enumerate(programs)], groups)
+    for half in ([0, 1], [2, 3]):
+        groups: Groups = WORLD | {"split": ("half", half)}
+        job = SimulatedJob([program if rank in half else [] for rank, program in enumerate(programs)], groups)
         job.run()
-        job.write(tmp_path, ranks=ranks)
-        assert half in (0, 1)
+        job.write(tmp_path, ranks=half)
 
     found = diagnosis_of(tmp_path)
 

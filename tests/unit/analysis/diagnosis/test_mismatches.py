@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -102,121 +103,83 @@ def calls(letters: str, first: int = 1) -> list[Call]:
     ]
 
 
-def all_to_all(inputs: int, outputs: int) -> list[Call]:
-    return [call("all_to_all", inputs=[[inputs]], outputs=[[outputs]])]
+def all_to_alls(*sides: tuple[int, int]) -> list[list[Call]]:
+    """An all_to_all of each rank, by how much goes in and comes out."""
+    return [[call("all_to_all", inputs=[[into]], outputs=[[out]])] for into, out in sides]
 
 
-def split_all_to_all(sends: list[int], expects: list[int]) -> list[Call]:
-    return [
-        call(
-            "all_to_all",
-            c10d="alltoall_base_",
-            inputs=[[sum(sends), 2]],
-            outputs=[[sum(expects), 2]],
-            in_split=sends,
-            out_split=expects,
-        )
-    ]
+def split_all_to_alls(*sides: tuple[list[int], list[int]]) -> list[list[Call]]:
+    """An all_to_all of each rank, by what it sends to each rank and what it expects of each."""
+    made = []
+    for sends, expects in sides:
+        facts: dict[str, Any] = {"inputs": [[sum(sends), 2]], "outputs": [[sum(expects), 2]]}
+        made.append([call("all_to_all", c10d="alltoall_base_", in_split=sends, out_split=expects, **facts)])
+    return made
 
 
-LEFT_OUT = "rank 1 skipped this call; its next calls match those of the other ranks"
-TOO_MANY = "rank 1 made this call and the other ranks did not; the next calls match again"
+ALL = "by [1] of [0, 1, 2]"
+LEFT_OUT = f"{ALL}: rank 1 left this call out; its next calls fit the others' again"
+TOO_MANY = f"{ALL}: rank 1 made this call and the others did not; their next calls fit again"
+ODD = f"{ALL}: rank 0,2: A; rank 1"
+OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g")
 
 
 @pytest.mark.parametrize(
     ("of_ranks", "expected"),
     [
-        ((calls("aa"), calls("aa"), calls("aa")), ""),
-        ((calls("aa"), calls("a"), calls("aa")), ""),
-        ((calls("ab"),), ""),
+        (("aa", "aa", "aa"), ""),
+        (("aa", "a", "aa"), ""),
+        (("ab",), ""),
+        (("aa", "ab", "aa"), f"size_mismatch all_reduce #2 since 2 {ODD}: B"),
+        (("aa", "aA", "aa"), f"type_mismatch all_reduce #2 since 2 {ODD}: broadcast of 8 elements"),
+        (("ab", "aa", ""), "size_mismatch all_reduce #2 since 2 by [] of [0, 1]: rank 0: B; rank 1: A"),
+        (("aab", "ab", "aab"), f"missing_rank all_reduce #2 since 2 {LEFT_OUT}"),
+        (("ab", "aab", "ab"), f"extra_collective all_reduce #2 since 2 {TOO_MANY}"),
+        (("abab", "bab", "abab"), f"missing_rank all_reduce #1 since 1 {LEFT_OUT}"),
+        (("bab", "abab", "bab"), f"extra_collective all_reduce #1 since 1 {TOO_MANY}"),
+        (("abab", "baba", "abab"), f"size_mismatch all_reduce #1 since 1 {ODD}: B"),
+        (("aa", "-bb", "aa"), f"size_mismatch all_reduce #2 since 2 {ODD}: B"),
         (
-            (calls("aa"), calls("ab"), calls("aa")),
-            "size_mismatch all_reduce #2 since 2 by [1] of [0, 1, 2]: rank 0,2: A; rank 1: B",
+            ("aa", [OUT_9, *calls("b", 2)], "aa"),
+            f"size_mismatch all_reduce #1 since 0 {ALL}: rank 1: 8 elements go in and 9 come out",
         ),
         (
-            (calls("aa"), calls("aA"), calls("aa")),
-            "type_mismatch all_reduce #2 since 2 by [1] of [0, 1, 2]: rank 0,2: A; rank 1: broadcast of 8 elements",
-        ),
-        ((calls("ab"), calls("aa"), []), "size_mismatch all_reduce #2 since 2 by [] of [0, 1]: rank 0: B; rank 1: A"),
-        (
-            (calls("aab"), calls("ab"), calls("aab")),
-            f"missing_rank all_reduce #2 since 2 by [1] of [0, 1, 2]: {LEFT_OUT}",
+            ("a", [OUT_8], ""),
+            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: f goes in and g comes out",
         ),
         (
-            (calls("ab"), calls("aab"), calls("ab")),
-            f"extra_collective all_reduce #2 since 2 by [1] of [0, 1, 2]: {TOO_MANY}",
-        ),
-        (
-            (calls("abab"), calls("bab"), calls("abab")),
-            f"missing_rank all_reduce #1 since 1 by [1] of [0, 1, 2]: {LEFT_OUT}",
-        ),
-        (
-            (calls("bab"), calls("abab"), calls("bab")),
-            f"extra_collective all_reduce #1 since 1 by [1] of [0, 1, 2]: {TOO_MANY}",
-        ),
-        (
-            (calls("abab"), calls("baba"), calls("abab")),
-            "size_mismatch all_reduce #1 since 1 by [1] of [0, 1, 2]: rank 0,2: A; rank 1: B",
-        ),
-        (
-            (calls("aa"), calls("bb", 2), calls("aa")),
-            "size_mismatch all_reduce #2 since 2 by [1] of [0, 1, 2]: rank 0,2: A; rank 1: B",
-        ),
-        (
-            (calls("aa"), [call(outputs=[[9]]), *calls("b", 2)], calls("aa")),
-            "size_mismatch all_reduce #1 since 0 by [1] of [0, 1, 2]: rank 1: 8 elements in, 9 elements out",
-        ),
-        (
-            (calls("a"), [call(outputs=[[8]], dtype="f", out_dtype="g")], []),
-            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: f in, g out",
-        ),
-        (
-            ([call(outputs=[[9]])], [call(outputs=[[9]])], []),
-            "size_mismatch all_reduce #1 since 0 by [] of [0, 1]: rank 0-1: 8 elements in, 9 elements out",
+            ([OUT_9], [OUT_9], ""),
+            "size_mismatch all_reduce #1 since 0 by [] of [0, 1]: rank 0-1: 8 elements go in and 9 come out",
         ),
         # Another operation, whatever its own sizes say.
         (
-            (calls("aa"), [*calls("a"), call("all_gather", 2, inputs=[[8]], outputs=[[9]])], calls("aa")),
-            "type_mismatch all_reduce #2 since 0 by [1] of [0, 1, 2]: rank 0,2: A; rank 1: all_gather of 9 elements",
+            ("aa", [*calls("a"), call("all_gather", 2, inputs=[[8]], outputs=[[9]])], "aa"),
+            f"type_mismatch all_reduce #2 since 0 {ODD}: all_gather of 9 elements",
         ),
-        ((all_to_all(8, 8), all_to_all(9, 8), all_to_all(7, 8)), ""),
-        ((all_to_all(8, 8), all_to_all(9, 8), []), ""),
+        (all_to_alls((8, 8), (9, 8), (7, 8)), ""),
+        ([*all_to_alls((8, 8), (9, 8)), ""], ""),
         (
-            (all_to_all(8, 8), all_to_all(9, 8), all_to_all(8, 8)),
-            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: the ranks send 25 elements in total and expect 24",
+            all_to_alls((8, 8), (9, 8), (8, 8)),
+            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: the ranks send 25 elements in all and expect 24",
         ),
         # What one rank has too few another has too many: the sums are equal.
         (
-            (
-                split_all_to_all([1, 2, 3], [1, 2, 3]),
-                split_all_to_all([2, 1, 1], [3, 1, 0]),
-                split_all_to_all([3, 1, 1], [3, 1, 1]),
-            ),
-            "size_mismatch all_to_all #1 since 0 by [1] of [0, 1, 2]: "
+            split_all_to_alls(([1, 2, 3], [1, 2, 3]), ([2, 1, 1], [3, 1, 0]), ([3, 1, 1], [3, 1, 1])),
+            f"size_mismatch all_to_all #1 since 0 {ALL}: "
             "rank 0 sends 4 elements to rank 1, which expects 6; rank 2 sends 2 elements to rank 1, which expects 0",
         ),
         # Of one pair either end may be wrong.
         (
-            (
-                split_all_to_all([1, 2, 1], [1, 1, 1]),
-                split_all_to_all([1, 1, 1], [3, 1, 1]),
-                split_all_to_all([1, 1, 1], [1, 1, 1]),
-            ),
+            split_all_to_alls(([1, 2, 1], [1, 1, 1]), ([1, 1, 1], [3, 1, 1]), ([1, 1, 1], [1, 1, 1])),
             "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: "
             "rank 0 sends 4 elements to rank 1, which expects 6",
         ),
-        (
-            (
-                split_all_to_all([1, 2, 1], [1, 1, 1]),
-                split_all_to_all([1, 1, 1], [2, 1, 1]),
-                split_all_to_all([1, 1, 1], [1, 1, 1]),
-            ),
-            "",
-        ),
+        (split_all_to_alls(([1, 2, 1], [1, 1, 1]), ([1, 1, 1], [2, 1, 1]), ([1, 1, 1], [1, 1, 1])), ""),
     ],
 )
-def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: tuple[list[Call], ...], expected: str) -> None:
-    found = find_mismatches(job(*(rank(one, *made, groups=(world(3),)) for one, made in enumerate(of_ranks))))
+def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: Sequence[str | list[Call]], expected: str) -> None:
+    made = [calls(one) if isinstance(one, str) else one for one in of_ranks]
+    found = find_mismatches(job(*(rank(number, *one, groups=(world(3),)) for number, one in enumerate(made))))
 
     texts = [
         f"{one.kind} {one.op} #{one.seq} since {one.since} by {list(one.culprits)} of {one.ranks}: {one.text}"

@@ -25,6 +25,14 @@ def recv(number: int = 1, state: int = OPEN, peer: int | None = 0, **facts: Any)
     return call("recv", number, state, **dict[str, Any](peer=peer, dtype="float32", inputs=[], outputs=[[8]]) | facts)
 
 
+def sends(*numbers: int) -> list[Call]:
+    return [send(number) for number in numbers]
+
+
+def recvs(*numbers: int) -> list[Call]:
+    return [recv(number) for number in numbers]
+
+
 def pairs(*rows: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
     """Rows of rank 0 with those of rank 1, both ways."""
     return {(0, a): (1, b) for a, b in rows} | {(1, b): (0, a) for a, b in rows}
@@ -34,88 +42,59 @@ def both(*rows: int) -> set[tuple[int, int]]:
     return {(rank, row) for rank in (0, 1) for row in rows}
 
 
+DIFFER = Pairing(pairs((0, 0)), sizes_differ=[((0, 0), (1, 0))])
+CALLED = [send(3, called=1), send(5, called=2), send(6, called=3)]
+CALLED_LATER = [send(3, called=5), send(5, called=6), send(6, called=7)]
+ENDED = [recv(number, COMPLETED, ended=1) for number in (1, 2)]
+
+
 @pytest.mark.parametrize(
-    ("sends", "receives", "facts", "expected"),
+    ("sent", "received", "facts", "expected"),
     [
-        pytest.param([send(), send(2)], [recv()], {}, Pairing(pairs((0, 0)), {(0, 1)}), id="in order"),
-        pytest.param([send(0)], [], {}, Pairing(alone={(0, 0)}), id="without a number"),
-        pytest.param([send(0)], [], COMMS, Pairing(alone={(0, 0)}), id="counted from 0"),
+        pytest.param(sends(1, 2), recvs(1), {}, Pairing(pairs((0, 0)), {(0, 1)}), id="in order"),
+        pytest.param(sends(0), [], {}, Pairing(alone={(0, 0)}), id="without a number"),
+        pytest.param(sends(0), [], COMMS, Pairing(alone={(0, 0)}), id="counted from 0"),
         pytest.param([], [recv(peer=None)], {}, Pairing(), id="from any source"),
         pytest.param([send(tag=1)], [recv(tag=2)], {}, Pairing({}, both(0)), id="tags differ"),
         pytest.param([send(tag=1)], [recv()], {}, Pairing(pairs((0, 0))), id="a tag that one does not know"),
         pytest.param([send(inputs=[[2, 4]])], [recv()], {}, Pairing(pairs((0, 0))), id="one size"),
         pytest.param([send(dtype=None)], [recv()], {}, Pairing(pairs((0, 0))), id="a type that one does not know"),
+        pytest.param([send(inputs=[[9]])], [recv(1, COMPLETED)], {}, DIFFER, id="sizes differ"),
+        pytest.param([send(dtype="float64")], [recv()], {}, DIFFER, id="types"),
         pytest.param(
-            [send(inputs=[[9]])],
-            [recv(1, COMPLETED)],
-            {},
-            Pairing(pairs((0, 0)), sizes_differ=[((0, 0), (1, 0))]),
-            id="sizes differ",
-        ),
-        pytest.param(
-            [send(dtype="float64")], [recv()], {}, Pairing(pairs((0, 0)), sizes_differ=[((0, 0), (1, 0))]), id="types"
-        ),
-        pytest.param(
-            [send(), send(2)],
-            [recv(), recv(2, COMPLETED)],
-            {},
+            *(sends(1, 2), [recv(), recv(2, COMPLETED)], {}),
             Pairing(pairs((0, 0), (1, 1)), done={(0, 0), (0, 1), (1, 0)}),
             id="over on one side, and all before",
         ),
         pytest.param(
-            [send(1, RETIRED)], [recv()], {}, Pairing(pairs((0, 0))), id="of what was given up nothing follows"
+            [send(1, RETIRED)], [recv()], {}, Pairing(pairs((0, 0))), id="nothing follows of what was given up"
         ),
         pytest.param(
-            [send(3), send(4)],
-            [recv(4), recv(5)],
-            COMMS,
+            *(sends(3, 4), recvs(4, 5), COMMS),
             Pairing(pairs((1, 0)), {(1, 1)}, {(0, 0), (0, 1), (1, 0)}),
             id="counted for the pair",
         ),
-        pytest.param([send(4), send(5)], [], COMMS, Pairing(alone={(0, 0), (0, 1)}), id="counted, and not answered"),
-        pytest.param([send(2)], [recv(4)], COMMS, Pairing(alone={(1, 0)}), id="from before what the other's file has"),
+        pytest.param(sends(4, 5), [], COMMS, Pairing(alone={(0, 0), (0, 1)}), id="counted, not answered"),
+        pytest.param(sends(2), recvs(4), COMMS, Pairing(alone={(1, 0)}), id="from before what the other's file has"),
+        pytest.param(sends(3, 4, 5), recvs(4, 5), CUT, Pairing(pairs((1, 0), (2, 1))), id="in step, the rings are cut"),
+        pytest.param(sends(4, 5, 6), [], CUT, Pairing(alone={(0, 0), (0, 1), (0, 2)}), id="nothing left"),
+        pytest.param(sends(3, 4, 5), recvs(4), CUT, Pairing(pairs((1, 0)), {(0, 2)}), id="in step, and one is ahead"),
+        pytest.param(sends(3, 5, 6), recvs(3, 4), CUT, Pairing(pairs((0, 0), (1, 1)), {(0, 2)}), id="from the end"),
         pytest.param(
-            [send(3), send(4), send(5)],
-            [recv(4), recv(5)],
-            CUT,
-            Pairing(pairs((1, 0), (2, 1))),
-            id="in step, and the rings are cut",
-        ),
-        pytest.param([send(4), send(5), send(6)], [], CUT, Pairing(alone={(0, 0), (0, 1), (0, 2)}), id="nothing left"),
-        pytest.param(
-            [send(3), send(4), send(5)],
-            [recv(4)],
-            CUT,
-            Pairing(pairs((1, 0)), {(0, 2)}),
-            id="in step, and one is ahead",
-        ),
-        pytest.param(
-            [send(3), send(5), send(6)],
-            [recv(3), recv(4)],
-            CUT,
-            Pairing(pairs((0, 0), (1, 1)), {(0, 2)}),
-            id="out of step, from the end",
-        ),
-        pytest.param(
-            [send(3, called=1), send(5, called=2), send(6, called=3)],
-            [recv(1, COMPLETED, ended=1), recv(2, COMPLETED, ended=1), recv(3), recv(4)],
-            CUT,
-            Pairing(pairs((1, 2), (2, 3)), done={(0, 0)}),
+            *(CALLED, [*ENDED, *recvs(3, 4)], CUT, Pairing(pairs((1, 2), (2, 3)), done={(0, 0)})),
             id="the other side saw ends",
         ),
         pytest.param(
-            [send(3, called=5), send(5, called=6), send(6, called=7)],
-            [recv(2, COMPLETED, ended=4), recv(3), recv(4)],
-            CUT,
+            *(CALLED_LATER, [recv(2, COMPLETED, ended=4), *recvs(3, 4)], CUT),
             Pairing(pairs((0, 1), (1, 2)), {(0, 2)}),
             id="the other side saw one end before",
         ),
     ],
 )
 def test_sends_and_receives_of_two_ranks(
-    sends: list[Call], receives: list[Call], facts: dict[str, Any], expected: Pairing
+    sent: list[Call], received: list[Call], facts: dict[str, Any], expected: Pairing
 ) -> None:
-    assert pair_up(job(rank(0, *sends, **facts), rank(1, *receives, **facts))) == expected
+    assert pair_up(job(rank(0, *sent, **facts), rank(1, *received, **facts))) == expected
 
 
 @pytest.mark.parametrize("facts", [CUT, ACTIVE, {"numbered_pairs": True}])
@@ -132,11 +111,8 @@ def test_numbers_count_in_a_larger_group_where_some_are_seen_on_both_ends(
     first: int, expected: dict[tuple[int, int], tuple[int, int]]
 ) -> None:
     of_three: dict[str, Any] = CUT | {"groups": (world(3),)}
-
-    assert (
-        pair_up(job(rank(0, send(first), send(first + 1), **of_three), rank(1, recv(4), recv(5), **of_three))).partner
-        == expected
-    )
+    found = job(rank(0, *sends(first, first + 1), **of_three), rank(1, *recvs(4, 5), **of_three))
+    assert pair_up(found).partner == expected
 
 
 def progress(enqueued: int, completed: int) -> dict[str, Any]:
@@ -171,19 +147,11 @@ def test_a_peer_without_a_file_answers_nothing_but_to_a_rank_that_notices_no_end
 
 
 def test_what_a_call_transfers_in_words() -> None:
-    found = job(
-        rank(
-            0,
-            send(inputs=[[2, 3], [4]], outputs=[[9]]),
-            recv(peer=1, inputs=[[9]], outputs=[[5]]),
-            send(dtype=None, inputs=[], outputs=[[7]]),
-            recv(inputs=[[6]], outputs=[]),
-        )
+    calls = (
+        send(inputs=[[2, 3], [4]], outputs=[[9]]),
+        recv(peer=1, inputs=[[9]], outputs=[[5]]),
+        send(dtype=None, inputs=[], outputs=[[7]]),
+        recv(inputs=[[6]], outputs=[]),
     )
-
-    assert [content_text(found, (0, row)) for row in range(4)] == [
-        "[2, 3] + [4] float32",
-        "[5] float32",
-        "[7]",
-        "[6] float32",
-    ]
+    texts = ["[2, 3] + [4] float32", "[5] float32", "[7]", "[6] float32"]
+    assert [content_text(job(rank(0, *calls)), (0, row)) for row in range(4)] == texts

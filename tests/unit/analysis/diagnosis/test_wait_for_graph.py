@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from crossrank.tools.analysis.diagnosis.p2p import pair_up
-from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, wait_for_graph
+from crossrank.tools.analysis.diagnosis.wait_for_graph import wait_for_graph
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankTrace
 from tests.unit.analysis.diagnosis.ranks import Call, call, group, job, rank, world
 
-OPEN = SCHEDULED
+OPEN, DONE = SCHEDULED, COMPLETED
+ACTIVE: dict[str, Any] = {"active_only": True}
 SECOND = 10**9
 FAILED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21141."
 CUT: dict[str, Any] = {"wrapped": True}
@@ -29,19 +30,24 @@ def recv(peer: int | None, number: int = 1, state: int = OPEN, **facts: Any) -> 
     return call("recv", number, state, peer=peer, inputs=[], outputs=[[8]], **facts)
 
 
-def stuck(*ranks: RankTrace) -> tuple[dict[int, int], list[tuple[Any, ...]]]:
-    """(rank -> row that it is stuck in, (operation, number, and who waits, is absent, behind, through, unknown))"""
+def stuck(*ranks: RankTrace) -> tuple[dict[int, int], list[str]]:
+    """(rank -> row that it is stuck in, who waits in which call for whom, as far as somebody is)"""
     found = job(*ranks)
     graph = wait_for_graph(found, pair_up(found))
-    return graph.blocked, [_in_short(op) for op in graph.ops]
-
-
-def _in_short(op: StuckOp) -> tuple[Any, ...]:
-    return op.op, op.seq, op.waiting, *map(sorted, (op.absent, op.behind, op.passed, op.unknown))
+    texts = []
+    for op in graph.ops:
+        others = {"absent": op.absent, "behind": op.behind, "through": op.passed, "unknown": op.unknown}
+        said = [f"{name} {sorted(ranks)}" for name, ranks in others.items() if ranks]
+        texts.append(", ".join([f"{op.op} {op.seq} of {op.waiting}", *said]))
+    return graph.blocked, texts
 
 
 def of_three(number: int, *calls: Call, **facts: Any) -> RankTrace:
     return rank(number, *calls, groups=(world(3), group("1", 0, 1)), **facts)
+
+
+def three(*calls: list[Call]) -> list[RankTrace]:
+    return [of_three(number, *made) for number, made in enumerate(calls)]
 
 
 def gloo(number: int, *calls: Call, **facts: Any) -> RankTrace:
@@ -52,131 +58,107 @@ def comms(number: int, *calls: Call, **facts: Any) -> RankTrace:
     return of_three(number, *calls, source="comms", numbered_pairs=True, **facts)
 
 
+def broadcasts(*states: int) -> list[Call]:
+    return made(*states, op="broadcast")
+
+
+SENT_AND_WENT_ON = comms(0, send(1, api="isend"), *made(OPEN), unawaited={0})
+SENT_TWICE = comms(0, send(1, api="isend"), send(1, 2), unawaited={0, 1})
+
+
 @pytest.mark.parametrize(
     ("ranks", "blocked", "ops"),
     [
         pytest.param(
-            [of_three(0, *made(COMPLETED, OPEN)), of_three(1, *made(COMPLETED, OPEN)), of_three(2, *made(COMPLETED))],
-            {0: 1, 1: 1},
-            [("all_reduce", 2, [0, 1], [2], [], [], [])],
+            *(
+                three(made(DONE, OPEN), made(DONE, OPEN), made(DONE)),
+                {0: 1, 1: 1},
+                ["all_reduce 2 of [0, 1], absent [2]"],
+            ),
             id="one has not made it",
         ),
         pytest.param(
-            [of_three(0, *made(OPEN)), of_three(1, call(pg="1"), dump=CUT), of_three(2, dump={"active_only": True})],
-            {0: 0},
-            [("all_reduce", 1, [0], [2], [], [], [1])],
+            [of_three(0, *made(OPEN)), of_three(1, call(pg="1"), dump=CUT), of_three(2, dump=ACTIVE)],
+            *({0: 0}, ["all_reduce 1 of [0], absent [2], unknown [1]"]),
             id="what a ring lost is not known, what is not active was not made",
         ),
         pytest.param(
-            [of_three(0, *made(OPEN, op="broadcast")), of_three(2, dump={"active_only": True})],
-            {0: 0},
-            [("broadcast", 1, [0], [1], [], [], [2])],
+            *([of_three(0, *broadcasts(OPEN)), of_three(2, dump=ACTIVE)], {0: 0}),
+            ["broadcast 1 of [0], absent [1], unknown [2]"],
             id="one has no file, one may be through",
         ),
         pytest.param(
-            [
-                of_three(0, *made(OPEN, op="broadcast")),
-                of_three(1, *made(COMPLETED, op="broadcast")),
-                of_three(2, *made(COMPLETED, op="broadcast"), *made(OPEN, first=2)),
-            ],
-            {0: 0, 2: 1},
-            [("broadcast", 1, [0], [], [], [1, 2], []), ("all_reduce", 2, [2], [0, 1], [], [], [])],
+            *(three(broadcasts(OPEN), broadcasts(DONE), [*broadcasts(DONE), *made(OPEN, first=2)]), {0: 0, 2: 1}),
+            ["broadcast 1 of [0], through [1, 2]", "all_reduce 2 of [2], absent [0, 1]"],
             id="two are through",
         ),
         pytest.param(
-            [
-                of_three(0, *made(OPEN), *made(OPEN, pg="1")),
-                of_three(1, *made(OPEN, pg="1"), *made(OPEN)),
-                of_three(2, *made(OPEN)),
-            ],
-            {0: 0, 1: 0, 2: 0},
-            [("all_reduce", 1, [0, 2], [], [1], [], []), ("all_reduce", 1, [1], [], [0], [], [])],
+            three([*made(OPEN), *made(OPEN, pg="1")], [*made(OPEN, pg="1"), *made(OPEN)], made(OPEN)),
+            *({0: 0, 1: 0, 2: 0}, ["all_reduce 1 of [0, 2], behind [1]", "all_reduce 1 of [1], behind [0]"]),
             id="in another order",
         ),
         pytest.param(
-            [of_three(0, *made(COMPLETED, OPEN)), of_three(1, *made(OPEN, OPEN)), of_three(2, *made(OPEN))],
-            {0: 1, 1: 1},
-            [("all_reduce", 2, [0, 1], [2], [], [], [])],
+            *(
+                three(made(DONE, OPEN), made(OPEN, OPEN), made(OPEN)),
+                {0: 1, 1: 1},
+                ["all_reduce 2 of [0, 1], absent [2]"],
+            ),
             id="what is over for one is over for all",
         ),
         pytest.param(
-            [of_three(0, send(1), *made(OPEN)), of_three(1, *made(OPEN), recv(0)), of_three(2, *made(OPEN))],
-            {0: 0, 1: 0, 2: 0},
-            [("send", 1, [0], [], [1], [], []), ("all_reduce", 1, [1, 2], [], [0], [], [])],
+            *(three([send(1), *made(OPEN)], [*made(OPEN), recv(0)], made(OPEN)), {0: 0, 1: 0, 2: 0}),
+            ["send 1 of [0], behind [1]", "all_reduce 1 of [1, 2], behind [0]"],
             id="a receive after a collective",
         ),
         pytest.param(
-            [of_three(0, send(1), recv(2)), of_three(1, recv(0)), of_three(2)],
-            {0: 0, 1: 0},
-            [("send", 1, [0, 1], [2], [], [], [])],
+            *(three([send(1), recv(2)], [recv(0)], []), {0: 0, 1: 0}, ["send 1 of [0, 1], absent [2]"]),
             id="a batch of which one answer lacks",
         ),
         pytest.param(
-            [of_three(0, send(1), recv(2, 2)), of_three(1, recv(0)), of_three(2)],
-            {0: 0, 1: 0},
-            [("send", 1, [0, 1], [], [], [], [])],
-            id="two launches",
+            three([send(1), recv(2, 2)], [recv(0)], []), {0: 0, 1: 0}, ["send 1 of [0, 1]"], id="two launches"
+        ),
+        pytest.param(three([recv(None)], [], []), {0: 0}, ["recv 1 of [0], absent [1, 2]"], id="from any source"),
+        pytest.param(
+            [of_three(0, send(1)), of_three(2)], {0: 0}, ["send 1 of [0], absent [1]"], id="to one without a file"
         ),
         pytest.param(
-            [of_three(0, recv(None)), of_three(1), of_three(2)],
-            {0: 0},
-            [("recv", 1, [0], [1, 2], [], [], [])],
-            id="from any source",
-        ),
-        pytest.param(
-            [of_three(0, send(1)), of_three(2)], {0: 0}, [("send", 1, [0], [1], [], [], [])], id="to one without a file"
-        ),
-        pytest.param(
-            [of_three(0, send(1), send(1, 2)), of_three(1, recv(0), recv(0, 2)), of_three(2)],
-            {0: 0, 1: 0},
-            [("send", 1, [0, 1], [], [], [], [])],
+            *(three([send(1), send(1, 2)], [recv(0), recv(0, 2)], []), {0: 0, 1: 0}, ["send 1 of [0, 1]"]),
             id="both are there",
         ),
         pytest.param(
-            [of_three(0, send(2), send(1, 2)), of_three(1, recv(0)), of_three(2, recv(1), recv(0))],
-            {0: 0, 1: 0, 2: 0},
-            [("send", 1, [0, 2], [1], [], [], []), ("recv", 1, [1], [], [0], [], [])],
+            *(three([send(2), send(1, 2)], [recv(0)], [recv(1), recv(0)]), {0: 0, 1: 0, 2: 0}),
+            ["send 1 of [0, 2], absent [1]", "recv 1 of [1], behind [0]"],
             id="one launch answers, one is later",
         ),
         pytest.param(
-            [of_three(0, send(2)), of_three(1), of_three(2, recv(1), recv(0, 2))],
-            {0: 0, 2: 0},
-            [("send", 1, [0], [], [2], [], []), ("recv", 1, [2], [1], [], [], [])],
+            *(three([send(2)], [], [recv(1), recv(0, 2)]), {0: 0, 2: 0}),
+            ["send 1 of [0], behind [2]", "recv 1 of [2], absent [1]"],
             id="a receive after another",
         ),
         pytest.param(
-            [comms(0, send(1), send(2)), comms(1), comms(2)],
-            {0: 0},
-            [("send", 1, [0], [1], [], [], [])],
+            *([comms(0, send(1), send(2)), comms(1), comms(2)], {0: 0}, ["send 1 of [0], absent [1]"]),
             id="counted for each pair, so that one number is no launch",
         ),
         pytest.param(
             [rank(0, send(1, 3), send(1, 4), dump=CUT), rank(1, recv(0, 4), recv(0, 5), dump=CUT)],
-            {0: 0, 1: 0},
-            [("send", 3, [0], [], [], [], []), ("recv", 4, [1], [], [0], [], [])],
+            *({0: 0, 1: 0}, ["send 3 of [0]", "recv 4 of [1], behind [0]"]),
             id="what answers it is no longer there",
         ),
         pytest.param(
-            [of_three(0, *made(COMPLETED, OPEN), ending={"error": "ValueError: x"}), of_three(1), of_three(2)],
-            {},
-            [],
+            *([of_three(0, *made(DONE, OPEN), ending={"error": "ValueError: x"}), of_three(1), of_three(2)], {}, []),
             id="it left by an exception",
         ),
         pytest.param(
-            [comms(0, send(1, api="isend"), *made(OPEN), unawaited={0}), comms(1), comms(2)],
-            {0: 1},
-            [("all_reduce", 1, [0], [1, 2], [], [], [])],
+            *([SENT_AND_WENT_ON, comms(1), comms(2)], {0: 1}, ["all_reduce 1 of [0], absent [1, 2]"]),
             id="a send that nobody waited for comes last",
         ),
         pytest.param(
-            [comms(0, send(1, api="isend"), send(1, 2), unawaited={0, 1}), comms(1), comms(2)],
-            {0: 0},
-            [("send", 1, [0], [1], [], [], [])],
+            *([SENT_TWICE, comms(1), comms(2)], {0: 0}, ["send 1 of [0], absent [1]"]),
             id="the first of those that nobody waited for",
         ),
     ],
 )
-def test_who_waits_for_whom(ranks: list[RankTrace], blocked: dict[int, int], ops: list[tuple[Any, ...]]) -> None:
+def test_who_waits_for_whom(ranks: list[RankTrace], blocked: dict[int, int], ops: list[str]) -> None:
     assert stuck(*ranks) == (blocked, ops)
 
 
@@ -223,14 +205,8 @@ def test_what_has_ended_is_not_given_up_and_a_rank_without_calls_gave_up_none() 
 def test_a_thread_of_a_comms_file_is_held_where_a_member_goes_on_for_long_without_its_call(
     called: list[Call], others: int, blocked: dict[int, int]
 ) -> None:
-    ended = {"taken_at": others}
-    ranks = [
-        comms(0, *called),
-        comms(1, *made(COMPLETED, COMPLETED), ending=ended),
-        comms(2, *made(COMPLETED, COMPLETED)),
-    ]
-
-    assert stuck(*ranks)[0] == blocked
+    other = comms(1, *made(DONE, DONE), ending={"taken_at": others})
+    assert stuck(comms(0, *called), other, comms(2, *made(DONE, DONE)))[0] == blocked
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.parallel import Fleet
+from tests.unit.analysis.diagnosis.moments import Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import SimulatedJob
 
 
@@ -21,6 +22,12 @@ def diagnose_job(job: SimulatedJob, folder: Path, **dump_options: Any) -> Diagno
     """Run `job` to where nothing moves, dump it and diagnose the dumps."""
     job.run()
     job.write(folder, **dump_options)
+    return diagnosis_of(folder)
+
+
+def diagnose_moments(job: SimulatedJob, folder: Path, moments: dict[int, Moment]) -> Diagnosis:
+    """Run `job` to where nothing moves, write the dumps of the ranks in `moments` and diagnose them."""
+    write_moments(job, folder, moments)
     return diagnosis_of(folder)
 
 
