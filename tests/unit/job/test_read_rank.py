@@ -14,8 +14,7 @@ from crossrank.tools.graph.linking.linked_file import write_linked
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.traces.rank_trace import RankTrace
-from tests.unit.graph.linking.small_traces import SmallTrace
-from tests.unit.graph.linking.test_link_command import FLOATS
+from tests.unit.graph.linking.small_traces import SmallTrace, comm_params
 from tests.unit.job.test_sources import MS, WALL, comms, dump, entry
 from tests.unit.replay.test_readers import SCHEMAS, et_node
 
@@ -23,13 +22,11 @@ US = 1000
 BASE = 1714644000_000_000_000
 
 
-def called(trace: SmallTrace, name: str, seq: int, at: float, took: float, *, tensors: bool = True) -> None:
-    values: list[Any] = [seq, ["0", "default_pg"], 0, name, [], [], 0, 1, 2]
-    shapes: list[Any] = [[]] * 9
-    types = [""] * 9
-    if tensors:
-        values, shapes, types = [[FLOATS], *values], [[[24]], *shapes], ["GenericList[Tensor(float)]", *types]
-    trace.op("record_param_comms", at, took, inputs={"values": values, "shapes": shapes, "types": types})
+def called(trace: SmallTrace, name: str, seq: int, at: float, took: float) -> None:
+    inputs = comm_params(name, seq)
+    if name == "wait":  # without a tensor
+        inputs = {field: given[1:] for field, given in inputs.items()}
+    trace.op("record_param_comms", at, took, inputs=inputs)
 
 
 def window() -> SmallTrace:
@@ -40,11 +37,11 @@ def window() -> SmallTrace:
     called(trace, "allreduce", 2, 200, 50)
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 205, 210, 20, 501, stream=20)
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 215, 250, 30, 502, stream=20)
-    called(trace, "wait", 2, 300, 5, tensors=False)
+    called(trace, "wait", 2, 300, 5)
     called(trace, "barrier", 3, 400, 50)
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 405, 410, 20, 503, stream=20)
-    called(trace, "wait", 1, 500, 5, tensors=False)
-    called(trace, "wait", 9, 505, 5, tensors=False)
+    called(trace, "wait", 1, 500, 5)
+    called(trace, "wait", 9, 505, 5)
     called(trace, "broadcast", 4, 600, 60)
     for at in range(10):
         trace.op("aten::mm", 2000 + 10 * at, 5)
@@ -115,15 +112,13 @@ def test_windows_beside_a_comms_file_give_its_calls_their_times(tmp_path: Path) 
 def test_an_execution_trace_alone_gives_the_order_of_calls_and_waits(
     tmp_path: Path, world_size: int | None, size: int
 ) -> None:
-    import json
-
     old = SCHEMAS[0]
     exchange = et_node(old, 14, "all_to_allv", 10)
     exchange["inputs"][-2:] = [[128, 128], [128, 128]]
     nodes = [et_node(old, 10, "allreduce", 7), et_node(old, 11, "allreduce", 7), et_node(old, 13, "strange", 9)]
     nodes += [et_node(old, 12, "wait", 7, tensor=False), exchange, et_node(old, 16, "wait", 7, tensor=False)]
     path = tmp_path / "rank-0.json"
-    path.write_text(json.dumps({"schema": old, "pid": 1, "nodes": nodes}))
+    path.write_bytes(orjson.dumps({"schema": old, "pid": 1, "nodes": nodes}))
     trace = READERS[EXECUTION_TRACE](RankSources(kind=EXECUTION_TRACE, path=str(path), rank=0, world_size=world_size))
     assert [record.op for record in trace.records()] == ["all_reduce", "all_reduce", "all_to_all", "strange"]
     assert (trace.timed, trace.numbered, trace.calls.called.tolist()) == (False, False, [0] * 4)

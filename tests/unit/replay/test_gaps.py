@@ -15,8 +15,8 @@ from crossrank.replay.run.pacing import computed_ns
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import RankSources, read_kineto_with_pair
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
-from tests.unit.graph.linking.small_traces import SmallTrace
-from tests.unit.graph.linking.test_communications import FLOATS, PARAMS, SCHEMA, TENSORS
+from tests.unit.graph.linking.small_traces import FLOATS, SmallTrace, comm_params
+from tests.unit.graph.linking.test_communications import SCHEMA, TENSORS
 from tests.unit.replay.plans import rank_trace, record
 
 _WALL = 1_700_000_000_000_000_000
@@ -130,11 +130,9 @@ def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:
     """The gaps of a rank that makes a call of 170 ms, launched in 100 us, and another one 4 ms after it was over."""
     trace = SmallTrace()
     blocking = TENSORS | {"values": [[FLOATS], "<Object>", False]}
-    trace.kineto_head["distributedInfo"] |= {
-        "world_size": 1,
-        "pg_config": [{"pg_name": "0", "pg_size": 1, "ranks": [0]}],
-    }
-    params = PARAMS | {"values": [[FLOATS], [1, False], ["0", "default_pg"], 0, name, [], [], 0, 1, 1]}
+    world = {"pg_name": "0", "pg_size": 1, "ranks": [0]}
+    trace.kineto_head["distributedInfo"] |= {"world_size": 1, "pg_config": [world]}
+    params = comm_params(name, [1, False], size=1)
     for number, ts in enumerate((0, 174_100)):
         if on_gpu:
             call = trace.op("record_param_comms", ts, 100, inputs=params)

@@ -16,55 +16,25 @@ from tests.unit.graph.linking.small_traces import flat_node, nested_node
 
 
 def read(path: Path, nodes: list[dict[str, Any]], schema: str = "1.1.0-chakra.0.0.4") -> ExecutionTrace:
-    path = path / "et.json"
-    path.write_text(
-        json.dumps({"schema": schema, "pid": 5, "time": "t", "start_ts": 1, "finish_ts": 2, "nodes": nodes})
-    )
-    return read_execution_trace(str(path))
+    head = {"schema": schema, "pid": 5, "time": "t", "start_ts": 1, "finish_ts": 2}
+    (path / "et.json").write_text(json.dumps(head | {"nodes": nodes}))
+    return read_execution_trace(str(path / "et.json"))
 
 
 def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
     tensor = [4, 5, 0, 6, 4, "cuda:0"]
-    flat = read(
-        tmp_path,
-        [
-            flat_node(1, "root", 1),
-            flat_node(
-                7,
-                "aten::mm",
-                1,
-                3,
-                tid=2,
-                seq_id=9,
-                scope=1,
-                fw_tid=1,
-                op_schema='mm(Tensor "x")',
-                inputs=[tensor],
-                input_shapes=[[2, 3]],
-                input_types=["Tensor(float)"],
-            ),
-        ],
-        "1.0.1",
-    )
-    given = {"values": [tensor], "shapes": [[2, 3]], "types": ["Tensor(float)"]}
-    nested = read(
-        tmp_path,
-        [
-            nested_node(1, "root", 1, tid=0),
-            nested_node(
-                7, "aten::mm", 1, 3, tid=2, seq_id=9, scope=1, fw_tid=1, inputs=given, op_schema='mm(Tensor "x")'
-            ),
-        ],
-    )
-    for trace in (flat, nested):
+    about: dict[str, Any] = {"tid": 2, "seq_id": 9, "scope": 1, "fw_tid": 1, "op_schema": 'mm(Tensor "x")'}
+    shapes, types = [[2, 3]], ["Tensor(float)"]
+    sides: dict[str, Any] = {"inputs": [tensor], "input_shapes": shapes, "input_types": types}
+    given = {"values": [tensor], "shapes": shapes, "types": types}
+    flat = [flat_node(1, "root", 1), flat_node(7, "aten::mm", 1, 3, **about, **sides)]
+    nested = [nested_node(1, "root", 1, tid=0), nested_node(7, "aten::mm", 1, 3, inputs=given, **about)]
+    for trace in (read(tmp_path, flat, "1.0.1"), read(tmp_path, nested)):
         node = trace.nodes[1]
         numbers = (node.id, node.caller, node.rf_id, node.tid, node.seq_id, node.scope, node.fw_tid)
         assert numbers == (7, 1, 3, 2, 9, 1, 1)
-        assert io(node.inputs).values == [tensor]
-        assert io(node.inputs).shapes == [[2, 3]]
-        assert io(node.outputs).values == []
-        assert attributes(node)["op_schema"] == 'mm(Tensor "x")'
-        assert attributes(node)["rf_id"] == 3
+        assert (io(node.inputs).values, io(node.inputs).shapes, io(node.outputs).values) == ([tensor], shapes, [])
+        assert (attributes(node)["op_schema"], attributes(node)["rf_id"]) == ('mm(Tensor "x")', 3)
         assert (trace.pid, trace.start_ts, trace.finish_ts, trace.warnings) == (5, 1, 2, ())
         assert trace.nodes[0].caller == 0  # the root is its own parent in the file
 
@@ -91,15 +61,10 @@ def test_a_parent_may_come_later_and_have_the_larger_id(tmp_path: Path) -> None:
 
 
 def test_duplicate_ids_are_renumbered_and_named(tmp_path: Path) -> None:
-    trace = read(
-        tmp_path, [nested_node(4, "a", 0), nested_node(4, "b", 0), nested_node(6, "c", 4), nested_node(4, "d", 0)]
-    )
-    assert [(node.id, node.name, node.caller) for node in trace.nodes] == [
-        (4, "a", 0),
-        (6, "c", 4),
-        (7, "b", 0),
-        (8, "d", 0),
-    ]
+    nodes = ((4, "a", 0), (4, "b", 0), (6, "c", 4), (4, "d", 0))
+    trace = read(tmp_path, [nested_node(*one) for one in nodes])
+    found = [(node.id, node.name, node.caller) for node in trace.nodes]
+    assert found == [(4, "a", 0), (6, "c", 4), (7, "b", 0), (8, "d", 0)]
     assert trace.warnings == (
         "2 node(s) have an id that another node has (4, 4); the later ones are numbered from 7 on",
     )
@@ -114,10 +79,8 @@ def test_a_parent_that_is_not_there_is_replaced_by_the_thread(tmp_path: Path) ->
 
 
 def test_a_cycle_of_parents_is_cut(tmp_path: Path) -> None:
-    trace = read(
-        tmp_path,
-        [nested_node(1, "a", 2, 1), nested_node(2, "b", 3, 2), nested_node(3, "c", 1, 3), nested_node(4, "d", 3, 4)],
-    )
+    nodes = ((1, "a", 2, 1), (2, "b", 3, 2), (3, "c", 1, 3), (4, "d", 3, 4))
+    trace = read(tmp_path, [nested_node(*one) for one in nodes])
     assert [(node.id, node.caller) for node in trace.nodes] == [(1, 2), (2, 3), (3, 0), (4, 3)]
     assert trace.warnings == ("1 chain(s) of parents run in a cycle (first: at node 3); cut there",)
 

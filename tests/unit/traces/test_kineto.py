@@ -1,4 +1,4 @@
-"""Kineto traces of several years and makers."""
+"""Kineto traces of several years and makers, and communication kernels by their names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
+from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import KinetoTrace, SyncEvent, read_kineto
 
 
@@ -34,12 +35,8 @@ def read(folder: Path, content: Any) -> KinetoTrace:
     ],
 )
 def test_times_keep_every_digit_of_a_double(tmp_path: Path, ts: str, dur: str, start: int, end: int) -> None:
-    text = (
-        json.dumps({"traceEvents": [event()]})
-        .replace('"ts": 1.0', f'"ts": {ts}')
-        .replace('"dur": 2.0', f'"dur": {dur}')
-    )
-    host = read(tmp_path, text).host[0]
+    text = json.dumps({"traceEvents": [event()]}).replace('"ts": 1.0', f'"ts": {ts}')
+    host = read(tmp_path, text.replace('"dur": 2.0', f'"dur": {dur}')).host[0]
     assert (host.start, host.end) == (start, end)
 
 
@@ -72,15 +69,10 @@ def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
         },
     )
     assert [(e.rf_id, e.external_id, e.seq_id) for e in trace.host] == [(5, 6, 9), (None, 12, -1)]
-    assert [(c.name, c.correlation) for c in trace.calls] == [
-        ("cudaGraphLaunch", 8),
-        ("cuLaunchKernelEx", 9),
-        ("hipLaunchKernel", 10),
-    ]
-    assert [(d.category, d.device, d.stream, d.correlation) for d in trace.device] == [
-        ("kernel", 1, 7, 8),
-        ("gpu_memset", 4, 20, 11),
-    ]
+    calls = [(one.name, one.correlation) for one in trace.calls]
+    assert calls == [("cudaGraphLaunch", 8), ("cuLaunchKernelEx", 9), ("hipLaunchKernel", 10)]
+    device = [(one.category, one.device, one.stream, one.correlation) for one in trace.device]
+    assert device == [("kernel", 1, 7, 8), ("gpu_memset", 4, 20, 11)]
     assert trace.syncs == [
         SyncEvent("Stream Wait Event", 0, 20, 1000, 3000, 3, 7, 2),
         SyncEvent("n", 1, 5, 1000, 3000, None, None, None),
@@ -104,10 +96,8 @@ def test_broken_times_and_durations_are_counted(tmp_path: Path) -> None:
 
 
 def test_arguments_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
-    trace = read(
-        tmp_path,
-        {"traceEvents": [event("kernel", args={"correlation": [1]}), event("kernel", args={"correlation": "4"})]},
-    )
+    events = [event("kernel", args={"correlation": number}) for number in ([1], "4")]
+    trace = read(tmp_path, {"traceEvents": events})
     assert [activity.correlation for activity in trace.device] == [4]
     assert trace.damage == ["1 event(s) have arguments that cannot be read and were left out (first: 'n')"]
 
@@ -146,3 +136,33 @@ def test_arguments_of_a_host_event_are_kept_where_they_describe_a_collective(tmp
     collective = {"Record function id": 6, "Collective name": "allreduce"}
     events = [event("cpu_op", args={"Record function id": 5}), event("cpu_op", args=collective)]
     assert [json.loads(bytes(host.args)) for host in read(tmp_path, {"traceEvents": events}).host] == [{}, collective]
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long, ncclWork*)", ("nccl", "all_reduce")),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", ("nccl", None)),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", ("nccl", "reduce_scatter")),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)", ("nccl", "broadcast")),
+        ("ncclDevKernel_Generic(ncclDevComm*, channelMasks, ncclWork*)", ("nccl", None)),
+        ("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum_f32(ncclSymkDevWorkArgs4K)", ("nccl", "all_reduce")),
+        ("rcclGenericKernel_4(ncclDevKernelArgsStorage<4096ul>)", ("rccl", None)),
+        ("void c10d::symmetric_memory::multimem_all_reduce_kernel<float>(int)", ("symmetric memory", "all_reduce")),
+        ("void two_shot_all_reduce_kernel_inplace<c10::BFloat16>(int)", ("symmetric memory", "all_reduce")),
+        ("multimem_all_reduce_bias_rms_norm", ("symmetric memory", "all_reduce")),  # as Triton writes it
+        ("void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)", ("custom all-reduce", "all_reduce")),
+        ("void deep_ep::internode_ll::combine<false, 7168>(void*)", ("deep_ep", "all_to_all")),
+        ("void dpsk::ep::internode::dispatch<false, 8>(int4*)", ("deep_ep", "all_to_all")),
+        ("void dpsk::ep::internode::cached_notify<false>(int, int)", ("deep_ep", None)),
+        ("void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)", ("nvshmem", "barrier")),
+        ("nvshmemi_init_array_kernel", ("nvshmem", None)),
+        ("hcom_allReduce__428_0_1", ("hccl", "all_reduce")),
+        ("void allreduce7<__half>(mscclpp::MemoryChannelDeviceHandle*, __half*)", ("mscclpp", None)),
+        ("volta_sgemm_64x64_tn", None),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(int)", None),
+        ("void at::native::gather_kernel<float>(int)", None),
+    ],
+)
+def test_a_kernel_is_known_by_its_library_and_operation(name: str, known: tuple[str, str | None] | None) -> None:
+    assert communication_kernel(name) == known

@@ -20,52 +20,46 @@ from crossrank.tools.traces.param_comms import (
     tensor_bytes,
     to_record,
 )
+from tests.unit.graph.linking.small_traces import FLOATS
 
-FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
 HALVES = [7, 8, 0, 48, 2, "cuda:0"]
-REST = ["Int", "String", "GenericList[]", "GenericList[]", "Int", "Int", "Int"]
+LIST = "GenericList[Tensor(float)]"
 GROUP = Group(pg="3", size=2, ranks=[4, 6])
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value).encode())
 
 
 def node(
     values: list[Any],
-    shapes: list[Any],
-    types: list[str],
+    shape: Any = (),
+    kind: str = "",
     name: str = "record_param_comms",
     outputs: Any = None,
-    **attributes: Any,
+    **more: Any,
 ) -> HostOp:
-    def raw(value: Any) -> msgspec.Raw:
-        return msgspec.Raw(json.dumps(value).encode())
+    """A node whose first input has that shape and type; the others are no tensors, of types that nobody reads."""
+    empty: list[Any] = [[] for _ in values[1:]]
+    inputs = {"values": values, "shapes": [shape, *empty][: len(values)], "types": [kind, *[""] * len(empty)]}
+    attributes = raw([{"name": key, "type": "", "value": value} for key, value in more.items()])
+    out = raw(outputs or {"values": [], "shapes": [], "types": []})
+    return HostOp(1, name, 0, 1, 1, inputs=raw(inputs), outputs=out, attributes=attributes)
 
-    return HostOp(
-        id=1,
-        name=name,
-        caller=0,
-        rf_id=1,
-        tid=1,
-        inputs=raw({"values": values, "shapes": shapes, "types": types}),
-        outputs=raw(outputs or {"values": [], "shapes": [], "types": []}),
-        attributes=raw([{"name": key, "type": "", "value": value} for key, value in attributes.items()]),
-    )
+
+def known(comms: ParamComms | None) -> ParamComms:
+    assert comms is not None
+    return comms
 
 
 def record(comms: ParamComms | None, group: Group | None = GROUP) -> CommRecord:
-    assert comms is not None
-    return to_record(comms, group, number=0, time=9, c10d="x")
+    return to_record(known(comms), group, number=0, time=9, c10d="x")
 
 
 def test_the_layout_of_1_0_1_with_a_pointer_for_the_group() -> None:
     outputs = {"values": [[9, 8, 0, 768, 4, "cuda:0"]], "shapes": [[768]], "types": ["Tensor(int)"]}
-    comms = from_node(
-        node(
-            [[1, 2, 0, 3392, 4, "cuda:0"], 150, 94594108284448, 0, "all_to_allv", [96, 224], [96, 96]],
-            [[3392], [], [], [], [], [[], []], [[], []]],
-            ["Tensor(int)", "Int", "Int", "Int", "String", "GenericList[Int,Int]", "GenericList[Int,Int]"],
-            outputs=outputs,
-        )
-    )
-    assert comms is not None
+    values = [[1, 2, 0, 3392, 4, "cuda:0"], 150, 94594108284448, 0, "all_to_allv", [96, 224], [96, 96]]
+    comms = known(from_node(node(values, [3392], "Tensor(int)", outputs=outputs)))
     assert (comms.name, comms.pg, comms.seq, comms.rank) == ("all_to_allv", "94594108284448", 150, 0)
     assert (comms.group_size, comms.ranks, comms.is_p2p) == (0, None, False)
     made = record(comms, None)
@@ -74,22 +68,13 @@ def test_the_layout_of_1_0_1_with_a_pointer_for_the_group() -> None:
 
 
 def test_a_wait_has_no_tensors_and_no_operation() -> None:
-    comms = from_node(
-        node([141, 0, 0, "wait", [], []], [[]] * 6, ["Int", "Int", "Int", "String", "GenericList[]", "GenericList[]"])
-    )
-    assert comms is not None
+    comms = known(from_node(node([141, 0, 0, "wait", [], []], [], "Int")))
     assert (comms.name, comms.inputs, comms.seq) == ("wait", [], 141)
 
 
 def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_group() -> None:
-    comms = from_node(
-        node(
-            [[FLOATS, FLOATS], 12, ["3", "dp"], 1, "broadcast", [], [], 4, 2, 2],
-            [[[24], [4, 6]], [], [[], []], [], [], [], [], [], [], []],
-            ["GenericList[Tensor(float),Tensor(float)]", "Int", "Tuple[String,String]", *REST],
-        )
-    )
-    assert comms is not None
+    values = [[FLOATS, FLOATS], 12, ["3", "dp"], 1, "broadcast", [], [], 4, 2, 2]
+    comms = known(from_node(node(values, [[24], [4, 6]], "GenericList[Tensor(float),Tensor(float)]")))
     assert (comms.pg, comms.desc, comms.ranks, comms.group_size) == ("3", "dp", range(4, 8, 2), 2)
     assert (comms.in_split, comms.out_split, comms.is_p2p) == (None, None, False)
     made = record(comms)
@@ -97,81 +82,58 @@ def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_grou
 
 
 def test_the_layout_of_newer_torch_with_a_pair_for_the_sequence_and_attributes() -> None:
-    comms = from_node(
-        node(
-            [[FLOATS], [7, True], ["3", "pp"], 1, "send", [], []],
-            [[[24]], [[], []], [[], []], [], [], [], []],
-            ["GenericList[Tensor(float)]", "Tuple[Int,Bool]", "Tuple[String,String]", *REST],
-            collective_name="send",
-            dtype="Float",
-            in_msg_nelems=24,
-            out_msg_nelems=24,
-            in_split_size="[]",
-            out_split_size="[]",
-            global_rank_start=4,
-            global_rank_stride=2,
-            pg_name="3",
-            pg_desc="pipeline",
-            pg_size=2,
-        )
-    )
+    attributes: dict[str, Any] = {
+        "collective_name": "send",
+        "dtype": "Float",
+        "in_msg_nelems": 24,
+        "out_msg_nelems": 24,
+    }
+    attributes |= {"in_split_size": "[]", "out_split_size": "[]", "global_rank_start": 4, "global_rank_stride": 2}
+    attributes |= {"pg_name": "3", "pg_desc": "pipeline", "pg_size": 2}
+    values = [[FLOATS], [7, True], ["3", "pp"], 1, "send", [], []]
+    comms = known(from_node(node(values, [[24]], LIST, **attributes)))
     made = record(comms)
     assert (made.op, made.peer, made.p2p_seq, made.seq, made.bytes, made.dtype) == ("send", 6, 7, None, 96, "float32")
-    assert comms is not None
     assert (comms.is_p2p, comms.desc, comms.ranks) == (True, "pipeline", range(4, 8, 2))
 
 
 def test_a_receive_takes_its_bytes_from_the_side_that_names_the_tensor() -> None:
-    types = ["GenericList[Tensor(float)]", "Int", "String", "Int", "String", "GenericList[]", "GenericList[]"]
-    made = record(
-        from_node(node([[FLOATS], 2, "3", 0, "recvAnySource", [], []], [[[24]], [], [], [], [], [], []], types))
-    )
+    made = record(from_node(node([[FLOATS], 2, "3", 0, "recvAnySource", [], []], [[24]], LIST)))
     assert (made.op, made.peer, made.bytes) == ("recv", 4, 96)
 
 
 def test_hostile_values_do_no_harm() -> None:
     layout = [[FLOATS], 1, ["3", ""], 0, "allreduce", "[" * 5000, "[1", 0, 1, 1 << 63]
-    comms = from_node(
-        node(layout, [[[24]]] + [[]] * 9, ["Tensor(float)"], collective_name=5, dtype=["f"], pg_size="9" * 50)
-    )
-    assert comms is not None
+    hostile: dict[str, Any] = {"collective_name": 5, "dtype": ["f"], "pg_size": "9" * 50}
+    comms = known(from_node(node(layout, [[24]], "Tensor(float)", **hostile)))
     assert (comms.ranks, comms.in_split, comms.out_split, comms.dtype) == (None, None, None, "float")
-    shapeless = from_node(node([[FLOATS], *layout[1:5]], [7] + [[]] * 4, ["Tensor(float)"]))
-    assert shapeless is not None
+    shapeless = known(from_node(node(layout[:5], 7, "Tensor(float)")))
     assert (shapeless.name, shapeless.inputs) == ("allreduce", [])
     args = {"Collective name": "allreduce", "Group size": 1 << 61, "Global rank start": 0, "Global rank stride": 1}
-    described = from_kineto(msgspec.Raw(json.dumps(args).encode()))
-    assert described is not None
-    assert described.ranks is None
+    assert known(from_kineto(raw(args))).ranks is None
 
 
 @pytest.mark.parametrize("values", [[], ["x"], [1, 2, 3], [[], "a", {}], [None] * 9, ["a", "b", "c", "d"]])
 def test_a_layout_that_is_not_known_gives_nothing(values: list[Any]) -> None:
-    assert from_node(node(values, [], [])) is None
+    assert from_node(node(values)) is None
 
 
 def test_kineto_arguments_of_a_kernel() -> None:
-    args = {
-        "Collective name": "_allgather_base",
-        "In msg nelems": 12,
-        "Out msg nelems": 24,
+    args: dict[str, Any] = {"Collective name": "_allgather_base", "In msg nelems": 12, "Out msg nelems": 24}
+    args |= {
         "Group size": 2,
         "dtype": "BFloat16",
         "In split size": "[]",
         "Out split size": "[]",
-        "Process Group Name": "3",
-        "Process Group Description": "fsdp",
-        "Process Group Ranks": "[4, 6]",
         "stream": 20,
         "Seq": 5,
     }
-    comms = from_kineto(msgspec.Raw(json.dumps(args).encode()))
-    assert comms is not None
+    args |= {"Process Group Name": "3", "Process Group Description": "fsdp", "Process Group Ranks": "[4, 6]"}
+    comms = known(from_kineto(raw(args)))
     assert (comms.pg, comms.desc, comms.ranks) == ("3", "fsdp", [4, 6])
     made = record(comms)
     assert (made.op, made.bytes, made.dtype, made.seq) == ("all_gather", 48, "bfloat16", 5)
-    assert from_kineto(msgspec.Raw(b'{"stream": 7}')) is None
-    assert from_kineto(msgspec.Raw(b'{"Collective name": 7, "Group size": []}')) is None
+    assert from_kineto(raw({"stream": 7})) is from_kineto(raw({"Collective name": 7, "Group size": []})) is None
 
 
 def test_a_c10d_op_by_the_arguments_of_its_schema() -> None:
@@ -180,34 +142,21 @@ def test_a_c10d_op_by_the_arguments_of_its_schema() -> None:
         "__torch__.torch.classes.c10d.ProcessGroup process_group, __torch__.torch.classes.c10d.ReduceOp reduce_op, "
         "bool async_op=True, int timeout=-1) -> (Tensor, __torch__.torch.classes.c10d.Work)"
     )
-    comms = from_op(
-        node(
-            [FLOATS, HALVES, "<Object>", "<Object>", False, -1],
-            [[24], [48], [], [], [], []],
-            ["Tensor(float)", "Tensor(c10::Half)", "Object", "Object", "Bool", "Int"],
-            name="c10d::_reduce_scatter_base_",
-            op_schema=schema,
-        )
-    )
-    assert comms is not None
+    op = node([FLOATS, HALVES, "<Object>", "<Object>", False, -1], name="c10d::_reduce_scatter_base_", op_schema=schema)
+    types = ["Tensor(float)", "Tensor(c10::Half)", "Object", "Object", "Bool", "Int"]
+    given = json.loads(bytes(op.inputs)) | {"shapes": [[24], [48], [], [], [], []], "types": types}
+    op.inputs = raw(given)
+    comms = known(from_op(op))
     assert (comms.inputs, comms.outputs, comms.is_async, comms.reduce, comms.pg) == ([[48]], [[24]], False, None, "")
     assert record(comms).bytes == 96
 
 
 def test_a_functional_collective_names_its_group_and_reduction() -> None:
-    schema = "_c10d_functional::all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor"
+    name = "_c10d_functional::all_reduce"
+    schema = f"{name}(Tensor input, str reduce_op, str group_name) -> Tensor"
     outputs = {"values": [FLOATS], "shapes": [[4, 6]], "types": ["Tensor(float)"]}
-    comms = from_op(
-        node(
-            [FLOATS, "avg", "3"],
-            [[4, 6], [], []],
-            ["Tensor(float)", "String", "String"],
-            name="_c10d_functional::all_reduce",
-            outputs=outputs,
-            op_schema=schema,
-        )
-    )
-    made = record(comms)
+    op = node([FLOATS, "avg", "3"], [4, 6], "Tensor(float)", name, outputs, op_schema=schema)
+    made = record(from_op(op))
     assert (made.op, made.pg, made.reduce, made.bytes) == ("all_reduce", "3", "avg", 96)
     assert made.inputs == made.outputs == [[4, 6]]
 
@@ -220,14 +169,11 @@ def test_a_root_outside_the_group_is_not_guessed() -> None:
 
 @pytest.mark.parametrize(("name", "sides"), [("c10d::recv_", ([], [[24]])), ("c10d::send", ([[24]], []))])
 def test_the_tensor_of_a_receive_is_its_output(name: str, sides: tuple[list[list[int]], list[list[int]]]) -> None:
-    schema = (
-        f"{name}(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, int src, int tag) -> ()"
-    )
-    types = ["GenericList[Tensor(float)]", "Object", "Int", "Int"]
-    comms = from_op(node([[FLOATS], "<Object>", 1, 9], [[[24]], [], [], []], types, name=name, op_schema=schema))
-    made = record(comms)
+    group = "__torch__.torch.classes.c10d.ProcessGroup process_group"
+    schema = f"{name}(Tensor[] tensors, {group}, int src, int tag) -> ()"
+    made = record(from_op(node([[FLOATS], "<Object>", 1, 9], [[24]], LIST, name, op_schema=schema)))
     assert ((made.inputs, made.outputs), made.peer, made.tag, made.bytes) == (sides, 6, 9, 96)
-    assert from_op(node([], [], [], name=name)) is None
+    assert from_op(node([], name=name)) is None
 
 
 @pytest.mark.parametrize(
@@ -265,14 +211,13 @@ def test_a_side_that_is_not_named_follows_from_the_other(fields: dict[str, Any],
 def test_ranks_in_even_steps_are_those_of_a_group(start: Any, stride: Any, size: int, ranks: range | None) -> None:
     args = {"Collective name": "send", "Dst Rank": 1, "Src Rank": 0, "Global rank start": start}
     args |= {"Global rank stride": stride, "Group size": size}
-    comms = from_kineto(msgspec.Raw(json.dumps(args).encode()))
-    assert comms is not None
+    comms = known(from_kineto(raw(args)))
     assert (comms.ranks, comms.rank, comms.is_p2p) == (ranks, 1, True)
 
 
 def test_a_call_of_no_known_operation_or_size_is_taken_by_its_name() -> None:
     args = {"Collective name": "warp", "Src Rank": 3, "Global rank start": 0, "Global rank stride": 1}
-    assert from_kineto(msgspec.Raw(json.dumps(args).encode())) == ParamComms(name="warp", group_size=0)
+    assert from_kineto(raw(args)) == ParamComms(name="warp", group_size=0)
 
 
 @pytest.mark.parametrize("inputs", [[[2, 3]], []])

@@ -21,17 +21,12 @@ from crossrank.tools.graph.chakra.simulate import RankGraph, simulate
 from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, comm_size
 from crossrank.tools.graph.linking import Communication, Edge, LinkedTrace, MatchReport, link
 from crossrank.tools.output.chakra import as_dict
-from tests.unit.graph.linking.small_traces import SmallTrace
+from tests.unit.graph.linking.small_traces import FLOATS, SmallTrace, comm_params
 from tests.unit.graph.linking.test_communications import batched
 
-FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
 
-
-def params(
-    name: str, seq: int = 1, *, pg: str = "0", size: int = 2, rank: int = 0, splits: Any = ((), ())
-) -> dict[str, Any]:
-    values = [[FLOATS], [seq, False], [pg, "desc"], rank, name, list(splits[0]), list(splits[1]), 0, 1, size]
-    return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
+def params(name: str, seq: int = 1, *, pg: str = "0", **facts: Any) -> dict[str, Any]:
+    return comm_params(name, [seq, False], [pg, "desc"], **facts)
 
 
 def converted(trace: SmallTrace, folder: Path, **options: Any) -> tuple[dict[int, dict[str, Any]], Converted]:
@@ -173,8 +168,7 @@ def test_an_uneven_all_to_all_keeps_its_splits(tmp_path: Path) -> None:
 
 
 def test_all_gather_counts_the_shard() -> None:
-    record = CommRecord(id=0, op="all_gather", c10d="x", pg="0", bytes=800, t=0)
-    assert comm_size(record, 8) == 100
+    assert comm_size(CommRecord(id=0, op="all_gather", c10d="x", pg="0", bytes=800, t=0), 8) == 100
     assert comm_size(CommRecord(id=0, op="reduce_scatter", c10d="x", pg="0", bytes=800, t=0), 8) == 800
 
 

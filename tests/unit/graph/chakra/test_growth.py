@@ -82,8 +82,7 @@ def test_a_rank_does_what_the_recorded_one_in_its_place_does() -> None:
     assert [growth.source(rank) for rank in range(16)] == [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5, 6, 7, 2, 3]
     assert growth.copies[0] == [0]
     assert growth.copies[3] == [3, 9, 15]
-    fewer = grown([*TP, *DP], 4)
-    assert fewer.copies == {0: [0], 1: [1], 2: [2], 3: [3]}
+    assert grown([*TP, *DP], 4).copies == {0: [0], 1: [1], 2: [2], 3: [3]}
 
 
 def test_groups_along_the_dimension_grow_and_others_are_repeated() -> None:

@@ -158,8 +158,7 @@ def test_an_all_to_all_with_splits_is_what_each_member_sends_each(lists: bool) -
 
 
 def test_an_all_to_all_stays_where_messages_are_not_wanted_or_sizes_are_not_known() -> None:
-    nodes = exchange(0, [[1, 2, 3]] * 3)
-    assert lower(nodes, 0) == {}
+    assert lower(exchange(0, [[1, 2, 3]] * 3), 0) == {}
     even = one(1, 0, 10, comm=comm("all_to_all", 96))
     assert lower([even], 0, messages=True) == {}
     assert even.comm == comm("all_to_all", 96)

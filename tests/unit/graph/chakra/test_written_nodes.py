@@ -146,8 +146,7 @@ def test_a_rank_begins_as_long_after_the_first_as_its_clock_says(tmp_path: Path)
 def test_ranks_of_clocks_that_are_too_far_apart_begin_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = of_ranks(tmp_path, 0, 5_000_000)
-    assert [nodes[0]["duration_micros"] for nodes in ranks] == [0, 0]
+    assert [nodes[0]["duration_micros"] for nodes in of_ranks(tmp_path, 0, 5_000_000)] == [0, 0]
     told = "clocks     of the ranks are further apart than window 1 is long; all begin at 0\n"
     assert told in capsys.readouterr().out
 

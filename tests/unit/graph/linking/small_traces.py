@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,18 @@ NO_IO: dict[str, Any] = {"values": [], "shapes": [], "types": []}
 MAIN, BACKWARD = 700, 701
 """System ids of the threads that the execution trace numbers 1 and 2."""
 PID = 70
+
+
+FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
+"""24 floats, as execution traces describe a tensor."""
+
+
+def comm_params(
+    name: str, seq: Any = 1, pg: Any = ("0", "default_pg"), *, rank: int = 0, size: int = 2, splits: Any = ((), ())
+) -> dict[str, Any]:
+    """The inputs of a `record_param_comms` node with such a tensor."""
+    values = [[FLOATS], seq, pg, rank, name, *splits, 0, 1, size]
+    return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
 
 
 def nested_node(
@@ -44,25 +57,17 @@ def nested_node(
 
 def flat_node(node_id: int, name: str, parent: int, rf_id: int = 0, *, tid: int = 1, **fields: Any) -> dict[str, Any]:
     """A node as schema 1.0.1 has it."""
-    return {
-        "name": name,
-        "id": node_id,
-        "rf_id": rf_id,
-        "parent": parent,
-        "fw_parent": 0,
-        "seq_id": -1,
-        "scope": 0,
-        "tid": tid,
-        "fw_tid": 0,
-        "op_schema": "",
-        "inputs": [],
-        "input_shapes": [],
-        "input_types": [],
-        "outputs": [],
-        "output_shapes": [],
-        "output_types": [],
-        **fields,
+    numbers = {"id": node_id, "rf_id": rf_id, "parent": parent, "tid": tid, "seq_id": -1}
+    numbers |= dict.fromkeys(("fw_parent", "scope", "fw_tid"), 0)
+    sides: dict[str, list[Any]] = {
+        f"{side}put{what}": [] for side in ("in", "out") for what in ("s", "_shapes", "_types")
     }
+    return {"name": name, "op_schema": "", **numbers, **sides, **fields}
+
+
+ET_HEAD = {"schema": "1.1.1-chakra.0.0.4", "pid": PID, "time": "2024-05-02 10:00:01", "start_ts": 1, "finish_ts": 2}
+KINETO_HEAD: dict[str, Any] = {"schemaVersion": 1, "baseTimeNanoseconds": 1714644000000000000}
+KINETO_HEAD |= {"distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 2}}
 
 
 @dataclass
@@ -80,22 +85,8 @@ class SmallTrace:
         ]
     )
     events: list[dict[str, Any]] = field(default_factory=list)
-    et_head: dict[str, Any] = field(
-        default_factory=lambda: {
-            "schema": "1.1.1-chakra.0.0.4",
-            "pid": PID,
-            "time": "2024-05-02 10:00:01",
-            "start_ts": 1,
-            "finish_ts": 2,
-        }
-    )
-    kineto_head: dict[str, Any] = field(
-        default_factory=lambda: {
-            "schemaVersion": 1,
-            "baseTimeNanoseconds": 1714644000000000000,
-            "distributedInfo": {"backend": "nccl", "rank": 0, "world_size": 2},
-        }
-    )
+    et_head: dict[str, Any] = field(default_factory=lambda: {**ET_HEAD})
+    kineto_head: dict[str, Any] = field(default_factory=lambda: deepcopy(KINETO_HEAD))
 
     def op(self, name: str, ts: float, dur: float, parent: int = 2, *, tid: int = 1, **node: Any) -> int:
         """A host operation in both traces; returns its node id, which is also its record-function id plus 3."""
@@ -105,34 +96,17 @@ class SmallTrace:
         return rf_id + 3
 
     def host_event(
-        self,
-        name: str,
-        ts: float,
-        dur: float,
-        rf_id: int | None,
-        *,
-        tid: int = 1,
-        category: str = "cpu_op",
-        **args: Any,
+        self, name: str, ts: float, dur: float, rf_id: int | None, tid: int = 1, category: str = "cpu_op", **args: Any
     ) -> None:
         number = {} if rf_id is None else {"Record function id": rf_id}
-        self.add(
-            category,
-            name,
-            ts,
-            dur,
-            PID,
-            BACKWARD if tid == 2 else MAIN,
-            {"External id": len(self.events) + 1} | number | args,
-        )
+        given = {"External id": len(self.events) + 1} | number | args
+        self.add(category, name, ts, dur, PID, BACKWARD if tid == 2 else MAIN, given)
 
     def call(
         self, name: str, ts: float, dur: float, correlation: int, *, tid: int = 1, pid: int = PID, **args: Any
     ) -> None:
-        thread = BACKWARD if tid == 2 else MAIN
-        self.add(
-            "cuda_runtime", name, ts, dur, pid, thread, {"correlation": correlation, "External id": correlation} | args
-        )
+        given = {"correlation": correlation, "External id": correlation} | args
+        self.add("cuda_runtime", name, ts, dur, pid, BACKWARD if tid == 2 else MAIN, given)
 
     def activity(
         self,
@@ -146,13 +120,8 @@ class SmallTrace:
         device: int = 0,
         **args: Any,
     ) -> None:
-        given = {
-            "External id": correlation,
-            "device": device,
-            "context": 1,
-            "stream": stream,
-            "correlation": correlation,
-        }
+        given = {"External id": correlation, "device": device, "context": 1, "stream": stream}
+        given |= {"correlation": correlation}
         self.add(category, name, ts, dur, device, stream, given | args)
 
     def launch(
@@ -167,9 +136,8 @@ class SmallTrace:
         self.add("cuda_sync", kind, ts, dur, 0, stream, given | args)
 
     def add(self, category: str, name: str, ts: float, dur: float, pid: int, tid: int, args: dict[str, Any]) -> None:
-        self.events.append(
-            {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args}
-        )
+        event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args}
+        self.events.append(event)
 
     def write(self, folder: Path, rank: int = 0) -> tuple[str, str]:
         """Paths of the two files, named as a recording names them but plain."""

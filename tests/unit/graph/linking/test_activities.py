@@ -31,11 +31,7 @@ def test_kernels_copies_and_memsets_belong_to_the_innermost_operation_around_the
     trace.call("cudaMemcpyAsync", 70, 2, 503)
     trace.activity("Memcpy DtoH (Device -> Pinned)", 240, 4, 503, category="gpu_memcpy", **external_id(2))
     result = linked(trace, tmp_path)
-    assert hosts(result) == [
-        ("Memset (Device)", inner),
-        ("gemm", inner),
-        ("Memcpy DtoH (Device -> Pinned)", outer),
-    ]
+    assert hosts(result) == [("Memset (Device)", inner), ("gemm", inner), ("Memcpy DtoH (Device -> Pinned)", outer)]
     assert [activity.id for activity in result.activities] == [6, 7, 8]
     assert result.report.activities == {"gpu_memcpy": 1, "gpu_memset": 1, "kernel": 1}
     assert result.report.activities_linked == {"correlation id": 3}
@@ -117,10 +113,8 @@ def test_why_an_activity_has_no_operation_is_told(tmp_path: Path) -> None:
     del trace.events[-1]["args"]["correlation"]
     trace.op("aten::mm", 40, 10)
     report = linked(trace, tmp_path).report
-    assert report.activities_unlinked == {
-        "no operation around its launch is in the execution trace": 1,
-        "it has no correlation id": 1,
-    }
+    shown = report.activities_unlinked
+    assert shown == {"no operation around its launch is in the execution trace": 1, "it has no correlation id": 1}
     assert report.kineto_unmatched == {"within the execution trace": 1}
 
 
@@ -132,10 +126,8 @@ def test_what_was_launched_before_the_trace_is_counted_and_left_out(tmp_path: Pa
     trace.launch("after", 5000, 5010, 5, 502)
     result = linked(trace, tmp_path)
     assert [activity.name for activity in result.activities] == ["ours"]
-    assert result.report.activities_outside == {
-        "launched before the Kineto trace": 1,
-        "launched before or after the execution trace": 1,
-    }
+    shown = result.report.activities_outside
+    assert shown == {"launched before the Kineto trace": 1, "launched before or after the execution trace": 1}
     assert result.report.activity_rate == 1.0
 
 
@@ -150,10 +142,8 @@ def test_an_operation_outside_the_execution_trace_passes_its_launches_to_the_one
     result = linked(trace, tmp_path)
     assert hosts(result) == [("kernel", outer)]
     assert result.report.activities_linked == {"correlation id": 1}
-    assert result.report.kineto_unmatched == {
-        "within the execution trace": 1,
-        "before or after the execution trace": 1,
-    }
+    unmatched = {"within the execution trace": 1, "before or after the execution trace": 1}
+    assert result.report.kineto_unmatched == unmatched
 
 
 def test_record_function_ids_of_another_process_are_not_taken(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import zstandard
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.graph.linking import Communication, link
-from tests.unit.graph.linking.small_traces import SmallTrace
+from tests.unit.graph.linking.small_traces import FLOATS, SmallTrace, comm_params
 
-FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
 SCHEMA = (
     "c10d::allreduce_(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, "
     "bool async_op=True) -> Tensor[]"
@@ -23,20 +22,9 @@ TENSORS: dict[str, Any] = {
     "shapes": [[[24]], [], []],
     "types": ["GenericList[Tensor(float)]", "Object", "Bool"],
 }
-PARAMS: dict[str, Any] = {
-    "values": [[FLOATS], [9, False], ["0", "default_pg"], 0, "allreduce", [], [], 0, 1, 2],
-    "shapes": [[[24]], [[], []], [[], []], [], [], [], [], [], [], []],
-    "types": ["GenericList[Tensor(float)]"] + [""] * 9,
-}
-RANGE = {
-    "op": "all_reduce",
-    "c10d": "allreduce_",
-    "pg": "0",
-    "in": [[24]],
-    "out": [[24]],
-    "bytes": 96,
-    "dtype": "float32",
-}
+PARAMS = comm_params("allreduce", [9, False])
+RANGE: dict[str, Any] = {"op": "all_reduce", "c10d": "allreduce_", "pg": "0", "in": [[24]], "out": [[24]], "bytes": 96}
+RANGE |= {"dtype": "float32"}
 
 
 def text(value: Any) -> dict[str, Any]:
@@ -58,18 +46,8 @@ def test_one_call_at_four_depths_is_one_communication_with_its_kernel(tmp_path: 
     (only,) = result.communications
     assert (only.origin, only.host, only.activities) == ("record_param_comms", params, [result.activities[0].id])
     assert result.activities[0].host == nccl
-    assert only.record == CommRecord(
-        id=0,
-        op="all_reduce",
-        c10d="allreduce_",
-        pg="0",
-        bytes=96,
-        t=10_000,
-        seq=9,
-        inputs=[[24]],
-        outputs=[],
-        dtype="float32",
-    )
+    described: dict[str, Any] = {"bytes": 96, "inputs": [[24]], "outputs": [], "dtype": "float32"}
+    assert only.record == CommRecord(id=0, op="all_reduce", c10d="allreduce_", pg="0", t=10_000, seq=9, **described)
     assert only.group == Group(pg="0", size=2, ranks=[0, 1], desc="default_pg")
     assert result.report.communications == {"record_param_comms": 1}
 
@@ -94,11 +72,8 @@ def test_our_range_is_trusted_more_and_the_comms_file_most(tmp_path: Path) -> No
     lines = [{"header": header}, {"group": group}, {"id": 7, "seq": 31, "t": 4, "step": 2} | RANGE]
     comms = tmp_path / "rank-0.comms.jsonl.zst"
     # A record begins with its id, without spaces.
-    comms.write_bytes(
-        zstandard.ZstdCompressor().compress(
-            b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
-        )
-    )
+    content = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    comms.write_bytes(zstandard.ZstdCompressor().compress(content.encode()))
     (only,) = found(trace, tmp_path, comms)
     assert (only.origin, only.record.seq, only.record.step, only.seq_counted) == ("comms file", 31, 2, False)
     assert only.group is not None
@@ -122,10 +97,8 @@ def test_without_anything_better_the_c10d_op_gives_the_record_and_calls_are_coun
     for i in range(2):
         trace.op("c10d::allreduce_", 100 * i, 50, inputs=TENSORS, op_schema=SCHEMA)
     first, second = found(trace, tmp_path)
-    assert [(c.origin, c.record.pg, c.record.bytes, c.record.seq, c.seq_counted) for c in (first, second)] == [
-        ("c10d op", "0", 96, 1, True),
-        ("c10d op", "0", 96, 2, True),
-    ]
+    shown = [(c.origin, c.record.pg, c.record.bytes, c.record.seq, c.seq_counted) for c in (first, second)]
+    assert shown == [("c10d op", "0", 96, 1, True), ("c10d op", "0", 96, 2, True)]
     assert first.record.is_async is True
 
 
@@ -133,13 +106,8 @@ def test_a_kernel_without_a_call_is_a_communication_of_its_own(tmp_path: Path) -
     trace = SmallTrace()
     trace.op("aten::mm", 0, 100)
     trace.launch("ncclDevKernel_SendRecv(x)", 10, 20, 30, 501)
-    args: dict[str, Any] = {
-        "Collective name": "all_gather",
-        "Out msg nelems": 10,
-        "dtype": "Half",
-        "Process Group Name": "4",
-        "Process Group Ranks": "[1, 3]",
-    }
+    args: dict[str, Any] = {"Collective name": "all_gather", "Out msg nelems": 10, "dtype": "Half"}
+    args |= {"Process Group Name": "4", "Process Group Ranks": "[1, 3]"}
     trace.launch("some_new_kernel", 40, 60, 30, 502, **args)
     result = link(*trace.write(tmp_path))
     assert [(c.origin, c.record.op, c.record.bytes, c.group) for c in result.communications] == [
@@ -156,10 +124,8 @@ def test_a_kernel_names_the_group_that_its_call_does_not(tmp_path: Path) -> None
     args: dict[str, Any] = {"Collective name": "allreduce", "Process Group Name": "4", "Group size": 3}
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 5, 60, 9, 501, **args)
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 105, 160, 9, 502, **args)
-    assert [(one.origin, one.record.pg, one.group) for one in found(trace, tmp_path)] == [
-        ("c10d op", "4", Group(pg="4", size=3, ranks=None)),
-        ("crossrank range", "0", None),
-    ]
+    shown = [(one.origin, one.record.pg, one.group) for one in found(trace, tmp_path)]
+    assert shown == [("c10d op", "4", Group(pg="4", size=3, ranks=None)), ("crossrank range", "0", None)]
 
 
 POINTER = 94594108284448
@@ -182,12 +148,8 @@ def test_what_a_node_does_not_say_is_taken_from_its_event(
     trace = SmallTrace()
     called_by_pointer(trace, "allreduce", splits=([], []))
     trace.nodes[-1]["inputs"]["values"][2] = pg
-    trace.events[0]["args"] |= {
-        "Collective name": "allreduce",
-        "Process Group Name": from_kineto,
-        "Process Group Ranks": "[0, 1, 2]",
-        "Is asynchronized op": True,
-    }
+    trace.events[0]["args"] |= {"Collective name": "allreduce", "Is asynchronized op": True}
+    trace.events[0]["args"] |= {"Process Group Name": from_kineto, "Process Group Ranks": "[0, 1, 2]"}
     del trace.nodes[:3]  # whether it has roots or not
     (only,) = found(trace, tmp_path)
     assert (only.record.pg, only.record.is_async) == (expected, True)
@@ -210,10 +172,8 @@ def test_calls_that_go_out_together_share_the_kernel_that_is_launched_after_the_
     batched(trace)
     result = link(*trace.write(tmp_path))
     kernel = result.activities[0].id
-    assert [(one.record.id, one.record.op, one.activities) for one in result.communications] == [
-        (3, "send", [kernel]),
-        (4, "recv", [kernel]),
-    ]
+    shown = [(one.record.id, one.record.op, one.activities) for one in result.communications]
+    assert shown == [(3, "send", [kernel]), (4, "recv", [kernel])]
     assert result.report.communication_kernels_alone == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from crossrank.tools.graph.linking import Edge, EdgeKind, LinkedTrace, link
 from crossrank.tools.graph.linking.dependencies import NEVER, ordered_by
-from tests.unit.graph.linking.small_traces import SmallTrace
+from tests.unit.graph.linking.small_traces import SmallTrace, comm_params
 from tests.unit.graph.linking.test_communications import text
 
 
@@ -138,23 +138,12 @@ def test_what_a_thread_does_when_a_work_ends_says_whether_it_waits(
 
 def test_communications_of_a_group_are_in_order_and_peers_apart(tmp_path: Path) -> None:
     trace = SmallTrace()
-
-    def params(name: str, rank: int, pg: str) -> dict[str, object]:
-        tensor = [5, 6, 0, 24, 4, "cuda:0"]
-        values = [[tensor], 1, [pg, ""], rank, name, [], [], 0, 1, 3]
-        return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
-
-    calls = [
-        ("allreduce", 0, "0"),
-        ("send", 1, "0"),
-        ("allreduce", 0, "4"),
-        ("broadcast", 0, "0"),
-        ("send", 2, "0"),
-        ("send", 1, "0"),
-    ]
-    nodes = [trace.op("record_param_comms", 10 * i, 5, inputs=params(*call)) for i, call in enumerate(calls)]
-    result = link(*trace.write(tmp_path))
-    assert edges(result, "group_order") == [(nodes[0], nodes[3]), (nodes[1], nodes[5])]
+    calls = [("allreduce", 0, "0"), ("send", 1, "0"), ("allreduce", 0, "4"), ("broadcast", 0, "0")]
+    nodes = []
+    for i, (name, rank, pg) in enumerate([*calls, ("send", 2, "0"), ("send", 1, "0")]):
+        inputs = comm_params(name, 1, (pg, ""), rank=rank, size=3)
+        nodes.append(trace.op("record_param_comms", 10 * i, 5, inputs=inputs))
+    assert edges(link(*trace.write(tmp_path)), "group_order") == [(nodes[0], nodes[3]), (nodes[1], nodes[5])]
 
 
 def test_every_edge_joins_nodes_that_exist_and_none_is_drawn_twice(tmp_path: Path) -> None:

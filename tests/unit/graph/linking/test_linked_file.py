@@ -15,20 +15,14 @@ import zstandard
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.linking import Edge, LinkedTrace, link, linked_file
 from crossrank.tools.graph.linking.linked_file import microseconds, read_linked, write_linked
-from tests.unit.graph.linking.small_traces import SmallTrace, flat_node
+from tests.unit.graph.linking.small_traces import ET_HEAD, SmallTrace, comm_params, flat_node
 
 
 def trace_with_everything() -> SmallTrace:
     trace = SmallTrace()
     op = trace.op("aten::mm", 0.5, 100.125)
     trace.launch("gemm", 10, 30.001, 270, 501)
-    tensor = [5, 6, 0, 24, 4, "cuda:0"]
-    params = {
-        "values": [[tensor], 3, ["0", "default_pg"], 0, "allreduce", [], [], 0, 1, 2],
-        "shapes": [[[24]]] + [[]] * 9,
-        "types": ["GenericList[Tensor(float)]"] + [""] * 9,
-    }
-    trace.op("record_param_comms", 40, 20, op, inputs=params)
+    trace.op("record_param_comms", 40, 20, op, inputs=comm_params("allreduce", 3))
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 45, 305, 45, 504, stream=20, grid=[8, 1, 1])
     trace.call("cudaDeviceSynchronize", 110, 250, 505)
     trace.sync("Context Sync", 110, 245, 505, stream=4294967295)
@@ -47,28 +41,13 @@ def written(trace: SmallTrace, folder: Path) -> dict[str, Any]:
 
 def test_nodes_have_the_fields_that_the_converter_of_chakra_reads(tmp_path: Path) -> None:
     content = written(trace_with_everything(), tmp_path)
-    assert {key: content[key] for key in ("schema", "pid", "time", "start_ts", "finish_ts")} == {
-        "schema": "1.1.1-chakra.0.0.4",
-        "pid": 70,
-        "time": "2024-05-02 10:00:01",
-        "start_ts": 1,
-        "finish_ts": 2,
-    }
+    assert ET_HEAD.items() <= content.items()
     nodes = {node["id"]: node for node in content["nodes"]}
     assert list(nodes) == [1, 2, 3, 4, 5, 6, 7, 90, 91, 92]
     assert all({"id", "name", "ctrl_deps", "inputs", "outputs", "attrs"} <= set(node) for node in content["nodes"])
-    assert nodes[4] | {"inputs": 0, "outputs": 0, "attrs": 0} == {
-        "id": 4,
-        "name": "aten::mm",
-        "ctrl_deps": 2,
-        "inputs": 0,
-        "outputs": 0,
-        "attrs": 0,
-        "inclusive_dur": 100.125,
-        "exclusive_dur": 80.125,
-        "ts": 0.5,
-        "inter_thread_dep": None,
-    }
+    times = {"inclusive_dur": 100.125, "exclusive_dur": 80.125, "ts": 0.5}
+    of_op = {"id": 4, "name": "aten::mm", "ctrl_deps": 2, "inter_thread_dep": None} | times
+    assert {name: one for name, one in nodes[4].items() if name not in ("inputs", "outputs", "attrs")} == of_op
     gemm, reduce = nodes[91], nodes[92]
     fields = ("ctrl_deps", "cat", "ph", "stream", "ts", "inclusive_dur")
     assert [gemm[name] for name in fields] == [4, "kernel", "X", 7, 30.001, 270]
@@ -88,25 +67,11 @@ def test_our_own_fields_say_dependencies_and_communications(tmp_path: Path) -> N
     assert nodes[7]["deps"] == [{"id": 6, "kind": "inter_thread", "inferred": True, "slack_ns": 4550000}]
     assert nodes[92]["deps"] == [{"id": 5, "kind": "launch"}]
     assert [number for number, node in nodes.items() if "comm" in node] == [5]
-    assert nodes[5]["comm"] == {
-        "record": {
-            "id": 0,
-            "op": "all_reduce",
-            "c10d": "allreduce",
-            "pg": "0",
-            "bytes": 96,
-            "t": 40000,
-            "seq": 3,
-            "in": [[24]],
-            "dtype": "float32",
-        },
-        "group": {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg"},
-        "origin": "record_param_comms",
-        "host": 5,
-        "activities": [92],
-        "work": None,
-        "seq_counted": False,
-    }
+    record: dict[str, Any] = {"id": 0, "op": "all_reduce", "c10d": "allreduce", "pg": "0", "bytes": 96, "t": 40000}
+    record |= {"seq": 3} | {"in": [[24]], "dtype": "float32"}
+    group = {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg"}
+    known = {"origin": "record_param_comms", "host": 5, "activities": [92], "work": None, "seq_counted": False}
+    assert nodes[5]["comm"] == known | {"record": record, "group": group}
 
 
 def test_the_header_says_what_was_linked_and_how_well(tmp_path: Path) -> None:
@@ -140,6 +105,9 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path, out: str, decompres
     assert len(json.loads(decompress(contents[0]))["nodes"]) == 10
 
 
+ATTRIBUTES = ("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid", "op_schema")
+
+
 def test_flat_nodes_are_lifted_into_the_layout_that_the_converter_reads(tmp_path: Path) -> None:
     trace = SmallTrace(nodes=[flat_node(1, "root", 1), flat_node(2, "[pytorch|profiler|execution_graph|thread]", 1)])
     trace.et_head["schema"] = "1.0.1"
@@ -152,15 +120,9 @@ def test_flat_nodes_are_lifted_into_the_layout_that_the_converter_reads(tmp_path
     assert content["crossrank"]["et_schema"] == "1.0.1"
     node = content["nodes"][2]
     assert node["inputs"] == {"values": [4], "shapes": [[]], "types": ["Int"]}
-    assert {attr["name"]: attr["value"] for attr in node["attrs"]} == {
-        "rf_id": 1,
-        "fw_parent": 0,
-        "seq_id": -1,
-        "scope": 0,
-        "tid": 1,
-        "fw_tid": 0,
-        "op_schema": "t(Tensor self)",
-    }
+    assert {attr["name"]: attr["value"] for attr in node["attrs"]} == dict(
+        zip(ATTRIBUTES, (1, 0, -1, 0, 1, 0, "t(Tensor self)"), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("lost", "under"), [(0, 2), (3, 4)])
@@ -174,10 +136,8 @@ def test_an_activity_without_a_host_node_is_kept_under_a_thread_and_marked(
     del trace.nodes[:lost]  # without roots it stands under the first node
     node = written(trace, tmp_path)["nodes"][-1]
     assert (node["name"], node["ctrl_deps"], node["unlinked"]) == ("between", under, "no operation encloses its launch")
-    names = ("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid", "op_schema")
-    assert [(one["name"], one["value"]) for one in node["attrs"]] == list(
-        zip(names, (0, 0, -1, 0, 0, 0, ""), strict=True)
-    )
+    given = list(zip(ATTRIBUTES, (0, 0, -1, 0, 0, 0, ""), strict=True))
+    assert [(one["name"], one["value"]) for one in node["attrs"]] == given
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,14 +205,8 @@ def test_no_list_is_made_of_an_invalid_number_of_ranks(size: int, tmp_path: Path
 
 
 def test_microseconds_keep_every_digit() -> None:
-    assert [bytes(microseconds(ns)) for ns in (0, 1, 999, 1000, -1500, 1694128201435418123)] == [
-        b"0",
-        b"0.001",
-        b"0.999",
-        b"1",
-        b"-1.500",
-        b"1694128201435418.123",
-    ]
+    texts = [bytes(microseconds(ns)) for ns in (0, 1, 999, 1000, -1500, 1694128201435418123)]
+    assert texts == [b"0", b"0.001", b"0.999", b"1", b"-1.500", b"1694128201435418.123"]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 10, 11])

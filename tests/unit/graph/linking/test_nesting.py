@@ -36,16 +36,9 @@ def test_siblings_that_overlap_by_rounding_are_not_subtracted_twice() -> None:
 
 def test_a_call_belongs_to_the_innermost_event_that_encloses_it_on_its_thread() -> None:
     events = [event(0, 100, 1), event(10, 50, 2), event(20, 30, 3), event(0, 100, 4, tid=2)]
-    calls = [
-        call(22, 25),
-        call(22, 31),
-        call(60, 61),
-        call(22, 25, tid=2),
-        call(101, 102),
-        call(90, 101),
-        call(5, 6, tid=3),
-    ]
-    assert nest(events, calls).around_call == [2, 1, 0, 3, -1, -1, -1]
+    calls = [call(22, 25), call(22, 31), call(60, 61), call(22, 25, tid=2)]
+    outside = [call(101, 102), call(90, 101), call(5, 6, tid=3)]
+    assert nest(events, [*calls, *outside]).around_call == [2, 1, 0, 3, -1, -1, -1]
 
 
 def test_the_range_of_a_work_encloses_nothing() -> None:
@@ -72,8 +65,7 @@ def test_a_hundred_thousand_nested_events_are_no_problem() -> None:
 def test_calls_that_no_deep_event_encloses_are_no_problem() -> None:
     count = 50_000
     events = [event(i, 4 * count - i, i + 1) for i in range(count)]
-    calls = [call(count + i, 5 * count) for i in range(count)]
-    assert set(nest(events, calls).around_call) == {-1}
+    assert set(nest(events, [call(count + i, 5 * count) for i in range(count)]).around_call) == {-1}
 
 
 @st.composite

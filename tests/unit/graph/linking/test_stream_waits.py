@@ -5,16 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from crossrank.tools.graph.linking import Edge, LinkedTrace, link
-from tests.unit.graph.linking.small_traces import SmallTrace
+from crossrank.tools.graph.linking import LinkedTrace, link
+from tests.unit.graph.linking.small_traces import SmallTrace, comm_params
 
-TENSOR = [5, 6, 0, 24, 4, "cuda:0"]
 COMPUTE, NCCL = 7, 20
-
-
-def params(name: str, seq: int, pg: str) -> dict[str, Any]:
-    values = [[TENSOR], seq, [pg, ""], 0, name, [], [], 0, 1, 2]
-    return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
 
 
 def waiting(seq: int) -> dict[str, Any]:
@@ -23,17 +17,15 @@ def waiting(seq: int) -> dict[str, Any]:
 
 def issue(trace: SmallTrace, ts: float, seq: int, correlation: int, start: float, dur: float, pg: str = "0") -> None:
     """A collective as NCCL issues it: the stream waits before the launch, and once more after it."""
-    trace.op("record_param_comms", ts, 20, inputs=params("allreduce", seq, pg))
+    trace.op("record_param_comms", ts, 20, inputs=comm_params("allreduce", seq, (pg, "")))
     trace.call("cudaStreamWaitEvent", ts + 2, 1, correlation + 1)
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", ts + 5, start, dur, correlation, stream=NCCL)
     trace.call("cudaStreamWaitEvent", ts + 15, 1, correlation + 2)
 
 
 def stream_waits(result: LinkedTrace) -> list[tuple[str, str, int | None]]:
-    names = {
-        activity.id: f"{activity.name.split('_')[0]}@{activity.start_ns // 1000}" for activity in result.activities
-    }
-    edges: list[Edge] = [edge for edge in result.edges if edge.kind == "stream_wait"]
+    names = {one.id: f"{one.name.split('_')[0]}@{one.start_ns // 1000}" for one in result.activities}
+    edges = [edge for edge in result.edges if edge.kind == "stream_wait"]
     assert all(edge.inferred for edge in edges)
     return [(names[edge.source], names[edge.target], edge.slack_ns) for edge in edges]
 

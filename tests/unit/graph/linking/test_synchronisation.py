@@ -129,18 +129,15 @@ def test_a_copy_that_ends_within_its_call_blocked_the_host(tmp_path: Path) -> No
     trace.op("next", 200, 10)
     del trace.nodes[:3]
     result = link(*trace.write(tmp_path))
-    assert waits_of(result) == [
-        Edge(6, 5, "sync", inferred=True, slack_ns=10_000),
-        Edge(7, 5, "sync", inferred=True, slack_ns=0),
-    ]
+    shown = waits_of(result)
+    assert shown == [Edge(6, 5, "sync", inferred=True, slack_ns=10_000), Edge(7, 5, "sync", inferred=True, slack_ns=0)]
     assert [op.blocked_ns for op in result.host] == [40_000 + 4_000, 0]
 
 
 def test_the_host_goes_on_where_its_own_thread_does(tmp_path: Path) -> None:
     trace = two_streams()
     trace.op("other thread", 370, 5, 3, tid=2)
-    targets = {edge.target for edge in waits_of(link(*trace.write(tmp_path))) if edge.kind == "sync"}
-    assert targets == {5}
+    assert {edge.target for edge in waits_of(link(*trace.write(tmp_path))) if edge.kind == "sync"} == {5}
 
 
 def correlations(path: str, *, without_events: bool = False) -> set[tuple[int | None, int | None]]:
