@@ -24,6 +24,7 @@ from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import FoundFile
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
+from tests.unit.traces.flight_entries import flight_dump, flight_entry
 from tests.unit.traces.nsight.exports import write_exports
 
 WALL = 1_780_000_000_000_000_000
@@ -33,35 +34,18 @@ MS = 1_000_000
 def entry(number: int, name: str, at_ms: float, took_ms: float | None, **facts: Any) -> dict[str, Any]:
     """An entry of NCCL's recorder; without `took_ms` a member of a batch, which has no times."""
     made = WALL + round(at_ms * MS)
-    times = {} if took_ms is None else {"time_discovered_started_ns": made, "duration_ms": took_ms}
+    times: dict[str, Any] = {"time_created_ns": made, "state": "completed", "op_id": number}
     if took_ms is not None:
+        times |= {"time_discovered_started_ns": made, "duration_ms": took_ms}
         times["time_discovered_completed_ns"] = made + round(took_ms * MS)
-    sizes = {"input_sizes": [[1000]], "input_dtypes": ["Float"], "output_sizes": [[1000]], "output_dtypes": ["Float"]}
-    return {
-        "record_id": number,
-        "pg_id": 0,
-        "process_group": ["0", "default_pg"],
-        "profiling_name": f"nccl:{name}",
-        "time_created_ns": made,
-        "state": "completed",
-        "collective_seq_id": 0,
-        "p2p_seq_id": 0,
-        "op_id": number,
-        **sizes,
-        **times,
-        **facts,
-    }
+    sizes = {f"{side}put_sizes": [[1000]] for side in ("in", "out")}
+    return flight_entry(number, name, **sizes | times | facts)
 
 
-def dump(folder: Path, rank: int, entries: list[dict[str, Any]], *, ours: bool = False) -> None:
-    content: dict[str, Any] = {
-        "version": "2.10",
-        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
-        "entries": entries,
-    }
+def dump(folder: Path, rank: int, entries: list[dict[str, Any]], *, ours: bool = False, **content: Any) -> None:
     if ours:
         content["crossrank"] = {"rank": rank, "world_size": 2, "time_ns": WALL, "clock": {"t": 0, "wall": WALL}}
-    (folder / f"rank-{rank}.flight.json").write_text(json.dumps(content))
+    (folder / f"rank-{rank}.flight.json").write_text(json.dumps(flight_dump(entries, [0, 1]) | content))
 
 
 def comms(folder: Path, rank: int, records: list[dict[str, Any]]) -> None:
@@ -120,9 +104,7 @@ def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) ->
     ]
     receives = [entry(n, "recv 1<-0", 10 * n, 2.0 + n, p2p_seq_id=1 + n, is_p2p=True) for n in range(2)]
     for rank, entries in ((0, sends), (1, receives)):
-        dump(tmp_path, rank, entries)
-        path = tmp_path / f"rank-{rank}.flight.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"pg_config": config}))
+        dump(tmp_path, rank, entries, pg_config=config)
     found = match_collectives(Job.match(read(find([str(tmp_path)]), Fleet())))
     pairs = {}
     for collective in range(len(found.collectives)):

@@ -13,26 +13,10 @@ from crossrank.tools.analysis.diagnosis.mismatches import contradiction
 from crossrank.tools.traces.flight_calls import GLOO_ALONE, SAME_TIME, read_flight
 from crossrank.tools.traces.flight_recorder import Frame, Progress
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, STARTED, RankTrace
+from tests.unit.traces.flight_entries import flight_entry as entry
 
 DONE: dict[str, Any] = {"state": "completed", "duration_ms": 0.5, "retired": True}
 DONE |= {"time_discovered_started_ns": 7000, "time_discovered_completed_ns": 9000}
-
-
-def entry(number: int, name: str, seq: int = 0, p2p: int = 0, group: str = "0", **fields: Any) -> dict[str, Any]:
-    sizes: dict[str, Any] = {} if "coalesced" in name else {f"{side}put_sizes": [[4]] for side in ("in", "out")}
-    sizes |= {f"{side}put_dtypes": ["Float"] for side in ("in", "out") if sizes}
-    return {
-        "record_id": number,
-        "profiling_name": name if ":" in name else f"nccl:{name}",
-        "process_group": (group, "undefined"),
-        "pg_id": int(group),
-        "collective_seq_id": seq,
-        "p2p_seq_id": p2p,
-        "is_p2p": p2p > 0,
-        "time_created_ns": 1000 + number,
-        **sizes,
-        **fields,
-    }
 
 
 def read(
@@ -45,13 +29,19 @@ def read(
     return read_flight(str(folder / "dump"), 4, own_calls=own)
 
 
-def rows(trace: RankTrace) -> list[tuple[str, int, int, int, int, int, list[str]]]:
-    """(operation, number, id, batch, state, bytes, members) of every call."""
-    calls = trace.calls
-    kinds = [trace.signatures[one] for one in calls.signature]
-    members = [[member.op for member in kind.members] for kind in kinds]
-    columns = zip(kinds, calls.number, calls.id, calls.batch, calls.state, members, strict=True)
-    return [(kind.op, number, id, batch, state, kind.bytes, of) for kind, number, id, batch, state, of in columns]
+STATES = {SCHEDULED: "scheduled", STARTED: "started", COMPLETED: "completed", RETIRED: "retired"}
+
+
+def rows(trace: RankTrace) -> list[str]:
+    """Operation, number, id and state of every call, its batch and members if there are some, its bytes if not 16."""
+    found, calls = [], trace.calls
+    columns = (calls.signature, calls.number, calls.id, calls.batch, calls.state)
+    for signature, number, id, batch, state in zip(*columns, strict=True):
+        kind = trace.signatures[signature]
+        text = f"{kind.op} {number} id {id} {STATES[state]}" + f" in batch {batch}" * (batch != -1)
+        text += f" of {kind.bytes} B" * (kind.bytes != 16)
+        found.append(": ".join([text, *filter(None, [", ".join(member.op for member in kind.members)])]))
+    return found
 
 
 SEND, RECEIVE = entry(0, "send 0->1", p2p=3), entry(1, "recv 0<-1", p2p=3)
@@ -63,56 +53,43 @@ GATHERS = [entry(number, "all_gather", 5) for number in (0, 1)]
     [
         (
             [entry(0, "all_reduce", 1, **DONE), entry(1, "all_reduce", 2, state="started"), entry(2, "barrier", 3)],
-            [
-                ("all_reduce", 1, 0, -1, COMPLETED, 16, []),
-                ("all_reduce", 2, 1, -1, STARTED, 16, []),
-                ("barrier", 3, 2, -1, SCHEDULED, 0, []),
-            ],
+            ["all_reduce 1 id 0 completed", "all_reduce 2 id 1 started", "barrier 3 id 2 scheduled of 0 B"],
         ),
         (
             [SEND, RECEIVE, entry(2, "coalesced", p2p=3, **DONE)],
-            [("send", 3, 0, 0, COMPLETED, 16, []), ("recv", 3, 1, 0, COMPLETED, 16, [])],
+            ["send 3 id 0 completed in batch 0", "recv 3 id 1 completed in batch 0"],
         ),
-        ([SEND, entry(1, "coalesced", p2p=3, **DONE)], [("send", 3, 0, -1, COMPLETED, 16, [])]),
-        ([SEND, RECEIVE], [("send", 3, 0, -1, SCHEDULED, 16, []), ("recv", 3, 1, -1, SCHEDULED, 16, [])]),
+        ([SEND, entry(1, "coalesced", p2p=3, **DONE)], ["send 3 id 0 completed"]),
+        ([SEND, RECEIVE], ["send 3 id 0 scheduled", "recv 3 id 1 scheduled"]),
         (
             [*GATHERS, entry(2, "coalesced", 5, **DONE), entry(3, "all_reduce", 6)],
-            [
-                ("all_gather", 5, 2, -1, COMPLETED, 32, ["all_gather"] * 2),
-                ("all_reduce", 6, 3, -1, SCHEDULED, 16, []),
-            ],
+            ["all_gather 5 id 2 completed of 32 B: all_gather, all_gather", "all_reduce 6 id 3 scheduled"],
         ),
         (
             [GATHERS[0], entry(1, "broadcast", 5), entry(2, "coalesced", 5)],
-            [("coalesced", 5, 2, -1, SCHEDULED, 32, ["all_gather", "broadcast"])],
+            ["coalesced 5 id 2 scheduled of 32 B: all_gather, broadcast"],
         ),
-        (
-            [GATHERS[0], entry(1, "all_reduce_coalesced", 5)],
-            [("all_reduce", 5, 1, -1, SCHEDULED, 16, ["all_gather"])],
-        ),
-        (GATHERS, [("all_gather", 5, 1, -1, SCHEDULED, 32, ["all_gather"] * 2)]),
-        (
-            # Of a ring that has gone round, the first launch may lack members.
-            [entry(7, "coalesced", 5), entry(8, "all_reduce", 6)],
-            [("all_reduce", 6, 8, -1, SCHEDULED, 16, [])],
-        ),
+        ([GATHERS[0], entry(1, "all_reduce_coalesced", 5)], ["all_reduce 5 id 1 scheduled: all_gather"]),
+        (GATHERS, ["all_gather 5 id 1 scheduled of 32 B: all_gather, all_gather"]),
+        # Of a ring that has gone round, the first launch may lack members.
+        ([entry(7, "coalesced", 5), entry(8, "all_reduce", 6)], ["all_reduce 6 id 8 scheduled"]),
         (
             [entry(7, "all_gather", 5), entry(8, "coalesced", 5), entry(9, "broadcast", 6), entry(10, "coalesced", 6)],
-            [("all_gather", 5, 8, -1, SCHEDULED, 16, []), ("broadcast", 6, 10, -1, SCHEDULED, 16, ["broadcast"])],
+            ["all_gather 5 id 8 scheduled", "broadcast 6 id 10 scheduled: broadcast"],
         ),
         (
             [entry(0, "gloo:all_reduce", 1, retired=True), entry(1, "gloo:all_reduce", 2)],
-            [("all_reduce", 1, 0, -1, RETIRED, 16, []), ("all_reduce", 2, 1, -1, SCHEDULED, 16, [])],
+            ["all_reduce 1 id 0 retired", "all_reduce 2 id 1 scheduled"],
         ),
-        ([entry(0, "ucc:all_reduce", 1, retired=True)], [("all_reduce", 1, 0, -1, RETIRED, 16, [])]),
+        ([entry(0, "ucc:all_reduce", 1, retired=True)], ["all_reduce 1 id 0 retired"]),
         (
             [entry(0, "ucc:all_reduce", 1, retired=True), entry(1, "ucc:all_reduce", 2, **DONE)],
-            [("all_reduce", 1, 0, -1, SCHEDULED, 16, []), ("all_reduce", 2, 1, -1, COMPLETED, 16, [])],
+            ["all_reduce 1 id 0 scheduled", "all_reduce 2 id 1 completed"],
         ),
-        ([entry(0, "all_reduce", 1, retired=True)], [("all_reduce", 1, 0, -1, SCHEDULED, 16, [])]),
+        ([entry(0, "all_reduce", 1, retired=True)], ["all_reduce 1 id 0 scheduled"]),
     ],
 )
-def test_entries_are_calls_and_launches(tmp_path: Path, entries: list[dict[str, Any]], calls: list[Any]) -> None:
+def test_entries_are_calls_and_launches(tmp_path: Path, entries: list[dict[str, Any]], calls: list[str]) -> None:
     trace = read(tmp_path, *entries)
     assert rows(trace) == calls
     assert trace.dump.wrapped == trace.starts_late == (entries[0]["record_id"] > 0)
@@ -206,11 +183,7 @@ def later(number: int) -> dict[str, Any]:
         ([SEND, later(5)], {"1": 3}, [SCHEDULED] * 2),
         ([SEND, RECEIVE], {"0": 2}, [SCHEDULED] * 2),
         ([SEND, RECEIVE, entry(2, "coalesced", p2p=3)], {"0": 3}, [SCHEDULED] * 2),
-        (
-            [entry(0, "all_gather", 4), entry(1, "all_gather", 4), entry(5, "barrier", 5)],
-            {"0": 3},
-            [COMPLETED, SCHEDULED],
-        ),
+        ([*(entry(n, "all_gather", 4) for n in (0, 1)), entry(5, "barrier", 5)], {"0": 3}, [COMPLETED, SCHEDULED]),
         ([SEND | {"collective_seq_id": 1}], {"0": 3}, [SCHEDULED]),
     ],
 )
@@ -253,18 +226,10 @@ def test_roots_and_source_lines_come_from_the_records_of_the_same_calls(tmp_path
         {"id": 4, "t": 1001, "seq": 1, "pg": "2", "reduce": "sum"},
     ]
     trace = read(tmp_path, *entries, crossrank=moment(*calls))
-    assert [(one.root, one.reduce) for one in (trace.signatures[row] for row in trace.calls.signature)] == [
-        (6, None),
-        (None, "sum"),
-        (None, None),
-        (None, None),
-    ]
-    assert [trace.stacks[one] for one in trace.calls.stack] == [
-        (Frame("(C++)", "b.py", 7),),
-        (Frame("f", "a.py", 3),),
-        (),
-        (),
-    ]
+    kinds = [trace.signatures[row] for row in trace.calls.signature]
+    assert [(one.root, one.reduce) for one in kinds] == [(6, None), (None, "sum"), (None, None), (None, None)]
+    stacks = [trace.stacks[one] for one in trace.calls.stack]
+    assert stacks == [(Frame("(C++)", "b.py", 7),), (Frame("f", "a.py", 3),), (), ()]
     assert trace.dump.recorded_from == {"0": 2}
     assert (trace.host, trace.world_size, trace.ending.taken_at, trace.ending.reason) == ("h", 8, 99, "hang")
     assert (trace.starts_late, trace.dump.has_status, trace.numbered_pairs, len(trace)) == (True, True, False, 4)
@@ -305,10 +270,7 @@ def test_of_the_last_calls_of_a_group_most_were_noted_at_the_times_of_the_record
 ) -> None:
     entries = [entry(number, "all_reduce", 5 + number) for number in range(3)]
     at = [one["time_created_ns"] for one in entries]
-    calls = [
-        {"id": number, "t": made - later, "seq": 1 + number}
-        for number, (made, later) in enumerate(zip(at, noted_later, strict=True))
-    ]
+    calls = [{"id": number, "t": at[number] - later, "seq": 1 + number} for number, later in enumerate(noted_later)]
     assert read(tmp_path, *entries, crossrank=moment(*calls)).dump.recorded_from == found
 
 
@@ -316,11 +278,7 @@ def test_sends_that_no_entry_has_are_added_where_they_were_made(tmp_path: Path) 
     send = CALL | {"op": "send", "c10d": "send", "peer": 6}
     calls = [send | {"id": 5, "t": 900, "p2p_seq": 1}, send | {"id": 6, "t": 2000, "p2p_seq": 2, "api": "send"}]
     trace = read(tmp_path, entry(0, "gloo:all_reduce", 1, **DONE), crossrank=moment(*calls))
-    assert rows(trace) == [
-        ("send", 1, 5, -1, SCHEDULED, 16, []),
-        ("all_reduce", 1, 0, -1, COMPLETED, 16, []),
-        ("send", 2, 6, -1, SCHEDULED, 16, []),
-    ]
+    assert rows(trace) == ["send 1 id 5 scheduled", "all_reduce 1 id 0 completed", "send 2 id 6 scheduled"]
     assert (trace.unawaited, trace.numbered_pairs, trace.notes) == ({0}, True, [])
 
 

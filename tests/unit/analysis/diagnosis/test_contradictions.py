@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.analysis.diagnosis.moments import Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
-from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, in_short, roots
+from tests.unit.analysis.diagnosis.verdicts import diagnose_job, diagnosis_of, in_short, roots
+from tests.unit.traces.flight_entries import flight_dump, flight_entry
 
 Finding = tuple[str, str, int | None, list[int], list[int]]
 
@@ -19,46 +20,32 @@ SQUARE = [[4, 4]]
 
 def entry(op: str = "all_reduce", seq: int = 1, **fields: Any) -> dict[str, Any]:
     """One call on a group of two as a dump of NCCL has it."""
-    whole = {
-        "record_id": seq - 1,
-        "pg_id": 0,
-        "process_group": ("0", "default_pg"),
-        "collective_seq_id": seq,
-        "profiling_name": f"nccl:{op}",
-        "time_created_ns": 0,
-        "state": "scheduled",
-        "input_sizes": SQUARE,
-        "output_sizes": SQUARE,
-        "input_dtypes": ["Float"],
-        "output_dtypes": ["Float"],
-    }
-    return whole | fields
+    sizes: dict[str, Any] = {"input_sizes": SQUARE, "output_sizes": SQUARE}
+    return flight_entry(seq - 1, op, seq, **{"time_created_ns": 0, "state": "scheduled"} | sizes | fields)
 
 
 def found_in(folder: Path, *entries: dict[str, Any]) -> list[Finding]:
     """What is found where rank n made the call `entries[n]`."""
-    ranks = str(list(range(len(entries))))
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
     for rank, one in enumerate(entries):
-        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": [one]}
+        dump = flight_dump([one], list(range(len(entries))))
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
     found = diagnosis_of(folder)
     assert found.verdict == "error"
     return [in_short(finding) for finding in found.findings]
 
 
-WRONG = [
-    pytest.param(entry(output_sizes=[[5, 4]]), "size_mismatch", id="all_reduce-output"),
-    pytest.param(entry(input_sizes=[[5, 4]]), "size_mismatch", id="all_reduce-input"),
-    pytest.param(entry(output_dtypes=["Half"]), "dtype_mismatch", id="all_reduce-output-dtype"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "kind"), WRONG)
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"output_sizes": [[5, 4]]}, "size_mismatch"),
+        ({"input_sizes": [[5, 4]]}, "size_mismatch"),
+        ({"output_dtypes": ["Half"]}, "dtype_mismatch"),
+    ],
+)
 def test_a_rank_whose_call_contradicts_itself_is_the_odd_one_even_without_a_majority(
     wrong: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
-    assert found_in(tmp_path, entry(), wrong)[0][:4] == (kind, "default_pg", 1, [1])
+    assert found_in(tmp_path, entry(), entry(**wrong))[0][:4] == (kind, "default_pg", 1, [1])
 
 
 @pytest.mark.parametrize(
@@ -96,17 +83,13 @@ def test_a_call_that_contradicts_itself_on_every_rank_is_an_error_of_nobody_in_p
 )
 def test_calls_as_torch_makes_them_do_not_contradict_themselves(call: Collective, tmp_path: Path) -> None:
     job = SimulatedJob([[call] * 2] * 4, {"0": ("default_pg", [0, 1, 2, 3])})
-    job.run()
-    job.write(tmp_path)
-
-    assert diagnosis_of(tmp_path).verdict == "ok"
+    assert diagnose_job(job, tmp_path).verdict == "ok"
 
 
 @pytest.mark.parametrize("name", ["UNKNOWN_SCALAR", "Undefined"])
 def test_a_gather_of_which_nccl_notes_no_type_where_nothing_comes_out_fits(name: str, tmp_path: Path) -> None:
     root = entry("gather", input_sizes=[[64]], output_sizes=[[64]] * 3)
     other = entry("gather", input_sizes=[[64]], output_sizes=[], output_dtypes=[name])
-
     assert found_in(tmp_path, root, other, other)[0][0] == "all_joined_not_completed"
 
 
@@ -116,11 +99,8 @@ def test_roots_of_gather_and_scatter_hold_what_the_others_do_not(tmp_path: Path)
         [Collective("0", "gather", SIDE, SIDE * 2), Collective("0", "scatter", SIDE * 2, SIDE)],
         [Collective("0", "gather", SIDE, ()), Collective("0", "scatter", (), SIDE)],
     ]
-    job = SimulatedJob(programs, groups)
-    job.run()
-    job.write(tmp_path)
-
-    assert not [row for row in roots(diagnosis_of(tmp_path)) if row[0] in ("size_mismatch", "dtype_mismatch")]
+    found = roots(diagnose_job(SimulatedJob(programs, groups), tmp_path))
+    assert not [row for row in found if row[0] in ("size_mismatch", "dtype_mismatch")]
 
 
 SIDE = ((4, 4),)
@@ -141,10 +121,7 @@ def test_a_rank_whose_last_call_stays_open_long_after_it_was_over_hangs_in_it(
     path = tmp_path / "rank-1.flight.json"
     last = path.read_text().rpartition('"state": "completed"')
     path.write_text('"state": "scheduled"'.join((last[0], last[2])))
-
-    found = diagnosis_of(tmp_path)
-
-    assert [(finding.kind, finding.culprit_ranks) for finding in found.findings] == kinds
+    assert [(finding.kind, finding.culprit_ranks) for finding in diagnosis_of(tmp_path).findings] == kinds
 
 
 @pytest.mark.parametrize("missing", [0, 3])
@@ -153,7 +130,5 @@ def test_two_against_one_is_no_majority_of_four(missing: int, tmp_path: Path) ->
     job = SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2, 3])})
     job.run()
     job.write(tmp_path, ranks=set(range(4)) - {missing})
-
     mismatch = next(finding for finding in diagnosis_of(tmp_path).findings if finding.kind == "size_mismatch")
-
     assert mismatch.culprit_ranks == []

@@ -12,6 +12,7 @@ from crossrank.tools.analysis.diagnosis.findings import ClockAlignment, Diagnosi
 from crossrank.tools.analysis.diagnosis.stragglers import find_stragglers
 from tests.unit.analysis.diagnosis.ranks import Call, call, group, job, rank
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
+from tests.unit.traces.flight_entries import flight_dump, flight_entry
 
 START = 1_795_000_000_000_000_000
 MS = 1_000_000
@@ -25,25 +26,13 @@ def write_dumps(folder: Path, arrivals_ms: list[list[float]], *, clock_ms: list[
     folder.mkdir()
     ahead = clock_ms or [0.0] * len(arrivals_ms)
     ends = [max(column) + 1 for column in zip(*arrivals_ms, strict=True)]
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(arrivals_ms))))}}
     for own, moments in enumerate(arrivals_ms):
-
-        def entry(number: int, moment: float, ahead_ms: float = ahead[own]) -> dict[str, Any]:
-            return {
-                "record_id": number,
-                "pg_id": 0,
-                "process_group": ("0", "default_pg"),
-                "collective_seq_id": number + 1,
-                "profiling_name": "nccl:all_reduce",
-                "time_created_ns": START + int((moment + ahead_ms) * MS),
-                "time_discovered_completed_ns": START + int((ends[number] + ahead_ms) * MS),
-                "state": "completed",
-                "input_sizes": [[8]],
-                "output_sizes": [[8]],
-            }
-
-        entries = [entry(number, moment) for number, moment in enumerate(moments)]
-        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+        entries = []
+        for number, (began, ended) in enumerate(zip(moments, ends, strict=True)):
+            at, over = (START + int((moment + ahead[own]) * MS) for moment in (began, ended))
+            times: dict[str, Any] = {"time_created_ns": at, "time_discovered_completed_ns": over, "state": "completed"}
+            entries.append(flight_entry(number, "all_reduce", number + 1, **times))
+        dump = flight_dump(entries, list(range(len(arrivals_ms))))
         (folder / f"rank_{own}").write_bytes(pickle.dumps(dump, 2))
     return folder
 
@@ -62,17 +51,10 @@ def test_the_rank_that_comes_last_is_named_with_what_the_others_wait(tmp_path: P
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
 
     about: dict[str, Any] = {"pg": ["0", "default_pg"], "pg_ranks": [0, 1, 2, 3]}
-    assert found.stragglers == [
-        GroupStragglers(
-            **about,
-            collectives=10,
-            last_rank=2,
-            last_share=0.9,
-            max_rank=2,
-            wait_ms={"p50": 5.0, "p95": 5.0, "max": 5.0, "total": 46.5},
-            late_ms={"0": 0.0, "1": 0.5, "2": 5.0, "3": 1.5},
-        )
-    ]
+    times: dict[str, Any] = {"wait_ms": {"p50": 5.0, "p95": 5.0, "max": 5.0, "total": 46.5}}
+    times |= {"late_ms": {"0": 0.0, "1": 0.5, "2": 5.0, "3": 1.5}}
+    last = GroupStragglers(**about, **times, collectives=10, last_rank=2, last_share=0.9, max_rank=2)
+    assert found.stragglers == [last]
     assert found.verdict == "ok"
     text = "rank 2 arrived last in 90.0 % of 10 collectives; the first rank waited 5 ms for it (median)"
     assert found.advisory == [Finding(kind="straggler", **about, waiting_ranks=[0, 1, 3], text=text)]
@@ -83,17 +65,13 @@ def test_a_rank_is_noted_from_five_collectives_and_a_median_of_1_ms_on(
     calls: int, late: float, noted: list[int], tmp_path: Path
 ) -> None:
     arrivals = [[100.0 * call for call in range(calls)], [100.0 * call + late for call in range(calls)]]
-
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
-
     assert [len(found.advisory) for _ in found.stragglers] == noted
 
 
 def test_of_many_waits_the_middle_one_and_that_above_95_of_100_are_told(tmp_path: Path) -> None:
     arrivals = [[100.0 * call for call in range(40)], [100.0 * call + call for call in range(40)]]
-
     (row,) = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals)).stragglers
-
     assert (row.last_share, row.wait_ms) == (0.975, {"p50": 20.0, "p95": 38.0, "max": 39.0, "total": 780.0})
 
 
@@ -150,9 +128,7 @@ def test_a_rank_that_is_no_later_than_the_clocks_may_be_apart_is_no_straggler(tm
 
 def test_ranks_that_take_turns_in_coming_last_are_no_stragglers(tmp_path: Path) -> None:
     arrivals = [[100.0 * call + (5 if call % 4 == rank else 0) for call in range(12)] for rank in range(4)]
-
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
-
     assert stragglers(found)[1:3] == (0.25, 5.0)
     assert found.advisory == []
 
@@ -160,9 +136,7 @@ def test_ranks_that_take_turns_in_coming_last_are_no_stragglers(tmp_path: Path) 
 @pytest.mark.parametrize("ahead", [-4000.0, 70.0])
 def test_a_clock_that_a_collective_contradicts_is_moved(ahead: float, tmp_path: Path) -> None:
     arrivals = [[100.0 * call + (2 if call % 2 == rank else 0) for call in range(10)] for rank in range(2)]
-
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, ahead]))
-
     assert found.clocks is not None
     assert found.clocks.aligned
     assert found.clocks.residual_ms == 0
@@ -173,8 +147,6 @@ def test_a_clock_that_a_collective_contradicts_is_moved(ahead: float, tmp_path: 
 
 def test_clocks_that_no_collective_contradicts_are_left_alone(tmp_path: Path) -> None:
     arrivals = [[100.0 * call + rank for call in range(10)] for rank in range(3)]
-
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, 0.4, 0]))
-
     assert found.clocks is not None
     assert (found.clocks.offset_ms, found.clocks.note) == ({}, "the clocks agree")
