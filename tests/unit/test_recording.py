@@ -1,3 +1,5 @@
+"""Files of a recording, and what each operation of its records moves."""
+
 from __future__ import annotations
 
 import gzip
@@ -11,7 +13,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.comm import CommRecord
+from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile, ReadIssues, file_name, list_recording, rank_of, read_chunks, temporary_name
 
@@ -121,23 +123,14 @@ def test_names_of_files() -> None:
 
 
 def test_a_folder_is_sorted_into_files_torn_and_foreign(tmp_path: Path) -> None:
-    for name in (
-        "rank-1.comms.jsonl.zst",
-        "rank-0.comms.jsonl",
-        "rank-0.w2.kineto.json.gz",
-        ".rank-1.et.json.part",
-        "notes.txt",
-    ):
+    names = ["rank-1.comms.jsonl.zst", "rank-0.comms.jsonl", "rank-0.w2.kineto.json.gz"]
+    for name in (*names, ".rank-1.et.json.part", "notes.txt"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "earlier-1").mkdir()
     listing = list_recording(str(tmp_path))
-    assert [(file.rank, file.kind, file.window) for file in listing.files] == [
-        (0, "comms", 1),
-        (0, "kineto", 2),
-        (1, "comms", 1),
-    ]
-    assert listing.partial == (".rank-1.et.json.part",)
-    assert listing.unrecognized == ("notes.txt",)
+    found = [(file.rank, file.kind, file.window) for file in listing.files]
+    assert found == [(0, "comms", 1), (0, "kineto", 2), (1, "comms", 1)]
+    assert (listing.partial, listing.unrecognized) == ((".rank-1.et.json.part",), ("notes.txt",))
 
 
 def test_nothing_at_the_path_says_what_to_name(tmp_path: Path) -> None:
@@ -175,9 +168,7 @@ def test_a_record_survives_its_json(record: CommRecord) -> None:
 def test_a_recording_in_an_archive_is_listed_and_read(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
         archive.writestr("rank-0.comms.jsonl", HEADER + GROUP + RECORD % 7 + END)
-
     (file,) = list_recording(f"zip://::{tmp_path}/run.zip").files
-
     assert file.path == f"zip://rank-0.comms.jsonl::{tmp_path}/run.zip"
     assert [record.id for record in CommsFile(file.path).records()] == [7]
 
@@ -185,7 +176,6 @@ def test_a_recording_in_an_archive_is_listed_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + b"\xff" * 18])
 def test_an_archive_that_is_none_is_told(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.zip").write_bytes(content)
-
     with pytest.raises(CrossrankError, match=r"run\.zip: cannot be reached"):
         list_recording(f"zip://::{tmp_path}/run.zip")
 
@@ -195,27 +185,60 @@ def test_sizes_and_ranks_that_an_archive_makes_up_do_not_end_the_listing(tmp_pat
     names = ["rank-0.comms.jsonl", f"rank-{'9' * 5000}.comms.jsonl"]
     refs = {f"run/{name}": ["here", 0, "many"] for name in names} | {"run/rank-1.comms.jsonl": content}
     (tmp_path / "run.json").write_text(json.dumps({"version": 1, "refs": refs}))
-
     listing = list_recording(f"reference://run::{tmp_path}/run.json")
-
     assert [(file.rank, file.size) for file in listing.files] == [(0, 0), (1, len(content))]
     assert listing.unrecognized == (names[1],)
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(frame(HEADER, RECORD % 0, b'{"x":"' + b"y" * (300 << 20)))
-
     ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
-
     assert ids == [0]
     assert comms.issues.problems == ["a line is longer than 16 MiB, which such a file never has"]
 
 
 def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
     (tmp_path / "rank-0.comms.jsonl").write_bytes(HEADER + b"?\n" * 1000 + RECORD % 0 + END)
-
     ids, comms = read(tmp_path / "rank-0.comms.jsonl")
-
     assert ids == [0]
     assert len(comms.issues.problems) == 101
     assert comms.issues.problems[-1] == "900 more lines are not comms records"
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        # in 100 bytes, out 300 bytes, 4 ranks
+        ("all_reduce", 100),
+        ("reduce", 100),
+        ("broadcast", 100),
+        ("all_gather", 300),
+        ("reduce_scatter", 100),
+        ("gather", 400),
+        ("scatter", 1200),
+        ("all_to_all", 100),
+        ("send", 100),
+        ("recv", 300),
+        ("barrier", 0),
+    ],
+)
+def test_bytes_of_each_operation(op: str, expected: int) -> None:
+    assert OPERATIONS[op].bytes(100, 300, 4) == expected
+
+
+def test_the_table_has_a_row_for_every_operation_of_the_record_format() -> None:
+    one_to_all = {"broadcast", "reduce", "gather", "scatter", "barrier", "send", "recv"}
+    assert set(OPERATIONS) == {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"} | one_to_all
+
+
+@given(st.integers(min_value=1, max_value=100_000))
+def test_bus_factors_are_those_of_nccl_tests(n: int) -> None:
+    for name, operation in OPERATIONS.items():
+        if name == "barrier":
+            assert operation.bus_factor is None
+            continue
+        assert operation.bus_factor is not None
+        expected = {"all_reduce": 2 * (n - 1) / n}.get(name)
+        if expected is None:
+            expected = 1.0 if name in ("broadcast", "reduce", "send", "recv") else (n - 1) / n
+        assert operation.bus_factor(n) == expected

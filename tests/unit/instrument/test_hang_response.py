@@ -1,7 +1,8 @@
-"""Which rank diagnoses a job that hangs, and when."""
+"""Which rank diagnoses a job that hangs, when, and by which calls."""
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import pytest
 
 from crossrank.instrument.config import Config
 from crossrank.instrument.facts import Facts
-from crossrank.instrument.hang import response
+from crossrank.instrument.hang import response, verdict
 from crossrank.instrument.hang.response import _Silence
 from crossrank.tools.traces.discover import discover
+from tests.unit.analysis.diagnosis.moments import Moment, write_moments
+from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Programs, SimulatedJob
 
 
 def silence(rank: int, places: dict[int, str] | None, folder: Path) -> _Silence:
@@ -63,3 +66,23 @@ def test_where_the_folder_takes_no_file_the_socket_alone_decides(tmp_path: Path)
     one, other = silence(0, None, gone), silence(1, None, gone)
     with one._alone_on_node() as is_alone, other._alone_on_node() as is_alone_too:
         assert (is_alone, is_alone_too) == (True, False)
+
+
+@pytest.mark.parametrize("has_many_ranks", [False, True])
+def test_of_many_ranks_the_last_calls_are_read_and_the_culprit_is_the_same(
+    has_many_ranks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "_FEW_RANKS", 2 if has_many_ranks else 3)
+    programs: Programs = [[Collective("0")] * 600 for _ in range(3)]
+    programs[1].append(CpuStall())
+    for program in programs:
+        program.append(Collective("0"))
+    job = SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2])})
+    write_moments(job, tmp_path, dict.fromkeys(range(3), Moment()))
+
+    text, content = verdict.diagnose(tmp_path, 3)
+
+    assert "missing_rank" in text
+    found = json.loads(content)
+    assert found["suspect_ranks"] == [1]
+    assert any("(--last)" in note for note in found["notes"]) == has_many_ranks

@@ -1,4 +1,4 @@
-"""Captures do not begin and end at the same call on all ranks: what one has more does not cost the others."""
+"""Captures do not begin and end at the same call on all ranks, and files of several runs are told apart."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.matching import AT_EDGE, UNLIKE_COUNTS, shift_between
+from crossrank.tools.job.one_run import problems
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.traces.nsight.exports import EPOCH, ExportFile
@@ -127,3 +128,43 @@ def test_the_times_of_equal_calls_decide_where_they_are_near_or_vary_less(
     when: object, other: list[int], expected: int | None
 ) -> None:
     assert shift([1] * len(np.array(when)), [1] * len(other), when, other) == expected
+
+
+SECOND = 1_000_000_000
+BEGIN = 1_780_000_000 * SECOND
+
+
+def ran(rank: int, begin: int, end: int, clock: str) -> RankTrace:
+    span = BEGIN + begin * SECOND, BEGIN + end * SECOND
+    return RankTrace(rank=rank, path=f"rank-{rank}", source="comms", span=span, clock=clock)
+
+
+def called(rank: int, at: int, clock: str, source: str = "comms") -> RankTrace:
+    """A rank of which the file says no end, or a span that is none of the run."""
+    grid = (BEGIN - 50 * 86_400 * SECOND, BEGIN - 49 * 86_400 * SECOND) if source == "kineto" else None
+    trace = RankTrace(rank=rank, path=f"rank-{rank}", source=source, clock=clock, span=grid)
+    trace.calls.append(group=0, signature=0, number=1, id=0, called=BEGIN + at * SECOND)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "gap"),
+    [
+        (ran(0, 0, 10, "a"), ran(1, 9, 20, "a"), None),
+        (ran(0, 0, 10, "a"), ran(1, 11, 20, "a"), 1),
+        # Clocks of two machines may be a minute apart.
+        (ran(0, 0, 10, "a"), ran(1, 69, 80, "b"), None),
+        (ran(0, 0, 10, "a"), ran(1, 71, 80, "b"), 61),
+        (ran(0, 0, 10, ""), ran(1, 11, 20, ""), None),
+        # A job that was killed: of each rank only its calls are known.
+        (called(0, 0, "a"), called(1, 59, "a"), None),
+        (called(0, 0, "a"), called(1, 61, "a"), 61),
+        (ran(0, 0, 10, "a"), called(1, 5, "", "kineto"), None),
+        (called(0, 0, "", "kineto"), called(1, 86_400, "", "kineto"), 86_400),
+    ],
+)
+def test_a_rank_that_ended_before_another_began_is_of_another_run(
+    first: RankTrace, second: RankTrace, gap: int | None
+) -> None:
+    apart = f"the ranks are of different runs: rank-0 ends {gap} s before rank-1 begins; name the files of one run"
+    assert list(problems([second, first])) == ([] if gap is None else [apart])

@@ -1,14 +1,20 @@
-"""What a source leaves out of a call is filled in from what the operation implies."""
+"""What a source leaves out of a call is filled in, and what stands in where a backend lacks a type or a reduction."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from crossrank.comm import Group
+from crossrank.comm import CommRecord, Group
+from crossrank.dtypes import DTYPES
+from crossrank.errors import CrossrankError
+from crossrank.replay.plan.counterparts import fit
+from crossrank.replay.plan.dtype_fallback import BACKENDS, Substitute, substitute
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
-from tests.unit.replay.plans import record
+from tests.unit.replay.plans import plan_of, record
 
 _COALESCED = "allgather_into_tensor_coalesced_"
 _LIST, _LISTS, _REDUCED = "allgather_", "allgather_coalesced_", "allreduce_coalesced_"
@@ -148,3 +154,78 @@ def test_a_group_without_the_rank_is_no_group_of_its() -> None:
         complete(record("all_reduce"), Group(pg="0", size=4), 0)
     with pytest.raises(BrokenError, match=r"rank 7 is no member of its group '0' \(ranks 0-3\)"):
         complete(record("all_reduce"), _FOUR, 7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "send"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> None:
+    instead = substitute(record(op, dtype=dtype, peer=1 if op == "send" else None), backend)
+    assert DTYPES[instead.dtype].size * instead.elements == DTYPES[dtype].size
+    assert (instead.dtype != dtype) == bool(instead.differences)
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend", "reduce", "differences"),
+    [
+        ({"reduce": "avg"}, "gloo", "avg", ()),
+        ({"reduce": None}, "gloo", "sum", ("all_reduce as sum, for the recording does not say the reduction",)),
+        (
+            {"reduce": "max", "dtype": "complex64"},
+            "gloo",
+            "max",
+            ("all_reduce of complex64 as float64, of the same size",),
+        ),
+        ({"reduce": "avg", "dtype": "complex64"}, "gloo", "avg", ()),
+        ({"reduce": "premul_sum"}, "nccl", "sum", ("all_reduce as sum, in the place of premul_sum",)),
+        ({"reduce": "band", "dtype": "int32"}, "gloo", "band", ()),
+        ({"reduce": "band", "dtype": "int32"}, "nccl", "sum", ("all_reduce as sum, for nccl has no band of int32",)),
+        ({"reduce": "band"}, "gloo", "sum", ("all_reduce as sum, for gloo has no band of float32",)),
+        ({"reduce": "avg", "dtype": "int64"}, "gloo", "sum", ("all_reduce as sum, for there is no avg of int64",)),
+    ],
+)
+def test_reductions(fields: dict[str, Any], backend: str, reduce: str, differences: tuple[str, ...]) -> None:
+    instead = substitute(record("all_reduce", **fields), backend)
+    assert (instead.reduce, instead.differences) == (reduce, differences)
+
+
+def test_a_backend_that_is_not_known_gets_the_call_as_it_was() -> None:
+    found = substitute(record("all_reduce", dtype="float8_e5m2"), "ucc")
+    assert found == Substitute(c10d="allreduce_", dtype="float8_e5m2", elements=1, reduce="sum", differences=())
+    barrier = record("barrier", c10d="monitored_barrier_")
+    assert substitute(barrier, "gloo") == Substitute(c10d="monitored_barrier_", dtype="uint8")
+    assert substitute(barrier, "nccl").differences == ("monitored_barrier, which gloo alone has, as barrier",)
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_any_totals_that_agree_are_met(table: list[list[int]]) -> None:
+    rows = [sum(row) for row in table]
+    columns = [sum(column) for column in zip(*table, strict=True)]
+    made = fit(rows, columns)
+    assert [sum(row) for row in made] == rows
+    assert [sum(column) for column in zip(*made, strict=True)] == columns
+    assert all(part >= 0 for row in made for part in row)
+
+
+def exchange(inputs: list[int], outputs: list[int]) -> CommRecord:
+    return record("all_to_all", c10d="alltoall_base_", inputs=[inputs], outputs=[outputs])
+
+
+def test_an_exchange_without_splits_gets_some_and_it_is_said() -> None:
+    even = exchange([4], [4])
+    plan = plan_of([even, exchange([5, 2], [3, 2])], [even, exchange([1, 2], [3, 2])])
+    assert [[call.record.in_split for call in rank.calls] for rank in plan.ranks] == [[None, [3, 2]], [None, [0, 1]]]
+    assert [rank.calls[1].record.out_split for rank in plan.ranks] == [[3, 0], [2, 1]]
+    assert plan.notes[0].startswith("1 uneven all_to_all(s) have no recorded splits: parts were chosen")
+
+
+@pytest.mark.parametrize("other", [exchange([1], [4]), exchange([1, 2], [3, 2])])
+def test_an_exchange_whose_totals_or_rows_differ_is_refused(other: CommRecord) -> None:
+    ranks = [exchange([5], [3]), record("barrier")], [other, record("barrier")]
+    with pytest.raises(CrossrankError) as refused:
+        plan_of(*ranks)
+    what = "(all_to_all #1 on '0'): what its ranks send is not what they receive"
+    assert str(refused.value) == (
+        f"rank-0: rank 0, call 0 {what}; rank-1: rank 1, call 0 {what}; --partial leaves such calls out"
+    )
+    assert plan_of(*ranks, partial=True).coverage().reasons == {"it contradicts itself": 2}

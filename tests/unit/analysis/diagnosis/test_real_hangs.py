@@ -1,4 +1,4 @@
-"""A real hang is diagnosed alike in whatever form its dumps arrive, and with any one of them missing."""
+"""Jobs that really hung are diagnosed alike in whatever form their files arrive, and with any dump missing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from crossrank.tools.cli import main
 from tests.unit.analysis.diagnosis.real_hangs import Variant, outcome, read_hang, variants
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 from tests.unit.graph.linking.public_traces import needs_traces, public
@@ -34,9 +35,7 @@ def test_every_faulty_rank_of_a_real_hang_is_named_and_no_other(
 ) -> None:
     variant = forms[name]
     variant.write(tmp_path)
-
     found = outcome(diagnosis_of(tmp_path))
-
     assert (found.verdict, found.named, found.lacking) == ("error", variant.faulty, variant.missing)
     assert found.suspects == variant.faulty  # a rank whose dump is missing is none while others explain the hang
 
@@ -44,3 +43,50 @@ def test_every_faulty_rank_of_a_real_hang_is_named_and_no_other(
 @needs_traces
 def test_no_form_of_the_real_hang_is_left_out(forms: dict[str, Variant]) -> None:
     assert list(forms) == VARIANTS
+
+
+H200 = Path(__file__).parents[3] / "fixtures" / "h200"
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("job", "files", "verdict", "suspects"),
+    [
+        # Every call blocks in its launch, where torch takes it for completed.
+        ("sleep_forever.block", "rec", "error", [1]),
+        ("sleep_forever.block", "torch", "error", [1]),
+        ("recv_without_send.block", "rec", "error", [1]),
+        ("recv_without_send.block", "torch", "error", [1]),
+        # Three ranks wait for a communicator to be made, of which torch's dumps say nothing.
+        ("comm_init.lazy", "rec", "error", [3]),
+        ("comm_init.lazy", "torch", "incomplete", []),
+        ("skip_allreduce.lazy", "rec", "error", [2]),
+        ("skip_allreduce.lazy", "torch", "error", [2]),
+        ("first_send.lazy", "rec", "error", [2]),
+        ("healthy_ddp.lazy", "rec", "ok", []),
+    ],
+)
+def test_a_hang_on_nccl_names_its_culprit_or_says_what_is_missing(
+    job: str, files: str, verdict: str, suspects: list[int], tmp_path: Path
+) -> None:
+    recording = Path(public("nccl_live"), job, files)
+    assert main(["anonymize", str(recording), "-o", str(tmp_path / "anonymous")]) == 0
+    for folder in (recording, tmp_path / "anonymous"):
+        found = diagnosis_of(folder)
+        assert (found.verdict, found.suspect_ranks) == (verdict, suspects)
+
+
+@pytest.mark.parametrize(
+    ("recording", "kind", "op", "suspects", "waiting"),
+    [
+        # Every host is in the first call of its group or pair when the hang is noticed: NCCL connects the ranks.
+        ("hang-communicator", "all_joined_not_completed", "all_reduce", [], [0, 1, 2, 3]),
+        ("hang-connection", "all_joined_not_completed", "send", [], [0, 1]),
+        # Rank 0 runs its model once more than the others, whose calls end with what it calls then.
+        ("hang-other-operations", "type_mismatch", "reduce_scatter", [0], []),
+    ],
+)
+def test_what_an_h200_showed(recording: str, kind: str, op: str, suspects: list[int], waiting: list[int]) -> None:
+    found = diagnosis_of(H200 / recording)
+    (cause,) = found.findings
+    assert (cause.kind, cause.op, cause.culprit_ranks, cause.waiting_ranks) == (kind, op, suspects, waiting)
