@@ -15,10 +15,8 @@ def test_a_link_under_a_guessed_temporary_name_is_not_followed(tmp_path: Path) -
     victim.write_text("precious")
     for name in (".report.html.part", ".report.html.0.part", "report.html.part"):
         (tmp_path / name).symlink_to(victim)
-
     with whole_file(tmp_path / "report.html") as temporary:
         temporary.write_text("page")
-
     assert victim.read_text() == "precious"
     assert (tmp_path / "report.html").read_text() == "page"
     assert not (tmp_path / "report.html").is_symlink()
@@ -29,14 +27,12 @@ def test_two_writers_of_one_file_have_different_temporary_names(tmp_path: Path) 
         assert first != second
         second.write_text("second")
         first.write_text("first")
-
     assert (tmp_path / "a").read_text() == "first"
 
 
 def test_what_failed_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), whole_file(tmp_path / "a"):
         raise RuntimeError
-
     assert os.listdir(tmp_path) == []
 
 
@@ -47,5 +43,4 @@ def test_a_file_has_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
             temporary.write_text("x")
     finally:
         os.umask(before)
-
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640

@@ -20,10 +20,8 @@ from crossrank.tools.cli import main
 def test_a_budget_that_is_used_up_names_the_file_its_size_and_the_bound() -> None:
     budget = Budget("a.json", 1000)
     budget.spend(MEMBERS, MEMBERS.base)
-
     with pytest.raises(BudgetError) as error:
         budget.spend(MEMBERS, 1)
-
     assert str(error.value) == (
         "a.json: is refused: it holds, or asks for, more than 1,048,576 members of groups, far more than a genuine "
         "file of 1,000 bytes does; name another"
@@ -32,9 +30,7 @@ def test_a_budget_that_is_used_up_names_the_file_its_size_and_the_bound() -> Non
 
 def test_a_larger_file_may_have_more() -> None:
     budget = Budget("a.json", 2_000_000)
-
     budget.spend(MEMBERS, MEMBERS.base + MEMBERS.per_byte * 1_000_000)
-
     with pytest.raises(BudgetError):
         budget.spend(MEMBERS, 1)
 
@@ -42,17 +38,12 @@ def test_a_larger_file_may_have_more() -> None:
 def _execution_trace(*nodes: tuple[str, list[Any]]) -> str:
     attributes = {"rf_id": 1, "fw_parent": 0, "seq_id": -1, "scope": 7, "tid": 1, "fw_tid": 0}
     attrs = [{"name": name, "type": "uint64", "value": value} for name, value in attributes.items()]
-    rows = [
-        {
-            "id": number,
-            "name": name,
-            "ctrl_deps": 1,
-            "inputs": {"values": values, "shapes": [[]] * len(values), "types": ["String"] * len(values)},
-            "outputs": {"values": [], "shapes": [], "types": []},
-            "attrs": attrs,
-        }
-        for number, (name, values) in enumerate([("[pytorch|profiler|execution_trace|thread]", []), *nodes], start=1)
-    ]
+    rows: list[Any] = []
+    none: dict[str, Any] = {"values": [], "shapes": [], "types": []}
+    for number, (name, values) in enumerate([("[pytorch|profiler|execution_trace|thread]", []), *nodes], start=1):
+        inputs = {"values": values, "shapes": [[]] * len(values), "types": ["String"] * len(values)}
+        node = {"id": number, "name": name, "ctrl_deps": 1, "inputs": inputs, "outputs": none}
+        rows.append(node | {"attrs": attrs})
     return json.dumps({"schema": "1.1.1-chakra.0.0.4", "pid": 1, "start_ts": 1, "nodes": rows, "finish_ts": 2})
 
 
@@ -98,9 +89,7 @@ def test_a_small_file_that_asks_for_too_much_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None], command: str, what: str
 ) -> None:
     make(tmp_path)
-
     assert main([*command.split(), str(tmp_path)]) == 2
-
     error = capsys.readouterr().err
     assert f" {what}, far more than a genuine file of " in error
     assert error.count("\n") == 1
@@ -113,9 +102,6 @@ def test_what_comes_before_the_end_of_the_budget_is_read(tmp_path: Path) -> None
     path = tmp_path / "rank-0.comms.jsonl.zst"
     path.write_bytes(zstandard.compress(lines.encode(), 3))
     file = CommsFile(str(path))
-
-    read = sum(1 for _ in file.records())
-
-    assert 100_000 < read < 131_072
+    assert 100_000 < sum(1 for _ in file.records()) < 131_072
     assert len(file.issues.problems) == 1
     assert "more than 131,072 lines" in file.issues.problems[0]

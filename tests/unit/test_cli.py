@@ -25,9 +25,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_exit_2(
         raise error
 
     monkeypatch.setattr(InspectCommand, "run", run)
-
     assert main(["inspect", "recording"]) == 2
-
     error_text = capsys.readouterr().err
     assert error_text.startswith(f"crossrank: {line}")
     assert error_text.count("\n") == 1

@@ -54,7 +54,6 @@ def test_nothing_that_steers_a_terminal_is_printed(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     main([*command.replace("OUT", str(tmp_path / "out")).split(), str(recording), "--jobs", "1"])
-
     printed = capsys.readouterr()
     assert printed.out + printed.err
     assert STEERING.search(printed.out + printed.err) is None
@@ -62,9 +61,7 @@ def test_nothing_that_steers_a_terminal_is_printed(
 
 def test_escaped_json_is_the_same_json() -> None:
     stream = io.StringIO()
-
     Printable(stream).write(json.dumps({"name": ESCAPES + "\U000e0001é"}, ensure_ascii=False))
-
     assert json.loads(stream.getvalue()) == {"name": ESCAPES + "\U000e0001é"}
     assert STEERING.search(stream.getvalue()) is None
 
@@ -72,7 +69,6 @@ def test_escaped_json_is_the_same_json() -> None:
 @pytest.mark.parametrize("page", ["report -o", "diagnose --html"])
 def test_a_page_has_no_markup_of_a_file(recording: Path, tmp_path: Path, page: str) -> None:
     main([*page.split(), str(tmp_path / "page.html"), str(recording), "--jobs", "1"])
-
     text = (tmp_path / "page.html").read_text()
     assert "<script>alert(1)" not in text
     assert "<img src=x" not in text
@@ -81,14 +77,10 @@ def test_a_page_has_no_markup_of_a_file(recording: Path, tmp_path: Path, page: s
 def test_a_text_that_a_spreadsheet_would_take_for_a_formula_is_none_in_the_table_of_calls() -> None:
     plan, results = job()
     for rank in plan.ranks:
-        for index, call in enumerate(rank.calls):
-            rank.calls[index] = msgspec.structs.replace(
-                call, record=msgspec.structs.replace(call.record, source=FORMULA)
-            )
+        for call in rank.calls:
+            call.record = msgspec.structs.replace(call.record, source=FORMULA)
     _, measured = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
-
     table = to_csv(plan, measured)
-
     assert "'=cmd|" in table
     assert ",=" not in table
     assert ',"=' not in table
@@ -97,7 +89,6 @@ def test_a_text_that_a_spreadsheet_would_take_for_a_formula_is_none_in_the_table
 @pytest.mark.parametrize("text", ["=1", "+1", "-1", "@a", "\t=1", "\r", "'=1", "'", "sum", ""])
 def test_a_text_in_a_table_of_calls_is_read_as_it_was(text: str) -> None:
     written = csv_text(text)
-
     assert isinstance(written, str)
     assert not written.startswith(("=", "+", "-", "@", "\t", "\r"))
     assert from_csv_text(written) == text

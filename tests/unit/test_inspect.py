@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -16,36 +17,18 @@ from crossrank.tools.traces.discover import FoundFile
 
 def comms(rank: int, node: str, *, world: int = 2, ended: bool = True) -> bytes:
     """One rank of a small job: an all_reduce over both nodes, a send inside the node."""
-    header = {
-        "schema": "crossrank-comms 1",
-        "rank": rank,
-        "world_size": world,
-        "host": "h",
-        "node": node,
-        "versions": {"crossrank": "0.1.0", "torch": "2.13.0", "nccl": None},
-        "config": {"emit": "ALL"},
-    }
-    ranks = list(range(world))
-    known = {"locality": "cross_node"} if rank else {}
+    header: dict[str, Any] = {"schema": "crossrank-comms 1", "rank": rank, "world_size": world, "host": "h"}
+    header |= {"node": node, "config": {"emit": "ALL"}}
+    header |= {"versions": {"crossrank": "0.1.0", "torch": "2.13.0", "nccl": None}}
+    group = {"pg": "0", "size": world, "ranks": list(range(world)), "desc": "default_pg"}
+    reduce: dict[str, Any] = {"id": 0, "seq": 1, "t": 5, "step": 0, "op": "all_reduce", "api": "all_reduce"}
+    reduce |= {"c10d": "allreduce_", "pg": "0", "in": [[750]], "bytes": 3000}
+    send = {"id": 1, "p2p_seq": 1, "t": 6, "step": 0, "op": "send", "c10d": "send", "pg": "0", "bytes": 1000, "peer": 0}
     lines: list[object] = [
         {"header": header},
-        {"group": {"pg": "0", "size": world, "ranks": ranks, "desc": "default_pg"} | known},
-        {
-            "id": 0,
-            "seq": 1,
-            "t": 5,
-            "step": 0,
-            "op": "all_reduce",
-            "api": "all_reduce",
-            "c10d": "allreduce_",
-            "pg": "0",
-            "in": [[750]],
-            "bytes": 3000,
-            "source": "train.py:7",
-            "locality": "cross_node",
-        },
-        {"id": 1, "p2p_seq": 1, "t": 6, "step": 0, "op": "send", "c10d": "send", "pg": "0", "bytes": 1000}
-        | {"locality": "intra_node", "peer": 0},
+        {"group": group | ({"locality": "cross_node"} if rank else {})},
+        reduce | {"source": "train.py:7", "locality": "cross_node"},
+        send | {"locality": "intra_node"},
         {"step": {"step": 1, "t": 7}},
     ]
     if ended:
@@ -110,9 +93,7 @@ def test_groups_are_those_that_communicate_most_and_the_silent_ones_are_counted(
     header, _, rest = zstandard.decompress(comms(0, "alpha")).partition(b"\n")
     calls = rest.replace(b'"op":"send","c10d":"send","pg":"0"', b'"op":"send","c10d":"send","pg":"7"')
     groups = b"".join(line % number for number in range(1, 9))
-    (folder / "rank-0.comms.jsonl.zst").write_bytes(
-        zstandard.ZstdCompressor().compress(header + b"\n" + groups + calls)
-    )
+    (folder / "rank-0.comms.jsonl.zst").write_bytes(zstandard.compress(header + b"\n" + groups + calls))
     _, out, _ = inspect(folder, capsys)
     (table,) = [part for part in out.split("\n\n") if part.startswith("Process groups")]
     first, second, silent = table.splitlines()[2:]
@@ -131,14 +112,8 @@ def test_the_json_holds_the_same_numbers(folder: Path, capsys: pytest.CaptureFix
     assert summary["nodes"] == {"alpha": [0], "beta": [1]}
     assert summary["calls"] == {"calls": 4, "bytes": 8000, "cross_node_bytes": 6000, "unknown_bytes": 0}
     assert summary["counts"] == {"records": 4, "calls": 6, "filtered": 2, "dropped": 0}
-    assert summary["by_op"][0] == {
-        "op": "all_reduce",
-        "api": "all_reduce",
-        "calls": 2,
-        "bytes": 6000,
-        "cross_node_bytes": 6000,
-        "unknown_bytes": 0,
-    }
+    totals = {"calls": 2, "bytes": 6000, "cross_node_bytes": 6000, "unknown_bytes": 0}
+    assert summary["by_op"][0] == {"op": "all_reduce", "api": "all_reduce"} | totals
     empty = ("missing_ranks", "unfinished_ranks", "problems", "warnings", "cut_off", "unrecognized", "other_jobs")
     assert [summary[name] for name in empty] == [[]] * 7
     assert (summary["world_size"], summary["emit"], summary["mixed"], summary["endings"]) == (2, "ALL", False, {})
@@ -172,13 +147,11 @@ def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, capsys: pytes
 def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
     end: dict[str, object], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = comms(1, "beta", ended=False) + zstandard.ZstdCompressor().compress(
-        json.dumps({"end": end}).encode() + b"\n"
-    )
-    (folder / "rank-1.comms.jsonl.zst").write_bytes(whole)
+    last = zstandard.compress(json.dumps({"end": end}).encode() + b"\n")
+    (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", ended=False) + last)
     code, out, _ = inspect(folder, capsys)
-    assert code == 0
-    assert out.startswith(f"{line}complete   every rank is there\n")
+    assert (code, line in out) == (0, True)
+    assert out.endswith("complete   every rank is there\n")
 
 
 def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,8 +159,7 @@ def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsy
         "; name the folder given as TRACING_DIR "
         "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)\n"
     )
-    empty = f"crossrank: {tmp_path} is no recording: it is empty{step}"
-    assert inspect(tmp_path, capsys) == (2, "", empty)
+    assert inspect(tmp_path, capsys) == (2, "", f"crossrank: {tmp_path} is no recording: it is empty{step}")
     (tmp_path / "run1").mkdir()
     trace = tmp_path / "rank-0.et.json.zst"
     trace.write_bytes(b"")
@@ -201,14 +173,13 @@ def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsy
 
 
 def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = folder / "copy.rank-0.zst", folder / "rank-0.comms.jsonl.zst"
-    first.write_bytes(second.read_bytes())
+    paths = [folder / "copy.rank-0.zst", folder / "rank-0.comms.jsonl.zst"]
+    paths[0].write_bytes(paths[1].read_bytes())
     code, out, err = inspect(folder, capsys)
     assert (code, out) == (2, "")
-    assert sorted(map(str, (first, second))) == sorted(
-        err.removeprefix("crossrank: ").split(" are both")[0].split(" and ")
-    )
-    assert err.endswith(" are both of rank 0; name the one that counts, or the folder of one run\n")
+    named, _, rest = err.removeprefix("crossrank: ").partition(" are both")
+    assert sorted(named.split(" and ")) == sorted(map(str, paths))
+    assert rest == " of rank 0; name the one that counts, or the folder of one run\n"
 
 
 def test_files_of_two_jobs_are_no_complete_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,10 +193,8 @@ def test_files_of_two_jobs_are_no_complete_recording(folder: Path, capsys: pytes
     summary = json.loads(inspect(folder, capsys, "--json")[1])
     assert (summary["mixed"], summary["world_size"], summary["ranks"]) == (True, 3, [0, 1, 2])
     assert summary["calls"] == {"calls": 6, "bytes": 12_000, "cross_node_bytes": 6000, "unknown_bytes": 3000}
-    assert [(one["size"], one["ranks"], one["locality"], one["calls"], one["bytes"]) for one in summary["groups"]] == [
-        (3, [0, 1, 2], "cross_node", 4, 8000),
-        (2, [0, 1], "unknown", 2, 4000),
-    ]
+    groups = [[one[name] for name in ("size", "ranks", "locality", "calls", "bytes")] for one in summary["groups"]]
+    assert groups == [[3, [0, 1, 2], "cross_node", 4, 8000], [2, [0, 1], "unknown", 2, 4000]]
     assert summary["warnings"] == [
         "3 calls were dropped because the ring was full; raise TRACING_RING",
         "the files come from jobs of different world sizes: [2, 3]",
@@ -286,12 +255,8 @@ def test_a_bad_line_of_one_rank_does_not_end_the_others(
     code, out, err = inspect(folder, capsys)
     assert "ranks      2 of 2" in out
     assert "all_reduce  all_reduce      2" in out
-    if problem is None:
-        assert (code, err) == (0, "")
-    else:
-        assert code == 2
-        assert err.startswith(f"crossrank: {damaged}: {problem}")
-        assert len(err.splitlines()) == 1
+    assert (code, len(err.splitlines())) == ((0, 0) if problem is None else (2, 1))
+    assert problem is None or err.startswith(f"crossrank: {damaged}: {problem}")
 
 
 def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
@@ -349,7 +314,6 @@ def test_blind_spots_that_are_no_texts_are_not_shown(
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 1, "host": "h", "node": "n"}
     lines = [{"header": header}, {"end": {"reason": "exit", "calls": 0, "blind_spots": spots}}]
     (tmp_path / "rank-0.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
     code, out, _ = inspect(tmp_path, capsys, "--json")
     summary = json.loads(out)
     assert (code, set(summary["calls"].values()), summary["warnings"]) == (0, {0}, [])

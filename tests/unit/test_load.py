@@ -114,12 +114,8 @@ def test_answers_are_those_of_the_commands_and_have_figures(job: LoadedJob) -> N
         assert isinstance(figure, go.Figure)
         assert len(answer.to_pandas()) == len(answer)
         assert answer._repr_html_()
-    assert {trace.name for trace in job.overlap().plot().data} == {
-        "computation",
-        "exposed communication",
-        "copies",
-        "idle",
-    }
+    names = {"computation", "exposed communication", "copies", "idle"}
+    assert {trace.name for trace in job.overlap().plot().data} == names
 
 
 def test_a_graph_is_linked_where_nobody_has(job: LoadedJob) -> None:
@@ -217,9 +213,8 @@ def test_files_are_read_when_the_first_table_is_asked_for() -> None:
 def test_frames_go_to_arrow_and_pandas(job: LoadedJob) -> None:
     import pyarrow
 
-    table = pyarrow.table(job.bandwidth())
-    assert table.num_rows == len(job.bandwidth())
-    assert job.table("calls").to_pandas()["op"].tolist() == job.table("calls")["op"].to_list()
+    assert pyarrow.table(job.bandwidth()).num_rows == len(job.bandwidth())
+    assert job.calls.to_pandas()["op"].tolist() == job.calls["op"].to_list()
 
 
 def test_dumps_and_exports_of_nsight_systems_give_the_same_tables(tmp_path: Path) -> None:
@@ -247,11 +242,7 @@ def test_kineto_traces_give_the_same_tables() -> None:
     [
         (lambda: crossrank.load("nowhere"), "nowhere"),
         (lambda: crossrank.load(SEEDS / "recording", ranks=[5]), "holds none of the ranks"),
-        (
-            lambda: crossrank.load(SEEDS / "recording").bandwidth(by=["colour"]),
-            "'colour' is not one of op, group",
-        ),
-        (lambda: crossrank.load(SEEDS / "recording").table("events"), "'events' is not one of calls, collectives"),
+        (lambda: crossrank.load(SEEDS / "recording").bandwidth(by=["colour"]), "'colour' is not one of op, group"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(attempt: object, said: str) -> None:

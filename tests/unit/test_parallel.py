@@ -65,11 +65,8 @@ def test_results_larger_than_a_pipe_come_whole_and_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert [len(result) for result in map_ranks(large, [10, 5_000_000, 300_000], Fleet(jobs=2))] == [
-        10,
-        5_000_000,
-        300_000,
-    ]
+    sizes = [10, 5_000_000, 300_000]
+    assert [len(result) for result in map_ranks(large, sizes, Fleet(jobs=2))] == sizes
     assert list(tmp_path.iterdir()) == []
 
 

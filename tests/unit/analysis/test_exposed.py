@@ -54,10 +54,8 @@ def test_time_is_summed_by_the_line_of_the_call_and_by_what_the_host_stood_in() 
     ]
     assert (found.waits, found.of_no_call, found.calls_without) == (5, 1, 1)
     assert (found.per_step_ms, found.share, found.steps) == (None, None, None)
-    assert found.ranks == [
-        {"rank": 0, "exposed_ms": 3.5, "share": None},
-        {"rank": 1, "exposed_ms": 1.25, "share": None},
-    ]
+    shown = found.ranks
+    assert shown == [{"rank": 0, "exposed_ms": 3.5, "share": None}, {"rank": 1, "exposed_ms": 1.25, "share": None}]
 
 
 def test_the_end_of_a_backward_pass_waits_for_all_calls_that_cpp_made_in_it() -> None:
@@ -100,8 +98,7 @@ def test_a_wait_counts_for_the_iteration_in_which_it_begins_and_no_longer_than_t
 
 
 def test_notes_say_what_is_not_seen() -> None:
-    one = rank(0, (0, 1, 2, "wait"))
-    assert exposed(one).notes == [SEEN]
+    assert exposed(rank(0, (0, 1, 2, "wait"))).notes == [SEEN]
     on_gpu = rank(1, (0, 1, 2, "wait"), backend="nccl")
     assert [note.split(": what")[0] for note in exposed(on_gpu, rank(2)).notes] == [
         SEEN,

@@ -44,26 +44,11 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert found.by_locality == {"cross_node": 8_000_000}
     assert found.about == {"torch": "2.13.0"}
     assert found.matched == {"host operations": [180, 200]}
-    assert msgspec.to_builtins(found.matrix) == {
-        "ops": ["all_reduce"],
-        "groups": ["group 0: 2 ranks"],
-        "bytes": [[8_000_000]],
-        "unsized": [[0]],
-        "calls": [[8]],
-        "time_ms": [[0.4]],
-        "waiting_ms": [[1.2]],
-    }
-    assert [msgspec.to_builtins(row) for row in found.sources] == [
-        {
-            "source": "train.py:7",
-            "op": "all_reduce",
-            "calls": 8,
-            "bytes": 8_000_000,
-            "unsized": 0,
-            "time_ms": 0.4,
-            "waiting_ms": 1.2,
-        }
-    ]
+    sums = {"calls": 8, "bytes": 8_000_000, "unsized": 0, "time_ms": 0.4, "waiting_ms": 1.2}
+    matrix = {"ops": ["all_reduce"], "groups": ["group 0: 2 ranks"]} | {name: [[one]] for name, one in sums.items()}
+    assert msgspec.to_builtins(found.matrix) == matrix
+    row = {"source": "train.py:7", "op": "all_reduce"} | sums
+    assert [msgspec.to_builtins(one) for one in found.sources] == [row]
     waiting = found.waiting
     assert waiting is not None
     assert (waiting.axis, waiting.bins) == ("iteration", [1.0, 2.0])
@@ -71,12 +56,8 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert (waiting.rows, waiting.mean_us) == (["rank 0", "rank 1"], [[300.0, 300.0], [0.0, 0.0]])
     assert waiting.last == [{"rank": 1, "last": 4, "of": 4, "cost_ms": 1.2}]
     assert waiting.waiters == [{"rank": 0, "waiting_ms": 1.2, "first": 4, "of": 4}]
-    assert msgspec.to_builtins(found.steps) == {
-        "step": [1, 2],
-        "p50_ms": [2.0, 3.5],
-        "least_ms": [2.0, 3.0],
-        "most_ms": [2.0, 4.0],
-    }
+    steps = {"step": [1, 2], "p50_ms": [2.0, 3.5], "least_ms": [2.0, 3.0], "most_ms": [2.0, 4.0]}
+    assert msgspec.to_builtins(found.steps) == steps
 
 
 def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
@@ -136,11 +117,8 @@ def test_groups_made_alike_are_one_class() -> None:
     found = figures_of_times(groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
     assert found.matrix.groups == ["tp: 2 of 2 ranks", "dp: 2 of 2 ranks", "group 0: 4 ranks"]
     assert found.matrix.calls == [[4, 4, 4]]
-    assert [(row["pg"], row["collectives"]) for row in found.bandwidth.rows] == [
-        ("dp: 2 of 2 ranks", 2),
-        ("tp: 2 of 2 ranks", 2),
-        ("group 0: 4 ranks", 1),
-    ]
+    shown = [(row["pg"], row["collectives"]) for row in found.bandwidth.rows]
+    assert shown == [("dp: 2 of 2 ranks", 2), ("tp: 2 of 2 ranks", 2), ("group 0: 4 ranks", 1)]
 
 
 def test_what_is_beyond_the_largest_classes_and_most_common_versions_is_put_together() -> None:

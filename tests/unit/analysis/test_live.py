@@ -53,28 +53,15 @@ def look(*files: LiveFile, at_ms: float, hang: str = "") -> Snapshot:
 
 
 def test_groups_have_totals_rates_and_who_comes_last() -> None:
-    took = [{"ran": {"id": number, "t": 0, "took": 2 * MS}} for number in (1, 2, 3)]
-    slow = [{"ran": {"id": number, "t": 0, "took": 4 * MS}} for number in (1, 2, 3)]
+    took, slow = ([{"ran": {"id": number, "t": 0, "took": ms * MS}} for number in (1, 2, 3)] for ms in (2, 4))
     found = look(
         rank(0, call(1, 0), call(2, 500), call(3, 1000), *slow),
         rank(1, call(1, 3), call(2, 505), call(3, 999), *took),
         at_ms=1000,
     )
-    assert found.groups == [
-        LiveGroup(
-            pg="0",
-            desc="default_pg",
-            size=2,
-            calls=6,
-            bytes=6_000_000,
-            calls_per_s=6.0,
-            bytes_per_s=6_000_000,
-            busbw_gb_per_s=0.5,
-            last_rank=1,
-            last_share=0.6667,
-            late_ms=3.0,
-        )
-    ]
+    rates: dict[str, Any] = {"calls_per_s": 6.0, "bytes_per_s": 6_000_000, "busbw_gb_per_s": 0.5}
+    last: dict[str, Any] = {"last_rank": 1, "last_share": 0.6667, "late_ms": 3.0}
+    assert found.groups == [LiveGroup(pg="0", desc="default_pg", size=2, calls=6, bytes=6_000_000, **rates, **last)]
 
 
 @pytest.mark.parametrize("number_of_calls", [64, 200, 3000])

@@ -33,17 +33,16 @@ def rows(found: pl.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
 
 def busy(
     where: Literal["device", "host"],
-    computation: Pairs,
-    communication: Pairs,
+    *spans: Pairs,
     memory: Pairs = (),
-    *,
     steps: Pairs = (),
     launches: Pairs = (),
     base: int = 0,
 ) -> Busy:
+    """`spans` are those of computation, and of communication."""
     found = Busy()
-    spans = spans_of(computation), spans_of(communication), spans_of(memory)
-    found.add(where, base, *spans, steps, spans_of(launches))
+    computation, communication, copies = map(spans_of, (*spans, memory))
+    found.add(where, base, computation, communication, copies, steps, spans_of(launches))
     return found
 
 
@@ -70,13 +69,8 @@ def test_a_gpu_that_stays_behind_has_the_iterations_of_the_host() -> None:
     """Each iteration of the host takes 100 ns; the GPU is 55 to 60 behind, and the last ends on the host at 300."""
     launches = [(3, 55), (90, 145), (103, 160), (203, 258)]
     trace = Rank(0).times
-    trace.busy = busy(
-        "device",
-        [(55, 145), (145, 155), (160, 240), (258, 330)],
-        [],
-        steps=[(0, 0), (1, 100), (2, 200), (3, 300)],
-        launches=launches,
-    )
+    kernels, steps = [(55, 145), (145, 155), (160, 240), (258, 330)], [(0, 0), (1, 100), (2, 200), (3, 300)]
+    trace.busy = busy("device", kernels, [], steps=steps, launches=launches)
     found = rows(frame(trace), "step", "began_ns", "duration_ns", "computation_ns")
     assert found == [(0, 58, 100, 97), (1, 158, 100, 80), (2, 258, 100, 72)]
 
@@ -96,47 +90,38 @@ def test_a_window_without_iterations_counts_as_a_whole_beside_those_that_have_so
     assert rows(frame(trace), "step", "duration_ns", "computation_ns") == [(1, 20, 10), (2, 10, 10), (None, 30, 30)]
 
 
+US = 1000
+
+
+def two_ranks() -> list[RankTrace]:
+    """Rank 1 comes last to the first of two calls, rank 0 to the second."""
+    first = Rank(0).call(100, 400).call(600, 620, number=2)
+    return [first.times, Rank(1).call(300, 400).call(500, 620, number=2).times]
+
+
 def test_the_rank_that_was_waited_for_longest_is_named() -> None:
-    ranks = [
-        Rank(0).call(100, 400).call(600, 620, number=2),
-        Rank(1).call(300, 400).call(500, 620, number=2),
-    ]
-    us = 1000
-    traces = [one.times for one in ranks]
+    traces = two_ranks()
     for one in traces:
-        one.busy = busy("device", [(0, 1000 * us)], [(100 * us, 400 * us), (500 * us, 620 * us)], base=EPOCH)
+        one.busy = busy("device", [(0, 1000 * US)], [(100 * US, 400 * US), (500 * US, 620 * US)], base=EPOCH)
     found = frame(*traces)
     waited = rows(found, "rank", "waiting_ns", "waits_for", "waits_for_ns")
-    assert waited == [(0, 200 * us, 1, 200 * us), (1, 100 * us, 0, 100 * us)]
+    assert waited == [(0, 200 * US, 1, 200 * US), (1, 100 * US, 0, 100 * US)]
 
 
 def test_shares_are_of_all_ranks_and_a_rank_has_its_means() -> None:
-    us = 1000
-    ranks = [
-        Rank(0).call(100, 400).call(600, 620, number=2).times,
-        Rank(1).call(300, 400).call(500, 620, number=2).times,
-    ]
+    ranks = two_ranks()
     for one in ranks:
-        spans = [(begin * us, end * us) for begin, end in ((0, 200), (400, 500))]
-        calls = [(begin * us, end * us) for begin, end in ((200, 400), (500, 700))]
-        one.busy = busy("device", spans, calls, base=EPOCH, steps=[(3, 0), (4, 400 * us), (5, 700 * us)])
-        one.busy.iterations = [(3, EPOCH, EPOCH + 400 * us), (4, EPOCH + 400 * us, EPOCH + 800 * us)]
+        spans = [(begin * US, end * US) for begin, end in ((0, 200), (400, 500))]
+        calls = [(begin * US, end * US) for begin, end in ((200, 400), (500, 700))]
+        one.busy = busy("device", spans, calls, base=EPOCH, steps=[(3, 0), (4, 400 * US), (5, 700 * US)])
+        one.busy.iterations = [(3, EPOCH, EPOCH + 400 * US), (4, EPOCH + 400 * US, EPOCH + 800 * US)]
     found = overlap_of(match_collectives(Job.match(ranks)))
     assert found is not None
     assert (found.computation, found.communication, found.exposed, found.idle) == (0.375, 0.5, 0.5, 0.125)
     assert (found.measured_on, found.windows, found.of_ranks) == (["device"], 4, 2)
-    assert found.ranks[1] == {
-        "rank": 1,
-        "iterations": 2,
-        "duration_ms": 0.4,
-        "computation_ms": 0.15,
-        "communication_ms": 0.2,
-        "exposed_ms": 0.2,
-        "memory_ms": 0.0,
-        "idle_ms": 0.05,
-        "waiting_ms": 0.05,
-        "waits_for": 0,
-    }
+    ms = {"duration": 0.4, "computation": 0.15, "communication": 0.2, "exposed": 0.2, "memory": 0.0, "idle": 0.05}
+    of_rank = {"rank": 1, "iterations": 2, "waiting_ms": 0.05, "waits_for": 0}
+    assert found.ranks[1] == of_rank | {f"{name}_ms": time for name, time in ms.items()}
     steps = [(one["step"], one["computation_ms"], one["idle_ms"]) for one in found.steps]
     assert steps == [(3, 0.2, 0.0), (4, 0.1, 0.1)]
     for one in ranks:
@@ -178,14 +163,8 @@ def test_times_of_dlrm_are_those_of_holistic_trace_analysis() -> None:
     """Of its 0.5.0, `get_temporal_breakdown` and `get_comm_comp_overlap`: us of idling, computation and what else ran,
     and the % of communication that computation hid."""
     expected = [
-        (6419, 1034, 5556, 4.50),
-        (6428, 1246, 11075, 2.47),
-        (7046, 1068, 3236, 7.88),
-        (8145, 1240, 9468, 3.31),
-        (8887, 1126, 6576, 0.56),
-        (9121, 1041, 6230, 0.64),
-        (7051, 1051, 3308, 7.56),
-        (8308, 1059, 1600, 9.51),
+        *((6419, 1034, 5556, 4.50), (6428, 1246, 11075, 2.47), (7046, 1068, 3236, 7.88), (8145, 1240, 9468, 3.31)),
+        *((8887, 1126, 6576, 0.56), (9121, 1041, 6230, 0.64), (7051, 1051, 3308, 7.56), (8308, 1059, 1600, 9.51)),
     ]
     ranks = [read_kineto_trace(public(f"dlrm_8gpu/rank-{rank}.kineto.json.gz"), rank) for rank in range(8)]
     for one in ranks:

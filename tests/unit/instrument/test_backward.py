@@ -32,30 +32,16 @@ def of_a_tensor() -> None:
     loss().backward()
 
 
-def of_a_function() -> None:
-    torch.autograd.backward(loss())
-
-
 def gradient_only() -> None:
     inputs = torch.ones(3, requires_grad=True)
     torch.autograd.grad(inputs.sum(), inputs)
 
 
-def functional_gradient() -> None:
-    torch.func.grad(torch.sum)(torch.ones(3))
-
-
 def engine_itself() -> None:
     """As Megatron's pipeline schedules do."""
-    Variable._execution_engine.run_backward(
-        tensors=(loss(),),
-        grad_tensors=(torch.tensor(1.0),),
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    given = {"tensors": (loss(),), "grad_tensors": (torch.tensor(1.0),), "inputs": ()}
+    flags = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": True}
+    Variable._execution_engine.run_backward(**given, **flags)
 
 
 def pipeline_stage() -> None:
@@ -95,22 +81,22 @@ def inside_an_optimizer() -> None:
     torch.optim.LBFGS([parameter]).step(closure)
 
 
-WAYS = [
-    of_a_tensor,
-    of_a_function,
-    gradient_only,
-    functional_gradient,
-    engine_itself,
-    pipeline_stage,
-    on_a_thread,
-    compiled,
-    under_compiled_autograd,
-    inside_an_optimizer,
-]
+WAYS: dict[str, Callable[[], object]] = {
+    "of a tensor": of_a_tensor,
+    "of a function": lambda: torch.autograd.backward(loss()),
+    "gradient only": gradient_only,
+    "functional gradient": lambda: torch.func.grad(torch.sum)(torch.ones(3)),
+    "the engine itself": engine_itself,
+    "a pipeline stage": pipeline_stage,
+    "on a thread": on_a_thread,
+    "compiled": compiled,
+    "under compiled autograd": under_compiled_autograd,
+    "inside an optimizer": inside_an_optimizer,
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_backward_pass_is_seen_once(way: Callable[[], None], watch: ModuleType) -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_every_backward_pass_is_seen_once(way: Callable[[], object], watch: ModuleType) -> None:
     assert not watch.take_backward_began()
     way()
     assert watch.take_backward_began()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from crossrank.errors import CrossrankError
@@ -7,48 +9,18 @@ from crossrank.instrument.config import Config, Window, load
 
 
 def test_nothing_set_gives_the_defaults() -> None:
-    assert load({}, {}) == Config(
-        emit="CROSSNODE",
-        directory="crossrank-recording",
-        window=None,
-        nvtx="1",
-        print_calls=False,
-        flight=True,
-        nsys=False,
-        node=None,
-        ring=32_768,
-        gpu_serial=None,
-        vm_id=None,
-    )
+    given: dict[str, Any] = {"emit": "CROSSNODE", "directory": "crossrank-recording", "nvtx": "1", "ring": 32_768}
+    given |= {"flight": True, "print_calls": False, "nsys": False}
+    assert load({}, {}) == Config(**given, window=None, node=None, gpu_serial=None, vm_id=None)
 
 
 def test_every_variable_is_read() -> None:
-    variables = {
-        "TRACING": "ALL",
-        "TRACING_DIR": "/data/run1",
-        "TRACING_WINDOW": "10:12:100",
-        "TRACING_NVTX": "classic",
-        "TRACING_PRINT": "1",
-        "TRACING_FLIGHT": "0",
-        "TRACING_NSYS": "1",
-        "TRACING_NODE": "a",
-        "TRACING_RING": "7",
-        "GPU_SERIAL": "42",
-        "VM_ID": "vm",
-    }
-    assert load({}, variables) == Config(
-        emit="ALL",
-        directory="/data/run1",
-        window=Window(start=10, stop=12, every=100),
-        nvtx="classic",
-        print_calls=True,
-        flight=False,
-        nsys=True,
-        node="a",
-        ring=7,
-        gpu_serial="42",
-        vm_id="vm",
-    )
+    texts = {"DIR": "/data/run1", "WINDOW": "10:12:100", "NVTX": "classic", "PRINT": "1", "FLIGHT": "0"}
+    texts |= {"NSYS": "1", "NODE": "a", "RING": "7"}
+    variables = {f"TRACING_{name}": text for name, text in texts.items()} | {"GPU_SERIAL": "42", "VM_ID": "vm"}
+    given: dict[str, Any] = {"directory": "/data/run1", "window": Window(start=10, stop=12, every=100), "ring": 7}
+    given |= {"nvtx": "classic", "print_calls": True, "flight": False, "nsys": True, "node": "a"}
+    assert load({}, variables | {"TRACING": "ALL"}) == Config(emit="ALL", **given, gpu_serial="42", vm_id="vm")
 
 
 def test_an_argument_wins_over_the_variable_and_the_new_name_over_the_alias() -> None:
@@ -64,15 +36,9 @@ def test_an_argument_wins_over_the_variable_and_the_new_name_over_the_alias() ->
     ("variables", "message"),
     [
         ({"TRACING": "some"}, "TRACING='some' is not one of CROSSNODE, ALL, NONE"),
-        (
-            {"TORCH_DISTRIBUTED_TRACING": "x"},
-            "TORCH_DISTRIBUTED_TRACING='x' is not one of CROSSNODE, ALL, NONE",
-        ),
+        ({"TORCH_DISTRIBUTED_TRACING": "x"}, "TORCH_DISTRIBUTED_TRACING='x' is not one of CROSSNODE, ALL, NONE"),
         ({"TRACING_NVTX": "yes"}, "TRACING_NVTX='yes' is not one of 1, 0, classic"),
-        (
-            {"TRACING_WINDOW": "12:10"},
-            "TRACING_WINDOW='12:10': STOP must be greater than START, for example 12:14",
-        ),
+        ({"TRACING_WINDOW": "12:10"}, "TRACING_WINDOW='12:10': STOP must be greater than START, for example 12:14"),
         (
             {"TRACING_WINDOW": "1:5:3"},
             "TRACING_WINDOW='1:5:3': EVERY counts from START to the next START and must be at least 4",

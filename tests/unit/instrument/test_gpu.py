@@ -38,11 +38,8 @@ def _nvml(**changes: Any) -> SimpleNamespace:
 
     def values(handle: str, fields: list[Any]) -> list[SimpleNamespace]:
         assert fields == [(138, 0xFFFFFFFF), (139, 0xFFFFFFFF), 83]
-        return [
-            SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=1000)),
-            SimpleNamespace(nvmlReturn=3, value=SimpleNamespace(ullVal=0)),
-            SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=2000)),
-        ]
+        found = ((0, 1000), (3, 0), (0, 2000))
+        return [SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(ullVal=value)) for code, value in found]
 
     module = SimpleNamespace(
         NVML_SUCCESS=0,
@@ -74,27 +71,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_identity_and_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", _nvml())
     reader = GpuReader(0)
-    assert reader.gpu == Gpu(
-        index=5,
-        name="NVIDIA GB200",
-        uuid=UUID,
-        serial=None,
-        pci_bus_id="00000008:01:00.0",
-        fabric_cluster="ab" + 15 * "00",
-        fabric_clique=7,
-        driver="580.1",
-    )
+    fabric: dict[str, Any] = {"fabric_cluster": "ab" + 15 * "00", "fabric_clique": 7}
+    about: dict[str, Any] = {"name": "NVIDIA GB200", "uuid": UUID, "pci_bus_id": "00000008:01:00.0", "driver": "580.1"}
+    assert reader.gpu == Gpu(index=5, serial=None, **about, **fabric)
     assert reader.gpu.nvlink_domain == "ab" + 15 * "00" + ":7"
     assert reader.counters() == {"nvlink_tx_kib": 1000, "energy_mj": 2000}
 
 
 @pytest.mark.usefixtures("cuda")
 def test_a_gpu_outside_a_fabric_has_no_nvlink_domain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        sys.modules,
-        "pynvml",
-        _nvml(nvmlDeviceGetGpuFabricInfoV=lambda handle, info: None),
-    )
+    monkeypatch.setitem(sys.modules, "pynvml", _nvml(nvmlDeviceGetGpuFabricInfoV=lambda handle, info: None))
     found = GpuReader(0).gpu
     assert found is not None
     assert (found.fabric_cluster, found.fabric_clique, found.nvlink_domain) == (None, None, None)

@@ -51,21 +51,12 @@ def test_a_python_program_is_followed(
     assert followed[index + 2 :] == [known(word) for word in after]
 
 
+WITH_SCRIPT = (["-i", "SCRIPT"], ["-x", "SCRIPT"])
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        [],
-        ["-"],
-        ["-m"],
-        ["-c"],
-        ["-V"],
-        ["--version"],
-        ["-h"],
-        ["-i", "SCRIPT"],
-        ["-x", "SCRIPT"],
-        ["-X"],
-        ["-Z", "-c"],
-    ],
+    [[], *(["-" + name] for name in ("", "m", "c", "V", "-version", "h", "X")), *WITH_SCRIPT, ["-Z", "-c"]],
 )
 def test_what_is_no_program_is_started_as_it_is(options: list[str], script: str) -> None:
     assert follow_command([PYTHON, *(word.replace("SCRIPT", script) for word in options)]) is None

@@ -19,17 +19,9 @@ class Rank:
     def __init__(
         self, rank: int, size: int = 2, *, clock: float = 0, host: str = "", placed: bool = True, numbered: bool = True
     ) -> None:
-        self.times = RankTrace(
-            rank=rank,
-            path=f"rank-{rank}",
-            source="kineto",
-            timed_by="kineto",
-            clock=host or "one",
-            world_size=size,
-            placed=placed,
-            numbered=numbered,
-            numbered_pairs=True,
-        )
+        about: dict[str, Any] = {"path": f"rank-{rank}", "source": "kineto", "timed_by": "kineto", "world_size": size}
+        about |= {"clock": host or "one", "placed": placed, "numbered": numbered, "numbered_pairs": True}
+        self.times = RankTrace(rank=rank, **about)
         self._clock = clock
         self._builder = TraceBuilder(self.times, [Group(pg=WORLD, size=size, ranks=list(range(size)))])
         self._numbers: dict[object, int] = {}
@@ -38,15 +30,8 @@ class Rank:
         self, begin: float, end: float, op: str = "all_reduce", *, number: int | None = None, **facts: Any
     ) -> Rank:
         """A call whose kernel ran from `begin` to `end`; `begin` 0 = it has no times."""
-        fields: dict[str, Any] = {
-            "id": len(self.times),
-            "op": op,
-            "c10d": "",
-            "pg": WORLD,
-            "bytes": 1_000_000,
-            "t": 0,
-        } | facts
-        record = CommRecord(**fields)
+        fields: dict[str, Any] = {"id": len(self.times), "op": op, "c10d": "", "pg": WORLD, "bytes": 1_000_000, "t": 0}
+        record = CommRecord(**fields | facts)
         ends = ends_of(record.op, self.times.rank or 0, record.peer) if is_p2p(record) else None
         lane = (record.pg, ends)
         self._numbers[lane] = number if number is not None else self._numbers.get(lane, 0) + 1

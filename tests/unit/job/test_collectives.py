@@ -75,8 +75,7 @@ def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> No
         facts |= {"inputs": [[sum(sent), 1000]], "outputs": [[sum(got), 1000]]}
         ranks.append(Rank(rank).call(100, 200, "all_to_all", **facts))
     # Rank 1 receives 50 rows, and 30 cross.
-    found = together(*ranks)
-    assert figures(found, "bytes", "exchanged", "busbw_gb_per_s") == [(200_000, 120_000, 1.2)]
+    assert figures(together(*ranks), "bytes", "exchanged", "busbw_gb_per_s") == [(200_000, 120_000, 1.2)]
     kept = [
         Rank(rank).call(100, 200, "all_to_all", dtype="int8", in_split=split, inputs=[[8]], bytes=8)
         for rank, split in enumerate(([8, 0], [0, 8]))

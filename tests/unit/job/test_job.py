@@ -56,11 +56,7 @@ SHOWN = (
     [
         (  # members that another rank knows
             [rank(0, DEFAULT, pair("3", 1, 0)), rank(1, DEFAULT, pair("3")), rank(2, DEFAULT, pair("3", 2, 3))],
-            [
-                ("0", (0, 1, 2, 3), 4, True, True),
-                ("3", (1, 0), 2, False, False),
-                ("3", (2, 3), 2, False, False),
-            ],
+            [("0", (0, 1, 2, 3), 4, True, True), ("3", (1, 0), 2, False, False), ("3", (2, 3), 2, False, False)],
         ),
         (  # members of which nothing is known: those who used the name, or have it in their dump
             [
@@ -70,11 +66,7 @@ SHOWN = (
                 rank(3, Group(pg="4", size=9), calls=(call("4"), call("4"))),
                 rank(4, Group(pg="4", size=-1), Group(pg="5", size=1), calls=(call("5"),)),
             ],
-            [
-                ("3", (0, 2), 2, True, True),
-                ("4", (3,), 9, True, False),
-                ("5", (4,), 1, False, False),
-            ],
+            [("3", (0, 2), 2, True, True), ("4", (3,), 9, True, False), ("5", (4,), 1, False, False)],
         ),
         (  # members that are no ranks, or one twice
             [rank(0, pair("3", 0, 0), pair("4", 0, MOST_RANKS), pair("5", -1, 0), calls=(call("3"),))],
@@ -83,19 +75,14 @@ SHOWN = (
         (  # sizes that calls show
             [rank(0, *map(pair, "45678"), calls=SHOWN), rank(3, calls=())],
             [
-                ("4", (0, 1, 2, 3), 4, False, False),
-                ("5", (0,), 3, True, False),
-                ("6", (0,), 1, True, True),
-                ("7", (0,), 1, True, True),
-                ("8", (0,), 1, True, True),
+                *(("4", (0, 1, 2, 3), 4, False, False), ("5", (0,), 3, True, False)),
+                *((name, (0,), 1, True, True) for name in "678"),
             ],
         ),
         (  # the world, by name or description
             [rank(0, pair("0"), pair("9", desc="default_pg"), pair("default_pg"), pair("0x", desc="0"), world_size=4)],
             [
-                ("0", (0, 1, 2, 3), 4, False, False),
-                ("9", (0, 1, 2, 3), 4, False, False),
-                ("default_pg", (0, 1, 2, 3), 4, False, False),
+                *((name, (0, 1, 2, 3), 4, False, False) for name in ("0", "9", "default_pg")),
                 ("0x", (), 0, False, False),
             ],
         ),

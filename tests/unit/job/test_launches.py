@@ -58,10 +58,8 @@ def test_sends_and_receives_of_one_launch_are_one_row_with_the_larger_direction(
         (SEND_RECV, 30, 30, -1, (0, 1), 1),
         ("send/recv, batched", 107, 5197, 107, None, 4),
     ]
-    assert [(one.root, one.source, one.locality) for one in (found.kinds[0], found.kinds[3])] == [
-        (2, "a.py:1", "unknown"),
-        (None, None, "cross_node"),
-    ]
+    shown = [(one.root, one.source, one.locality) for one in (found.kinds[0], found.kinds[3])]
+    assert shown == [(2, "a.py:1", "unknown"), (None, None, "cross_node")]
     assert found.calls["kind"].to_list() == [0, 3, 1, 2]
     assert found.calls["id"].to_list() == [0, 1, 5, 6]
     assert found.calls["step"].to_list() == [3, 0, 0, 0]
@@ -93,18 +91,12 @@ def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
             uneven | {"bytes": 40},
         )
     )
-    assert [
-        (one.bytes, one.recorded, one.exchanged, one.calls) for one in (found.kinds[at] for at in found.calls["kind"])
-    ] == [
-        (160, 96, 128, 1),
-        (160, 96, 128, 1),
-        (96, 96, 64, 1),
-        (160, 96, 128, 1),
-        (160, 96, 128, 1),
-        (96, 96, -1, 1),
-        (0, 0, 0, 1),
-        (40, 40, -1, 1),
+    kinds = [found.kinds[at] for at in found.calls["kind"]]
+    known, out_alone, no_type, none, total = (160, 96, 128), (96, 96, 64), (96, 96, -1), (0, 0, 0), (40, 40, -1)
+    assert [(one.bytes, one.recorded, one.exchanged) for one in kinds] == [
+        *(known, known, out_alone, known, known, no_type, none, total)
     ]
+    assert {one.calls for one in kinds} == {1}
     assert [found.kinds[at].releases_all for at in found.calls["kind"][-3:]] == [True, False, True]
     assert found.sent == {1: {2: 4 * 16, 0: 4 * 48}}
     assert found.not_placed == 2 * 96
@@ -126,9 +118,8 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
             gathered | {"id": 11, "batch": 9, "bytes": 0},
         )
     )
-    assert [
-        (one.label, one.bytes, one.whole, one.sized) for one in (found.kinds[at] for at in found.calls["kind"])
-    ] == [
+    kinds = (found.kinds[at] for at in found.calls["kind"])
+    assert [(one.label, one.bytes, one.whole, one.sized) for one in kinds] == [
         ("all_gather, coalesced", 20, True, True),
         ("all_gather, coalesced", 20, False, True),
         ("all_gather, coalesced", 10, False, False),

@@ -61,18 +61,11 @@ def a_diagnosis() -> Diagnosis:
     root = Finding(kind="missing_rank", op="all_reduce", collective_seq_id=4, culprit_ranks=[1], places=[place], **pg)
     waits = dict.fromkeys(("p50", "p95", "max", "total"), 1.0)
     late = GroupStragglers(collectives=3, last_rank=1, last_share=2 / 3, max_rank=1, wait_ms=waits, late_ms={}, **pg)
-    return Diagnosis(
-        verdict="error",
-        world_size=2,
-        ranks=[0, 1],
-        suspect_ranks=[1],
-        findings=[root],
-        consequences=[Finding(kind="p2p_unmatched", op="recv", p2p_seq_id=2, waiting_ranks=[0], because_of=0, **pg)],
-        advisory=[Finding(kind="straggler", text="rank 1 comes last", **pg)],
-        stragglers=[late],
-        notes=["a note"],
-        counts={"collectives": 3, "calls": 6, "groups": 1},
-    )
+    consequence = Finding(kind="p2p_unmatched", op="recv", p2p_seq_id=2, waiting_ranks=[0], because_of=0, **pg)
+    found: dict[str, Any] = {"findings": [root], "consequences": [consequence], "stragglers": [late]}
+    found |= {"advisory": [Finding(kind="straggler", text="rank 1 comes last", **pg)], "notes": ["a note"]}
+    counts = {"collectives": 3, "calls": 6, "groups": 1}
+    return Diagnosis(verdict="error", world_size=2, ranks=[0, 1], suspect_ranks=[1], counts=counts, **found)
 
 
 def a_report() -> ReplayReport:
@@ -94,11 +87,7 @@ def hostile_pages() -> dict[str, str]:
     figures.matrix.groups, figures.traffic.labels, figures.sources[0]["source"] = [EVIL], [EVIL, "b"], EVIL
     for row in figures.bandwidth.rows:
         row["pg"] = row["op"] = EVIL
-    return {
-        "diagnosis": diagnosis_page(diagnosis),
-        "replay": replay_page(report),
-        "report": report_page(figures),
-    }
+    return {"diagnosis": diagnosis_page(diagnosis), "replay": replay_page(report), "report": report_page(figures)}
 
 
 def test_a_text_of_a_file_is_shown_as_it_is_on_every_page() -> None:

@@ -20,9 +20,7 @@ def record(op: str, **fields: Any) -> CommRecord:
     base["reduce"] = "sum" if op in ("all_reduce", "reduce", "reduce_scatter") else None
     if op not in ("recv", "barrier"):
         base["inputs"] = [[4]]
-    if op in ("all_reduce", "broadcast", "reduce"):
-        base["outputs"] = [[4]]
-    if op == "recv":
+    if op in ("all_reduce", "broadcast", "reduce", "recv"):
         base["outputs"] = [[4]]
     if op == "barrier":
         base |= {"bytes": 0, "dtype": None}

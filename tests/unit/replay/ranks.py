@@ -21,30 +21,14 @@ def result(rank: int, *passes: Sequence[Moments], offset: int = 0, host: str = "
     def column(calls: Sequence[Moments], place: int) -> bytes:
         return array("q", [call[place] for call in calls]).tobytes()
 
-    columns = [
-        Pass(
-            launched=column(calls, 0),
-            issued=column(calls, 1),
-            began=column(calls, 0),
-            completed=column(calls, 2),
-            start=calls[0][0],
-            end=calls[-1][2],
-        )
-        for calls in passes
-    ]
-    return RankResult(
-        rank=rank,
-        host=host,
-        device="cpu",
-        offset_ns=offset,
-        offset_error_ns=0,
-        passes=columns,
-        cpu_s=0.0,
-        late_ends=[],
-        substitutes={},
-        check=None,
-        versions={"torch": "2.13.0"},
-    )
+    made = []
+    for calls in passes:
+        begins, issued, ends = (column(calls, place) for place in range(3))
+        start, end = calls[0][0], calls[-1][2]
+        made.append(Pass(launched=begins, issued=issued, began=begins, completed=ends, start=start, end=end))
+    times: dict[str, Any] = {"offset_ns": offset, "offset_error_ns": 0, "passes": made, "cpu_s": 0.0, "late_ends": []}
+    about: dict[str, Any] = {"device": "cpu", "substitutes": {}, "check": None, "versions": {"torch": "2.13.0"}}
+    return RankResult(rank=rank, host=host, **times, **about)
 
 
 def bound(call: int, **fields: Any) -> Bound:

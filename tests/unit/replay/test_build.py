@@ -43,10 +43,8 @@ def test_one_name_for_different_groups_stands_for_each_on_its_members() -> None:
     groups = [{"tp": [0, 1]}, {"tp": [0, 1]}, {"tp": [2, 3]}, {"tp": [2, 3]}]
     ranks = [rank_trace(rank, [record("all_reduce", pg="tp")], groups[rank], 4) for rank in range(4)]
     plan = build(ranks, "job", "comms")
-    assert [(group.pg, group.ranks) for group in plan.groups] == [
-        ("tp of ranks 0-1", [0, 1]),
-        ("tp of ranks 2-3", [2, 3]),
-    ]
+    shown = [(group.pg, group.ranks) for group in plan.groups]
+    assert shown == [("tp of ranks 0-1", [0, 1]), ("tp of ranks 2-3", [2, 3])]
     assert plan.ranks[3].calls[0].record.pg == "tp of ranks 2-3"
 
 

@@ -63,8 +63,7 @@ def test_groups_of_a_round_share_neither_a_rank_nor_a_network_card(
 
 def test_a_bisection_has_few_groups_and_ends_with_neighbours() -> None:
     probe, _ = probe_of("bisect", 32, per_host=32)
-    sizes = Counter(len(group.members) for group in probe.groups)
-    assert sizes == {8: 4, 4: 8, 2: 32}
+    assert Counter(len(group.members) for group in probe.groups) == {8: 4, 4: 8, 2: 32}
     assert probe.rounds == 4
     assert len(probe.plan.groups) == 1 + 4 + 8  # pairs need none of their own
     ops = Counter(call.record.op for call in probe.plan.ranks[0].calls)

@@ -130,10 +130,8 @@ def test_kineto_traces_give_the_calls_that_their_kernels_describe(tmp_path: Path
         (tmp_path / f"worker{rank}.json").write_text(json.dumps(trace))
     plan = plan_at(tmp_path)
     assert plan.kind == "kineto"
-    assert [(call.record.op, call.record.bytes, call.took_ns, call.gap_ns) for call in plan.ranks[1].calls] == [
-        ("all_reduce", 512, 40_500, 0),
-        ("reduce_scatter", 1024, 40_500, 1_000_000),
-    ]
+    shown = [(call.record.op, call.record.bytes, call.took_ns, call.gap_ns) for call in plan.ranks[1].calls]
+    assert shown == [("all_reduce", 512, 40_500, 0), ("reduce_scatter", 1024, 40_500, 1_000_000)]
 
 
 @needs_traces

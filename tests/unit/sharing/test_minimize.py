@@ -80,11 +80,8 @@ def test_lines_of_the_part_are_kept_as_they_are(tmp_path: Path) -> None:
     part = minimize(job(tmp_path / "job"), "2:4")
     kept = lines_in(part / file_name("comms", 0))
     header, end = kept[0]["header"], kept[-1]["end"]
-    assert (header["part"], header["later"], header["clock"]) == (
-        [2, 4],
-        1,
-        {"t": 2 * STEP, "wall": WALL + 20_000_020_000},
-    )
+    shown = (header["part"], header["later"], header["clock"])
+    assert shown == ([2, 4], 1, {"t": 2 * STEP, "wall": WALL + 20_000_020_000})
     assert end == {"reason": "disable", "step": 4, "calls": 2, "records": 2, "dropped": 2, "exceptions": []}
     original = [line for line in lines_of(0) if line not in ({"header": header}, END)]
     of_part = kept[1:-2]
@@ -109,8 +106,7 @@ def test_times_of_the_part_are_those_of_the_whole(tmp_path: Path) -> None:
 
 def test_windows_come_along_where_all_their_iterations_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = job(tmp_path / "job")
-    part = minimize(source, "2:4")
-    assert (part / file_name("kineto", 1)).read_bytes() == b"kineto 1"
+    assert (minimize(source, "2:4") / file_name("kineto", 1)).read_bytes() == b"kineto 1"
     cut = tmp_path / "cut"
     assert main(["minimize", str(source), "--steps", "3:4", "-o", str(cut)]) == 0
     assert [path.name for path in sorted(cut.iterdir())] == [file_name("comms", 0), file_name("comms", 1)]
@@ -144,8 +140,7 @@ def test_the_whole_is_a_part_of_itself(tmp_path: Path) -> None:
 def test_ranks_of_a_large_job_keep_their_folders(tmp_path: Path) -> None:
     source = tmp_path / "job"
     write(source / rank_folder(9, 128), 9, lines_of(9, world=128))
-    part = minimize(source, "2:3")
-    assert (part / rank_folder(9, 128) / file_name("comms", 9)).exists()
+    assert (minimize(source, "2:3") / rank_folder(9, 128) / file_name("comms", 9)).exists()
 
 
 def test_inspect_says_that_it_is_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,8 +142,7 @@ def test_a_clock_that_goes_further_than_clocks_drift_was_set(by: int, set_by: in
 
 
 def test_readings_that_lack_a_clock_or_go_back_are_left_out() -> None:
-    clock = WallClock([{"t": 10, "wall": WALL}, {"t": 20}, {"t": 5, "wall": 0}, {}])
-    assert clock.at(20) == WALL + 10
+    assert WallClock([{"t": 10, "wall": WALL}, {"t": 20}, {"t": 5, "wall": 0}, {}]).at(20) == WALL + 10
     assert WallClock([{}]).at(7) == 7
 
 

@@ -14,14 +14,8 @@ IN_TORCH = (
     Frame(name="f", filename="/torch/_tensor.py", line=2),
 )
 ELSEWHERE = (Frame(name="query", filename="/site-packages/db.py", line=1), *IN_TORCH)
-GONE, FINAL, TERMINATED, RAISED, FAILED, LEFT = (
-    "is_gone",
-    "is_final",
-    "was_terminated",
-    "has_raised",
-    "has_failed",
-    "has_left",
-)
+GONE, FINAL, TERMINATED = "is_gone", "is_final", "was_terminated"
+RAISED, FAILED, LEFT = "has_raised", "has_failed", "has_left"
 
 
 @pytest.mark.parametrize(

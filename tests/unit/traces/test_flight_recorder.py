@@ -46,9 +46,7 @@ def decode(content: Any) -> FlightDump:
 def test_pickle_and_json_give_the_same_dump(job: SimulatedJob, tmp_path: Path) -> None:
     job.write(tmp_path / "a", form="pickle", frames=False)
     job.write(tmp_path / "b", form="json")
-
     one, other = (read_flight_dump(str(tmp_path / name / "rank_1")) for name in "ab")
-
     assert (one.version, one.groups, one.status) == (other.version, other.groups, other.status)
     assert [entry.profiling_name for entry in one.entries] == [entry.profiling_name for entry in other.entries]
     assert one.entries[0].input_sizes == other.entries[0].input_sizes == ((524288,),)
@@ -58,7 +56,6 @@ def test_pickle_and_json_give_the_same_dump(job: SimulatedJob, tmp_path: Path) -
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress, bytes])
 def test_a_dump_may_be_compressed(job: SimulatedJob, tmp_path: Path, pack: Any) -> None:
     (tmp_path / "rank_2").write_bytes(pack(pickle.dumps(job.dump(2), 2)))
-
     assert len(read_flight_dump(str(tmp_path / "rank_2")).entries) == 12
 
 
@@ -67,9 +64,7 @@ def test_stack_frames_come_innermost_first_and_without_those_that_are_broken(tmp
     content["entries"][1]["frames"] = [{"name": "f", "filename": "a.py", "line": 3}, {"name": 1}, 7]
     content["entries"][2]["frames"] = "no frames"
     (tmp_path / "rank_0").write_bytes(pickle.dumps(content, 2))
-
     trace = read_flight(str(tmp_path / "rank_0"), 0)
-
     first, second, third = (trace.stacks[trace.calls.stack[row]] for row in range(3))
     assert (first[-1].filename, first[-1].line) == ("train.py", 110)
     assert (second, third) == ((Frame("f", "a.py", 3),), ())
@@ -79,9 +74,7 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
     content = job.dump(0)
     content["entries"][3] = {"record_id": "three"}
     content["entries"][5]["input_sizes"] = [["many"]]
-
     dump = decode(content)
-
     assert list(dump.entries) == [one for row, one in enumerate(decode(job.dump(0)).entries) if row not in (3, 5)]
     assert dump.problems == [
         "2 of 12 entries are unusable (entry 3: ValidationError: Expected `int`, got `str` - at `$.record_id`) "
@@ -101,7 +94,6 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
 )
 def test_a_broken_part_does_not_cost_the_others(job: SimulatedJob, name: str, value: Any, problem: str) -> None:
     dump = decode(job.dump(0) | {name: value})
-
     assert "; ".join(dump.problems)[: len(problem)] == problem
     assert bool(dump.entries) == (name != "entries")
     assert bool(dump.status) == (name != "pg_status")
@@ -109,7 +101,6 @@ def test_a_broken_part_does_not_cost_the_others(job: SimulatedJob, name: str, va
 
 def test_the_status_of_json_has_its_numbers_as_strings() -> None:
     content = {"version": "2.10", "pg_status": {"0": dict.fromkeys(Progress.__struct_fields__, "17")}}
-
     assert decode(content).status == {0: Progress(17, 17)}
 
 
@@ -145,9 +136,7 @@ def test_calls_that_differ_in_what_comes_out_are_different_calls(job: SimulatedJ
     first, second = (dict(content["entries"][0], record_id=number, collective_seq_id=number + 1) for number in (0, 1))
     second["output_dtypes"] = ["Double"]
     (tmp_path / "rank_0").write_bytes(pickle.dumps(content | {"entries": [first, second]}, 2))
-
     calls = list(read_flight(str(tmp_path / "rank_0"), 0).records())
-
     assert [call.out_dtype for call in calls] == [None, "float64"]
 
 
@@ -156,7 +145,6 @@ def test_calls_that_differ_in_what_comes_out_are_different_calls(job: SimulatedJ
 )
 def test_a_list_of_ranks_is_parsed_and_never_evaluated(ranks: str) -> None:
     dump = decode({"version": "2.10", "pg_config": {"0": {"name": "0", "desc": "world", "ranks": ranks}}})
-
     assert [(group.pg, group.ranks) for group in dump.groups] == [("0", None)]
     assert dump.problems[0].startswith("the ranks of group '0' are unusable: ")
 
@@ -175,22 +163,18 @@ def test_a_list_of_ranks_is_parsed_and_never_evaluated(ranks: str) -> None:
 )
 def test_what_is_no_dump_is_refused_with_its_name(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(content)
-
     with pytest.raises(NoDumpError) as error:
         read_flight_dump(str(tmp_path / "rank_0"))
-
     assert str(error.value).startswith(f"{tmp_path}/rank_0: {message}")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress])
 def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pack(b"[" * (100 << 20)))
-
     with pytest.raises(
         NoDumpError, match=r"more than 67,108,864 bytes of content, far more than a genuine file of [0-9,]+ bytes"
     ) as error:
         read_flight_dump(str(tmp_path / "rank_0"))
-
     assert error.value.refused
 
 

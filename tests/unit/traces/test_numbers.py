@@ -28,7 +28,6 @@ def trace(path: Path, **changes: Any) -> str:
 )
 def test_a_head_that_cannot_be_is_left_out_and_told(tmp_path: Path, field: str, value: object) -> None:
     read = read_execution_trace(trace(tmp_path / "rank-0.et.json", **{field: value}))
-
     assert len(read.nodes) == 2
     assert [text for text in read.damage if text.startswith(f"{field} is unusable")]
 
@@ -37,9 +36,7 @@ def test_a_head_that_cannot_be_is_left_out_and_told(tmp_path: Path, field: str, 
 def test_a_node_with_a_number_beyond_reason_is_left_out_and_counted(tmp_path: Path, number: str) -> None:
     path = trace(tmp_path / "rank-0.et.json", nodes=[NODE, NODE | {"id": 2, "ctrl_deps": "@"}])
     Path(path).write_text(Path(path).read_text().replace('"@"', number))
-
     read = read_execution_trace(path)
-
     assert [node.id for node in read.nodes] == [1]
     assert [text for text in read.damage if text.startswith("1 of 2 nodes are unusable")]
 
@@ -51,9 +48,7 @@ def test_a_decimal_that_is_no_time_is_told(tmp_path: Path, time: str, field: str
     path = tmp_path / "rank-0.kineto.json"
     events = [event | {"args": {"External id": 1}}, event | {field: time}]
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
-
     read = read_kineto(str(path))
-
     assert read.host[0].start == 1500
     assert len([*read.damage, *read.warnings]) == 1
 
@@ -62,15 +57,12 @@ def test_a_decimal_that_is_no_time_is_told(tmp_path: Path, time: str, field: str
 def test_a_time_that_cannot_be_is_told_with_its_node(tmp_path: Path, time: str) -> None:
     head = {"version": "0", "rank": 0, "world_size": 1, "et_schema": "", "base_time_ns": 0, "inputs": {}, "groups": []}
     path = trace(tmp_path / "rank-0.linked.json", nodes=[NODE | {"ts": time}], crossrank=head)
-
     with pytest.raises(CrossrankError) as error:
         read_linked(path)
-
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
 
 
 def test_inputs_that_are_no_text_are_shown_as_far_as_they_are() -> None:
     values, shapes, types = io_texts(msgspec.Raw(b'{"values":["\xed\xa0"],"shapes":[[]],"types":["String"]}'))
-
     assert (values, shapes, types) == ('["\ufffd\ufffd"]', "[[]]", '["String"]')

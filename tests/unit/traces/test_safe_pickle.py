@@ -162,10 +162,8 @@ def test_a_pickle_with_more_values_than_any_dump_is_refused() -> None:
 def test_a_pickle_that_is_cut_off_is_not_taken_for_a_hostile_one(thing: Any, protocol: int, data: Any) -> None:
     content = pickle.dumps({"version": "2.10", "entries": [thing]}, protocol)
     end = data.draw(st.integers(1, len(content) - 1))
-
     with pytest.raises(RefusedPickleError) as refusal:
         load_data(content[:end], Budget("dump"))
-
     assert refusal.value.cut_off
 
 

@@ -48,7 +48,7 @@ def write_moments(job: SimulatedJob, folder: Path, moments: dict[int, Moment]) -
         if moment.timed_out and entries:
             entries[-1]["retired"] = True
         last = entries[-1]["time_created_ns"] if entries else job.first_ns
-        raised = {"thread": moment.thread, "error": moment.error, "causes": list(moment.causes)}
+        raised: dict[str, Any] = {"thread": moment.thread, "error": moment.error, "causes": list(moment.causes)}
         raised["frames"] = _frames(moment.traceback)
         about = {"rank": rank, "world_size": moment.world_size or job.world_size, "host": moment.host}
         said: dict[str, Any] = about | {

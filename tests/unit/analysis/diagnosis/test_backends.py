@@ -36,7 +36,6 @@ def write(folder: Path, nccl: SimulatedJob, gloo: SimulatedJob) -> None:
 def test_a_job_on_two_backends_that_ended_well_is_healthy(timing: bool, tmp_path: Path) -> None:
     gloo = SimulatedJob([[Collective("0", inputs=((3,),))] * 5] * 4, WORLD, backend="gloo")
     write(tmp_path, SimulatedJob(*training(4, 3), timing=timing), gloo)
-
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
@@ -44,7 +43,6 @@ def test_a_hang_on_gloo_beside_nccl_is_found_on_the_group_that_they_share(tmp_pa
     programs: Programs = [[Collective("0", inputs=((3,),))] * 5 for _ in range(4)]
     programs[2][4] = CpuStall()
     write(tmp_path, SimulatedJob(*training(4, 3)), SimulatedJob(programs, WORLD, backend="gloo"))
-
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 5, [2], [0, 1, 3])]
 
 
@@ -54,5 +52,4 @@ def test_a_rank_that_never_used_nccl_shares_the_calls_on_gloo(tmp_path: Path) ->
     groups: Groups = {"0": ("default_pg", [0, 1, 2, 3]), "1": ("model", [0, 1, 3])}
     nccl = SimulatedJob([[Collective("1")] * 3 if rank != 2 else [] for rank in range(4)], groups)
     write(tmp_path, nccl, SimulatedJob(programs, WORLD, backend="gloo"))
-
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 5, [2], [0, 1, 3])]

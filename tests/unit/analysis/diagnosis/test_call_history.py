@@ -46,7 +46,6 @@ def test_a_call_is_usual_where_the_like_led_to_it_and_new_where_it_never_was_mad
     letters: str, usual: bool, new: bool
 ) -> None:
     found, last = made(letters + "d"), len(letters) - 1
-
     assert (is_usual(found, 0, last), is_new(found, 0, last)) == (usual, new)
 
 
@@ -71,12 +70,10 @@ def test_a_call_is_skipped_where_one_that_was_made_before_stands_in_its_turn(
     letters: str, group_of_it: int, peers: tuple[int, ...], skipped: bool
 ) -> None:
     found = made(letters + "d")
-
     assert has_skipped(found, 0, found.groups[group_of_it], len(letters) - 1, peers) == skipped
 
 
 @pytest.mark.parametrize(("op", "skipped"), [("send", True), ("recv", False)])
 def test_a_receive_is_not_skipped_where_a_send_to_the_same_rank_was_due(op: str, skipped: bool) -> None:
     found = made("ascascacd")
-
     assert has_skipped(found, 0, found.groups[0], 7, (1,), op) == skipped

@@ -74,23 +74,19 @@ def test_members_of_a_group_come_from_the_comms_files(tmp_path: Path) -> None:
     before = diagnose_job(SimulatedJob(programs, GROUPS, backend="gloo"), tmp_path)
     for rank in range(3):
         write_comms(tmp_path, rank, [all_reduce(1)])
-
     found = diagnosis_of(tmp_path)
-
     # Alone, the dumps show one rank in a group of which nobody else is known.
     assert before.findings[0].culprit_ranks == []
     assert roots(found) == [("missing_rank", "pair", 1, [2], [0])]
 
 
 def test_sends_and_receives_of_gloo_come_from_the_comms_files(tmp_path: Path) -> None:
-    programs: Programs = [[Collective("0"), Recv("0", 2)], *[[Collective("0"), Collective("0")]] * 2]
+    programs: Programs = [[Collective("0"), Recv("0", 2)], [Collective("0")] * 2, [Collective("0")] * 2]
     diagnose_job(SimulatedJob(programs, GROUPS, backend="gloo"), tmp_path)
     write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 2, 1)])
     for rank in (1, 2):
         write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)])
-
     found = diagnosis_of(tmp_path)
-
     assert roots(found) == [("p2p_unmatched", "default_pg", 1, [], [0])]
     assert found.findings[0].text == (
         "rank 0 waits for 2 in default_pg [0] recv #1; rank 2 waits for 0 in default_pg [0] all_reduce #2"
@@ -101,10 +97,7 @@ def test_comms_files_alone_show_a_receive_that_nobody_answers(tmp_path: Path) ->
     write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1), p2p("recv", 2, 1)])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1)], ended=True)
     write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
-
-    found = diagnosis_of(tmp_path)
-
-    assert roots(found) == [("p2p_unmatched", "default_pg", 1, [2], [0])]
+    assert roots(diagnosis_of(tmp_path)) == [("p2p_unmatched", "default_pg", 1, [2], [0])]
 
 
 @pytest.mark.parametrize("api", ["irecv", "batch_isend_irecv"])
@@ -112,7 +105,6 @@ def test_a_receive_that_did_not_block_is_no_fault_once_it_is_answered(api: str, 
     write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 1, 1, api), all_reduce(2)])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("send", 0, 1, "isend"), all_reduce(2)])
     write_comms(tmp_path, 2, [all_reduce(1), all_reduce(2)])
-
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
@@ -125,7 +117,6 @@ def test_roots_and_reductions_are_compared_where_they_are_known(tmp_path: Path) 
         write_comms(tmp_path / "reduce", rank, records, ended=True)
         records[0]["root"] = 2 if rank == 2 else 0
         write_comms(tmp_path / "root", rank, records, ended=True)
-
     assert roots(diagnosis_of(tmp_path / "reduce")) == [("reduce_op_mismatch", "default_pg", 2, [1], [])]
     assert roots(diagnosis_of(tmp_path / "root")) == [("root_mismatch", "default_pg", 1, [2], [])]
 
@@ -151,9 +142,7 @@ def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
     write_comms(tmp_path, 0, [all_reduce(1), all_reduce(123), all_reduce(2)])
     file = tmp_path / "rank-0.comms.jsonl"
     file.write_text(file.read_text().replace('"seq": 123', f'"seq": {1 << 63}'))
-
     (evidence,) = read_evidence(find_candidates([str(tmp_path)]), Fleet()).ranks
-
     assert list(evidence.calls.number) == [1, 2]
     assert evidence.problems == [
         "line 5 is not a comms record: ValidationError: Expected `int` <= 4611686018427387903 - at `$.seq`"
@@ -164,7 +153,6 @@ def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_pat
     write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1) | {"tag": 1}])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1) | {"tag": 2}])
     write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
-
     assert roots(diagnosis_of(tmp_path)) == [("p2p_wait_cycle", "default_pg", 1, [], [0, 1])]
 
 
@@ -200,7 +188,6 @@ def test_a_comms_file_that_leaves_out_what_stays_in_a_node_proves_no_absence(tmp
         folder = tmp_path / str(len(records))
         job.write(folder, ranks=[0, 1])
         write_comms(folder, 2, records, emit="CROSSNODE")
-
     assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path / "0").findings] == [("dump_missing", [2])]
     assert diagnosis_of(tmp_path / "1").findings == []
 
@@ -215,7 +202,6 @@ def test_a_barrier_that_torch_does_not_record_comes_from_the_comms_files(tmp_pat
     barrier = {"op": "barrier", "c10d": "monitored_barrier_", "pg": "0", "seq": 2, "in": [], "dtype": None}
     for rank in range(3):
         write_comms(tmp_path, rank, [all_reduce(1), *([barrier] if rank < 2 else [])], ended=True)
-
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
 
 
@@ -237,9 +223,7 @@ def test_the_moment_of_comms_files_tells_a_hang_from_a_job_that_trains(
 ) -> None:
     for rank in range(3):
         write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2], until=until[rank], **end)
-
     found = diagnosis_of(tmp_path)
-
     assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
 
 
@@ -249,7 +233,6 @@ def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_han
     write_moments(job, tmp_path, {rank: Moment() for rank in range(3)})
     for rank in range(3):
         write_comms(tmp_path, rank, [], until=600)
-
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
 
 
@@ -261,9 +244,7 @@ def test_a_call_of_a_thread_that_one_member_never_makes_is_open_although_all_oth
         of_thread = [] if rank == 2 else [all_reduce(2, "7") | {"t": 2_900_000_000}]
         records = [all_reduce(1, "7"), all_reduce(1), *of_thread, all_reduce(2) | {"t": 3_000_000_000}]
         write_comms(tmp_path, rank, records, until=until, groups={"0": GROUPS["0"], "7": ("metrics", [0, 1, 2])})
-
     found = diagnosis_of(tmp_path)
-
     assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
 
 
@@ -273,7 +254,6 @@ def test_a_rank_that_died_without_a_word_is_named_beside_the_exceptions_of_the_o
     write_moments(job, tmp_path, dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=error)))
     for rank in range(3):
         write_comms(tmp_path, rank, [all_reduce(1)], ended=rank < 2)
-
     assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path).findings] == [("dump_missing", [2])]
 
 
@@ -283,5 +263,4 @@ def test_a_root_is_not_past_its_call_because_those_that_send_to_it_are(op: str, 
         to_root = {"op": op, "pg": "0", "seq": 2, "root": 0}
         records = [all_reduce(1), to_root, all_reduce(3)][: (2, 3, 1)[rank]]
         write_comms(tmp_path, rank, records, until=60)
-
     assert diagnosis_of(tmp_path).suspect_ranks == [2]

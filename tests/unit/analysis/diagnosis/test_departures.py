@@ -32,7 +32,6 @@ def test_a_rank_that_left_before_the_others_made_their_call_is_the_culprit(
     found = diagnose_moments(
         job, tmp_path, {0: Moment(), 1: Moment(), 2: Moment(reason="exit", after=0, error=error), 3: Moment()}
     )
-
     assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
     assert found.findings[0].text == f"rank 2 left the job ({error or 'exit'}) without making this call"
     assert found.findings[0].exception == error
@@ -46,7 +45,6 @@ def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_sho
     victim = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
     moments = {0: victim, 1: victim, 2: Moment(reason="exit", after=0, error=RAISED), 3: victim}
     found = diagnose_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
     assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
     assert next_step(found.findings[0]) == "read the log of rank 2: its exception is the cause"
 
@@ -57,7 +55,6 @@ def test_ranks_that_are_dumped_together_in_the_middle_of_a_step_are_healthy(reas
     found = diagnose_moments(
         SimulatedJob(training_that_rank_2_leaves(), WORLD), tmp_path, dict.fromkeys(range(4), moment)
     )
-
     assert found.verdict == "ok"
     assert [(one.kind, one.waiting_ranks) for one in found.advisory] == [("in_progress", [0, 1, 3])]
 
@@ -68,7 +65,6 @@ def test_a_clock_that_is_off_neither_makes_nor_hides_a_hang(shift: float, tmp_pa
         moments = {rank: Moment(reason=name, after=after) for rank in (0, 1, 3)}
         moments[2] = Moment(reason="exit" if name == "hang" else name, after=after + shift, host="node1")
         write_moments(SimulatedJob(training_that_rank_2_leaves(), WORLD), tmp_path / name, moments)
-
     assert diagnosis_of(tmp_path / "hang").suspect_ranks == [2]
     assert diagnosis_of(tmp_path / "SIGUSR1").verdict == "ok"
 
@@ -78,7 +74,6 @@ def test_a_rank_that_raised_is_not_said_to_wait(tmp_path: Path) -> None:
     killed = Moment(reason="SIGTERM", after=0.01)
     moments = dict.fromkeys((1, 2, 3), killed) | {0: Moment(reason="exit", after=0, error=RAISED)}
     found = diagnose_moments(SimulatedJob(programs, WORLD), tmp_path, moments)
-
     assert [(finding.kind, finding.culprit_ranks, finding.text) for finding in found.findings] == [
         ("raised", [0], f"rank 0: {RAISED}")
     ]
@@ -87,7 +82,6 @@ def test_a_rank_that_raised_is_not_said_to_wait(tmp_path: Path) -> None:
 def test_a_job_in_which_communication_failed_is_not_healthy_even_if_no_call_shows_it(tmp_path: Path) -> None:
     moments = dict.fromkeys(range(4), Moment(reason="exit", after=0.1, error=CLOSED))
     found = diagnose_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
-
     assert (found.verdict, found.suspect_ranks) == ("error", [])
     assert [(finding.kind, finding.waiting_ranks) for finding in found.findings] == [("raised", [0, 1, 2, 3])]
 
@@ -96,9 +90,7 @@ def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wa
     programs = training_that_rank_2_leaves()
     stuck = Moment(error="KeyError: 'loss'", thread="metrics", traceback=(("average", "/home/me/metrics.py", 12),))
     write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys((0, 1, 3), Moment()) | {2: stuck})
-
     (finding,) = diagnosis_of(tmp_path).findings
-
     assert (finding.culprit_ranks, finding.exception) == ([2], "KeyError: 'loss' (thread metrics)")
     assert finding.places[0].frames == ["average (/home/me/metrics.py:12)"]
 
@@ -184,7 +176,6 @@ def test_the_rank_that_the_others_wait_for_is_accused_and_no_victim(
     backend: str, programs: Programs, moments: dict[int, Moment], suspects: list[int] | None, tmp_path: Path
 ) -> None:
     found = diagnose_moments(SimulatedJob(programs, WORLD, backend=backend), tmp_path, moments)
-
     assert (found.verdict == "ok", found.suspect_ranks) == (suspects is None, suspects or [])
 
 
@@ -198,6 +189,5 @@ def test_ranks_that_were_ended_just_after_another_one_was_aborted_are_not_accuse
     ended, failed = Moment(reason="SIGTERM", after=0.4), Moment(reason="SIGTERM", after=0.4, error=CLOSED)
     aborted = Moment(reason="SIGABRT", after=0.1)
     found = diagnose_moments(job, tmp_path, {0: ended, 1: failed, 2: aborted, 3: failed, 4: ended})
-
     assert "size_mismatch" in {one.kind for one in found.findings}
     assert not {0, 1, 3, 4}.intersection(found.suspect_ranks)

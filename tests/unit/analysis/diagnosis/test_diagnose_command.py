@@ -72,9 +72,7 @@ def healthy(tmp_path: Path) -> Path:
 def test_the_verdict_on_dumps_of_known_cases(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(public("flight"), case)
     wanted = json.loads((folder / "expected.json").read_text())
-
     code, found, err = found_by(capsys, folder)
-
     assert (found["verdict"], found["world_size"]) == (wanted["verdict"], wanted["world_size"])
     for one, two in zip(found["findings"], wanted["findings"], strict=True):
         assert one | two == one
@@ -85,9 +83,7 @@ def test_the_verdict_on_dumps_of_known_cases(case: str, capsys: pytest.CaptureFi
 def test_both_faulty_ranks_of_a_real_hung_job_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(public("flight_real"), "gpu_error")
     wanted = json.loads((folder / "expected.json").read_text())
-
     code, found, _ = found_by(capsys, folder)
-
     assert (code, found["verdict"], found["suspect_ranks"]) == (1, "error", wanted["suspect_ranks"])
     assert len(found["findings"]) == 1
     assert {one["because_of"] for one in found["consequences"]} == {0}
@@ -101,7 +97,6 @@ def test_the_order_of_the_files_does_not_matter(
         folder = tmp_path / "shuffled" / f"node{number}"
         folder.mkdir(parents=True)
         shutil.copy(stuck / f"rank_{rank}", folder / f"trace.host{9 - number}.rank{rank}.pkl")
-
     assert found_by(capsys, stuck)[1] == found_by(capsys, tmp_path / "shuffled", "--jobs", "2")[1]
 
 
@@ -123,7 +118,6 @@ def test_the_text_names_the_culprit_and_shows_both_stacks(stuck: Path, capsys: p
 
 def test_a_healthy_job_exits_0(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = diagnose(capsys, healthy)
-
     assert (code, err) == (0, "")
     assert out.startswith("verdict    ok: no fault found\n")
     assert "mesh_tp [1]" in out.split("Last ranks to arrive")[1]
@@ -189,11 +183,9 @@ def test_the_example_of_the_package_runs(stuck: Path) -> None:
 
 def test_a_missing_dump_can_be_allowed(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (healthy / "rank_3").unlink()
-
     code, found, _ = found_by(capsys, healthy)
     assert (code, found["verdict"], found["suspect_ranks"]) == (1, "incomplete", [3])
     assert [one["kind"] for one in found["findings"]] == ["dump_missing"]
-
     code, found, _ = found_by(capsys, healthy, "--allow-missing")
     assert (code, found["verdict"], found["findings"]) == (0, "ok", [])
     assert "rank 3 has no usable dump; crossrank assumes that it made every call (--allow-missing)" in found["notes"]
@@ -201,7 +193,6 @@ def test_a_missing_dump_can_be_allowed(healthy: Path, capsys: pytest.CaptureFixt
 
 def test_the_diagnosis_is_written_to_a_file(stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = diagnose(capsys, stuck, "--json", "-o", tmp_path / "diagnosis.json")
-
     assert (tmp_path / "diagnosis.json").read_text() == out
     assert list(tmp_path.glob(".*")) == []
 
@@ -278,9 +269,7 @@ def test_one_bad_file_is_named_and_the_others_are_analysed(
 ) -> None:
     monkeypatch.chdir(stuck.parent)
     (stuck / "rank_3").write_bytes(content)
-
     code, found, err = found_by(capsys, stuck)
-
     assert (code, found["ranks"], found["suspect_ranks"]) == (1, [0, 1, 2], [2])
     assert {"missing_rank", kind} == {one["kind"] for one in found["findings"]}
     assert f"{stuck}/rank_3: " in err
@@ -292,9 +281,7 @@ def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, capsys: pytest.C
     early.run()
     early.write(stuck / "before", ranks=[1])
     (stuck / "before" / "rank_1").rename(stuck / "before_rank_1")
-
     code, found, err = found_by(capsys, stuck)
-
     assert (code, found["suspect_ranks"]) == (1, [2])
     assert err == (
         f"crossrank: {stuck}/before_rank_1: is older than {stuck}/rank_1, of the same rank 1, and was left out\n"
@@ -314,25 +301,20 @@ def test_folders_of_several_jobs_are_not_mixed(
 
 def test_a_rank_outside_the_world_is_left_out(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(healthy / "rank_3", healthy / "rank_7")
-
     code, found, _ = found_by(capsys, healthy)
-
     assert (code, found["world_size"], found["ranks"]) == (0, 4, [0, 1, 2, 3])
     assert f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was left out" in found["notes"]
 
 
 def test_a_world_larger_than_the_dumps_lacks_some(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found, _ = found_by(capsys, healthy, "--world-size", "6")
-
     assert (code, found["verdict"], found["suspect_ranks"]) == (1, "incomplete", [4, 5])
 
 
 def test_dumps_that_know_nothing_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         (tmp_path / f"rank_{rank}").write_bytes(EMPTY)
-
     code, _, err = diagnose(capsys, tmp_path)
-
     assert code == 2
     assert "no dump has a call. Possible reasons: TORCH_FR_BUFFER_SIZE=0" in err
 
@@ -341,13 +323,9 @@ def test_a_dump_without_entries_or_progress_among_others_is_named(
     stuck: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (stuck / "rank_0").write_bytes(EMPTY)
-
     found = found_by(capsys, stuck)[1]
-
-    assert {one["kind"]: one["culprit_ranks"] for one in found["findings"]} == {
-        "missing_rank": [2],
-        "no_entries": [0],
-    }
+    given = {one["kind"]: one["culprit_ranks"] for one in found["findings"]}
+    assert given == {"missing_rank": [2], "no_entries": [0]}
 
 
 def test_the_page_names_both_ends_of_a_transfer_that_do_not_fit(
@@ -357,7 +335,6 @@ def test_the_page_names_both_ends_of_a_transfer_that_do_not_fit(
     job = SimulatedJob(programs, {"0": ("default_pg", [0, 1])})
     job.run()
     job.write(tmp_path / "job")
-
     assert diagnose(capsys, tmp_path / "job", "--html", tmp_path / "page.html")[0] == 1
     page = (tmp_path / "page.html").read_text()
     assert '<b class="warn">rank 0, sender</b>' in page
@@ -382,6 +359,5 @@ def test_versions_and_forms_may_be_mixed(tmp_path: Path, capsys: pytest.CaptureF
     job.write(tmp_path, ranks=[0, 1], version="2.5")
     job.write(tmp_path, ranks=[2], form="json")
     job.write(tmp_path, ranks=[3], frames=False)
-
     code, found, _ = found_by(capsys, tmp_path)
     assert (code, found["suspect_ranks"]) == (1, [1])

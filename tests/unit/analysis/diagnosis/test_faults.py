@@ -258,7 +258,6 @@ def forward(odd: int, at: int, call: Call) -> Left:
 def test_what_is_found_in_a_job_with_a_fault(left: Left, expected: str, tmp_path: Path) -> None:
     """(kind, group, number, culprits <- who waits) of each root."""
     found = left(tmp_path)
-
     said = [f"{kind} {group} {seq} {who} <- {waiting}" for kind, group, seq, who, waiting in roots(found)]
     assert "; ".join(said) == expected
     lacks_evidence = all(one.kind in LACKS_EVIDENCE for one in found.findings)
@@ -271,7 +270,6 @@ def test_a_rank_that_stopped_is_missing_and_what_waits_for_it_elsewhere_is_a_con
     how: dict[str, Any], dumped: dict[str, Any], tmp_path: Path
 ) -> None:
     found = job(training(world=4, steps=3), (2, 4, CpuStall()), dumped=dumped, **how)(tmp_path)
-
     assert (found.verdict, found.suspect_ranks) == ("error", [2])
     assert [one.kind for one in found.findings] == ["missing_rank"]
     assert all(consequence.because_of == 0 for consequence in found.consequences)
@@ -283,7 +281,6 @@ def test_a_job_that_ended_well_is_healthy(
     make: Any, how: dict[str, Any], dumped: dict[str, Any], tmp_path: Path
 ) -> None:
     found = diagnose_job(SimulatedJob(*make(4, 6), **how), tmp_path, **dumped)
-
     assert (found.verdict, roots(found), found.consequences, found.advisory) == ("ok", [], [], [])
 
 
@@ -292,9 +289,7 @@ def test_a_call_that_some_ranks_have_seen_the_end_of_is_under_way_and_no_fault(e
     job = SimulatedJob(*training(4, 8), blocking=True)
     job.run(most_events=events)
     job.write(tmp_path)
-
     found = diagnosis_of(tmp_path)
-
     # Without the moment of the dump nobody can tell a rank that is late from one that hangs; but nobody else is named.
     assert {finding.kind for finding in found.findings} <= {"missing_rank", "all_joined_not_completed", "not_started"}
 
@@ -314,9 +309,7 @@ def test_one_mistake_of_one_rank_in_two_groups_is_one_root(tmp_path: Path) -> No
     programs = step(Collective("0"), Collective("1"))
     odd = (Collective("0", dtype="Half"), Collective("1", dtype="Half"))
     programs[2] = step(*odd)[2]
-
     found = diagnose_job(SimulatedJob(programs, WORLD | {"1": ("mesh", [0, 1, 2, 3])}), tmp_path)
-
     assert roots(found) == [("dtype_mismatch", "default_pg", 1, [2], [0, 1, 3])]
     assert [(*in_short(one), one.because_of) for one in found.consequences] == [
         ("dtype_mismatch", "mesh", 1, [2], [], 0)
@@ -328,9 +321,7 @@ def test_where_a_receive_or_a_collective_may_have_been_left_out_nobody_is_accuse
     programs[0] += [Send("0", 1), Collective("0")]
     for rank in (1, 2, 3):
         programs[rank].append(Collective("0"))
-
     found = diagnose_job(SimulatedJob(programs, WORLD, blocking=True), tmp_path)
-
     assert roots(found) == [("p2p_unmatched", "default_pg", 1, [], [0])]
     assert found.findings[0].text == (
         "rank 0 waits for 1 in default_pg [0] send #1; rank 1 waits for 0 in default_pg [0] all_reduce #2"
@@ -342,9 +333,7 @@ def test_a_send_and_a_receive_of_different_sizes_accuse_nobody(tmp_path: Path) -
     batch = programs[2][1]
     assert isinstance(batch, Batch)
     programs[2][1] = Batch(tuple(Send("1", op.peer, (3, 3), op.dtype) for op in batch.ops))
-
     found = diagnose_job(SimulatedJob(programs, groups), tmp_path)
-
     assert [(row[0], row[1], row[3]) for row in roots(found)] == [("p2p_size_mismatch", "mesh_pp", [])]
     assert found.findings[0].text == "rank 2 sends [3, 3] bfloat16, rank 3 receives [4, 512, 1024] bfloat16"
     assert [(place.rank, place.role) for place in found.findings[0].places] == [(2, "sender"), (3, "receiver")]
@@ -358,9 +347,7 @@ def test_uneven_all_gathers_and_all_to_alls_that_add_up_are_healthy(tmp_path: Pa
     for rank in range(4):
         sides = ((sum(splits[rank]),),), ((sum(row[rank] for row in splits),),)
         programs.append([gather, Collective("0", "all_to_all", *sides), Collective("0")] * 3)
-
     found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
-
     assert (found.verdict, roots(found)) == ("ok", [])
 
 
@@ -382,5 +369,4 @@ def test_groups_of_one_name_with_other_members_are_different_groups(tmp_path: Pa
 
 def test_cycles_are_found_before_those_that_lead_to_them() -> None:
     edges = {0: {1}, 1: {0, 2}, 2: {3}, 3: {2}, 4: {0}, 5: {9}}
-
     assert strongly_connected_components(edges) == [[2, 3], [0, 1]]

@@ -33,7 +33,6 @@ def without_rank_3(*before: Collective) -> Programs:
 
 def test_where_a_file_may_be_missing_nobody_says_that_every_member_made_the_call(tmp_path: Path) -> None:
     found = diagnosis_of(stuck_on_gloo(tmp_path, without_rank_3(), FOUR, [0, 1, 2]))
-
     assert (found.verdict, found.suspect_ranks) == ("error", [])
     assert found.findings[0].text.startswith("all known ranks of this group made the call; the group may have")
 
@@ -51,7 +50,6 @@ def test_the_rank_whose_dump_is_missing_is_named_where_something_says_that_there
 ) -> None:
     present = [rank for rank in range(4) if rank != missing]
     found = diagnosis_of(stuck_on_gloo(tmp_path, programs, FOUR, present), **options)
-
     assert roots(found) == [("dump_missing", "default_pg", number, [missing], present)]
 
 
@@ -60,9 +58,7 @@ def test_a_group_that_a_missing_rank_may_belong_to_is_not_complete(gathered: boo
     pair = Collective("5", "all_gather", ((2,),), ((2, 2),)) if gathered else Collective("5")
     programs: Programs = [[STEP, pair, Collective("5")], [STEP], [STEP], [STEP, pair, CpuStall()]]
     folder = stuck_on_gloo(tmp_path, programs, FOUR, [0, 1, 2])
-
     found = diagnosis_of(folder, world_size=4)
-
     assert {(finding.kind, *finding.culprit_ranks) for finding in found.findings} == {("dump_missing", 3)}
     assert [(one.pg[1], one.waiting_ranks) for one in found.consequences] == [("pair", [0])]
 
@@ -70,9 +66,7 @@ def test_a_group_that_a_missing_rank_may_belong_to_is_not_complete(gathered: boo
 def test_a_group_of_which_more_members_are_known_to_exist_says_how_many(tmp_path: Path) -> None:
     gather = Collective("5", "all_gather", ((2,),), ((2, 2),))
     programs: Programs = [[STEP, gather, Collective("5")], [STEP], [STEP], [STEP, gather, CpuStall()]]
-
     found = diagnosis_of(stuck_on_gloo(tmp_path, programs, FOUR, [0]))
-
     assert found.suspect_ranks == []
     assert found.findings[0].text == "rank 0 of the 2 ranks made the call; the others are unknown"
 
@@ -101,9 +95,7 @@ def test_of_several_ranks_that_ended_without_a_word_none_is_said_to_have_begun_i
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: failed})
     for rank in (1, 2):
         write_comms(tmp_path, rank, [])
-
     found = diagnosis_of(tmp_path)
-
     assert roots(found) == [("dump_missing", "default_pg", 2, [1, 2], [0])]
     assert "one of them may have ended the others" in found.findings[0].text
 
@@ -113,7 +105,6 @@ def test_a_comms_file_that_ends_early_is_not_where_its_rank_is_stuck(tmp_path: P
     programs[2][-1] = CpuStall()
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: Moment(), 1: Moment()})
     write_comms(tmp_path, 2, [{"op": "broadcast", "pg": "0", "seq": 1, "root": 2}])
-
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 2, [2], [0, 1])]
 
 
@@ -125,9 +116,7 @@ def test_a_rank_that_went_on_after_a_dump_in_a_pause_is_judged_by_its_comms_file
     paused = SimulatedJob([[STEP]] * 3, WORLD, backend="gloo")
     write_moments(paused, tmp_path, {2: Moment(after=0.5)})
     write_comms(tmp_path, 2, [{"op": "all_reduce", "pg": "0", "seq": seq} for seq in (1, 2, 3)])
-
     found = diagnosis_of(tmp_path)
-
     assert roots(found) == [("missing_rank", "default_pg", 4, [2], [0, 1])]
     assert found.notes[0].startswith(
         "rank 2 made calls after its dump, so crossrank uses its comms file; the last call in its"
@@ -138,7 +127,5 @@ def test_a_rank_that_ended_without_a_word_is_named_where_no_call_shows_why_the_o
     failed = Moment(reason="exit", after=0.02, error=CLOSED)
     write_moments(SimulatedJob([[STEP]] * 3, WORLD, backend="gloo"), tmp_path, {0: failed, 1: failed})
     write_comms(tmp_path, 2, [{"op": "all_reduce", "pg": "0", "seq": 1}])
-
     found = diagnosis_of(tmp_path)
-
     assert [(finding.kind, finding.culprit_ranks) for finding in found.findings] == [("dump_missing", [2])]

@@ -67,7 +67,6 @@ def test_calls_are_under_way_in_dumps_that_were_written_a_moment_after_them(
 
 def test_a_ring_that_lost_the_stuck_call_says_so(tmp_path: Path) -> None:
     found = diagnose_job(SimulatedJob(*training(4, 6), timing=False, broken={("0", 2)}), tmp_path, ring=8)
-
     assert found.verdict == "error"
     assert found.suspect_ranks == []
     assert found.notes == [
@@ -84,19 +83,12 @@ def test_dumps_without_a_status_show_by_their_gaps_that_completed_calls_were_lef
     for rank in range(4):
         dump = job.dump(rank, active_only=True) | {"pg_status": {}}
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
-
-    found = diagnosis_of(tmp_path)
-
-    assert [(row[0], row[3]) for row in roots(found)] == [("missing_rank", [1])]
+    assert [(row[0], row[3]) for row in roots(diagnosis_of(tmp_path))] == [("missing_rank", [1])]
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_of_what_nobody_explains_the_earliest_is_the_root_however_few_wait_in_it(first: str, tmp_path: Path) -> None:
-    groups: Groups = {
-        "0": ("default_pg", [0, 1, 2, 3, 4]),
-        "1": ("a", [0, 1]),
-        "2": ("b", [2, 3, 4]),
-    }
+    groups: Groups = {"0": ("default_pg", [0, 1, 2, 3, 4]), "1": ("a", [0, 1]), "2": ("b", [2, 3, 4])}
     programs: Programs = [[Collective("0"), Collective("1")] for _ in range(2)]
     programs += [[Collective("0"), Collective("2")] for _ in range(3)]
     job = SimulatedJob(programs, groups, broken={("1", 1), ("2", 1)})
@@ -138,14 +130,12 @@ def test_ranks_that_wait_for_a_group_which_one_does_not_make_hang(reason: str, t
     job = SimulatedJob([[Collective("0")]] * 4, WORLD, backend="gloo")
     moments = {rank: Moment(reason=reason, after=9, stacks=IDLES if rank == 2 else MEETS) for rank in range(4)}
     write_moments(job, tmp_path, moments)
-
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", None, [2], [0, 1, 3])]
 
 
 def test_a_job_that_is_cancelled_while_it_enters_a_call_is_healthy(tmp_path: Path) -> None:
     job = SimulatedJob([[Collective("0")]] * 4, WORLD, backend="gloo")
     write_moments(job, tmp_path, dict.fromkeys(range(4), Moment(reason="SIGTERM", after=0.2, stacks=MEETS)))
-
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
@@ -155,7 +145,6 @@ def test_ranks_that_make_groups_in_another_order_than_the_rest_are_not_accused_o
     programs: Programs = [[Collective("0")], [Collective("0")] * 2, [Collective("0")] * 2, [Collective("0")]]
     moments = {rank: Moment(after=9, stacks=MEETS if rank in (0, 3) else ()) for rank in range(4)}
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
     assert roots(diagnosis_of(tmp_path)) == [("opposite_order", "default_pg", None, [], [0, 1, 2, 3])]
 
 
@@ -163,7 +152,6 @@ def test_a_rank_that_was_dumped_in_a_call_that_is_over_by_now_does_not_wait(tmp_
     slow = Moment(after=2.5, stacks=MEETS, source="train.py:7")
     moments = {0: slow, 1: slow, 2: Moment(reason="exit"), 3: Moment(reason="exit")}
     write_moments(SimulatedJob([[ALL_REDUCE]] * 4, WORLD, backend="gloo"), tmp_path, moments)
-
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
@@ -171,5 +159,4 @@ def test_a_rank_that_makes_a_group_alone_while_all_others_are_in_a_call_is_the_c
     programs: Programs = [[ALL_REDUCE] * steps for steps in (1, 2, 2, 2)]
     moments = {rank: Moment(after=9, stacks=MEETS if rank == 0 else ()) for rank in range(4)}
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 2, [0], [1, 2, 3])]

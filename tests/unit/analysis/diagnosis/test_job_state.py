@@ -49,7 +49,6 @@ def test_the_last_collective_that_a_rank_called(
     inside = (group("0", 0, 1, desc="default_pg", locality="intra_node"),)
     one = rank(0, *(call(number=number) for number in made), dump=dump, **{"groups": inside} | facts)
     found = job(one, rank(1, groups=inside))
-
     assert found.enqueued(found.groups[0], 0) == expected
     assert found.enqueued(found.groups[0], 7) is None
 
@@ -73,7 +72,6 @@ def test_the_last_collective_that_a_rank_saw_the_end_of(
     states: list[int], first: int, dump: dict[str, Any], backend: str, expected: int
 ) -> None:
     found = job(rank(0, *calls(*states, first=first), dump=dump, backend=backend))
-
     assert found.completed(found.groups[0], 0) == expected
 
 
@@ -118,7 +116,6 @@ def test_ends_that_a_rank_has_not_noticed_although_they_were_long_before_its_dum
     stale: RankTrace, rows: list[int], blind: int
 ) -> None:
     found = job(rank(0, *calls(COMPLETED, COMPLETED, COMPLETED)), stale)
-
     assert (found.unnoticed, found.blind_until(1)) == ({1: rows} if rows else {}, blind)
     assert (found.blind_until(0), found.moment(0, 0)) == (0, 0)
     found.clock_offset[0] = 7
@@ -135,13 +132,8 @@ def test_a_rank_whose_dump_does_not_show_that_calls_are_left_out_leaves_out_as_t
         rank(4, dump={"wrapped": True}, groups=()),
     ]
 
-    assert [(one.dump.active_only, one.dump.wrapped) for one in job(*ranks).ranks.values()] == [
-        (True, False),
-        (True, False),
-        (False, True),
-        (False, True),
-        (False, True),
-    ]
+    found = [(one.dump.active_only, one.dump.wrapped) for one in job(*ranks).ranks.values()]
+    assert found == [(True, False)] * 2 + [(False, True)] * 3
     (alone,) = job(rank(0, *calls(OPEN), dump={"wrapped": True})).ranks.values()
     assert (alone.dump.active_only, alone.dump.wrapped) == (False, True)
 
@@ -149,6 +141,5 @@ def test_a_rank_whose_dump_does_not_show_that_calls_are_left_out_leaves_out_as_t
 def test_a_rank_that_used_gloo_alone_shares_the_groups_of_those_that_used_two_backends() -> None:
     both, alone = rank(0), gloo(1)
     both.groups.append(RankGroup(world(2), "gloo"))
-
     assert [(one.apart, sorted(one.local_index)) for one in job(both, alone).groups] == [("", [0]), ("gloo", [0, 1])]
     assert [one.apart for one in job(rank(0), gloo(1)).groups] == [""]

@@ -78,9 +78,7 @@ def test_a_job_that_hangs_behind_many_calls_needs_the_last_ones_alone(tmp_path: 
     for program in programs:
         program.append(Collective("0"))
     write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys(range(3), Moment()))
-
     evidence = read_last(tmp_path, 4)
-
     assert [one.dump.left_out for one in evidence.ranks] == [196, 196, 196]
     found = diagnose(evidence)[0]
     assert roots(found) == roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 201, [1], [0, 2])]
@@ -95,10 +93,7 @@ def test_comms_files_are_read_where_they_go_on_after_the_dumps(goes_on: bool, tm
         calls = 40 if goes_on else 1
         write_comms(tmp_path, rank, [all_reduce(seq + 1) for seq in range(calls)], groups=WORLD, until=60)
         _compress(tmp_path / f"rank-{rank}.comms.jsonl")
-
-    found = read_last(tmp_path, 4)
-
-    assert {one.source for one in found.ranks} == {"comms" if goes_on else "flight"}
+    assert {one.source for one in read_last(tmp_path, 4).ranks} == {"comms" if goes_on else "flight"}
 
 
 @pytest.mark.parametrize("seconds", [2, 30])
@@ -128,7 +123,6 @@ def test_a_coalesced_launch_that_is_over_is_kept_or_left_out_whole(tmp_path: Pat
     calls = [Collective("0")] * 4 + [coalesced] + [Collective("0")] * 30
     programs: Programs = [[*calls] for _ in range(3)]
     write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys(range(3), Moment()))
-
     assert diagnosis_of(tmp_path).verdict == "ok"
     for last in (1, 8, 31):
         assert of_last(tmp_path, last).verdict == "ok"
@@ -139,9 +133,7 @@ def test_the_last_call_of_a_long_file_is_found_at_its_end(tmp_path: Path) -> Non
     write_comms(tmp_path, 0, records, groups=WORLD, until=30_000)
     path = tmp_path / "rank-0.comms.jsonl"
     assert last_call_at(str(path)) is None  # it is not in frames
-
     whole = _compress(path)
-
     assert last_call_at(str(whole)) == START + 19_999 * SECOND
     whole.write_bytes(whole.read_bytes() + b"\x28\xb5\x2f\xfd torn")
     assert last_call_at(str(whole)) == START + 19_999 * SECOND

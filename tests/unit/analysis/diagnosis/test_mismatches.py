@@ -59,7 +59,6 @@ def test_what_must_be_the_same_on_all_ranks(made: CommRecord, key: MatchKey, tex
 )
 def test_what_only_one_call_states_is_no_difference(key: MatchKey, fits: bool) -> None:
     this = MatchKey("all_reduce", 8, root=0)
-
     assert (this.fits(key), key.fits(this)) == (fits, fits)
 
 
@@ -180,7 +179,6 @@ OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g"
 def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: Sequence[str | list[Call]], expected: str) -> None:
     made = [calls(one) if isinstance(one, str) else one for one in of_ranks]
     found = find_mismatches(job(*(rank(number, *one, groups=(world(3),)) for number, one in enumerate(made))))
-
     texts = [
         f"{one.kind} {one.op} #{one.seq} since {one.since} by {list(one.culprits)} of {one.ranks}: {one.text}"
         for one in found
@@ -204,5 +202,4 @@ def test_of_three_ranks_the_one_that_went_another_way_than_before_is_named_altho
     of_ranks: tuple[str, ...], accused: tuple[int, ...]
 ) -> None:
     ranks = [rank(one, *calls(made), groups=(world(4),)) for one, made in enumerate(of_ranks) if made]
-
     assert [(one.kind, one.culprits) for one in find_mismatches(job(*ranks))] == [("type_mismatch", accused)]

@@ -132,7 +132,6 @@ def test_what_is_no_longer_among_the_active_calls_of_the_peer_is_over(other: Ran
     sender = rank(0, send(4), send(5), dump={"wrapped": True})
     if other.dump.wrapped:
         sender.dump.active_only = False
-
     assert pair_up(job(sender, other)) == expected
 
 
@@ -140,7 +139,6 @@ def test_a_peer_without_a_file_answers_nothing_but_to_a_rank_that_notices_no_end
     collectives = [call(number=number, state=OPEN) for number in (1, 2, 3)]
     alone = job(rank(0, send(), *collectives, send(2), groups=(world(3),)), rank(2, groups=(world(3),)))
     assert pair_up(alone) == Pairing(alone={(0, 0), (0, 4)})
-
     done = rank(2, *(call(number=number) for number in (1, 2, 3)), groups=(world(3),))
     blind = job(rank(0, send(), *collectives, send(2), groups=(world(3),)), done)
     assert pair_up(blind) == Pairing(alone={(0, 4)}, done={(0, 0)})

@@ -37,8 +37,7 @@ def test_ranks_whose_hosts_run_ahead_of_a_dead_one_do_not_miss_calls(tmp_path: P
     for rank, calls in enumerate((5, 6, 4, 7)):
         made = [all_reduce(seq + 1) for seq in range(calls)]
         write_comms(tmp_path, rank, made, groups=FOUR, backend="nccl", ended=rank != 2, reason="SIGTERM", until=60)
-    found = diagnosis_of(tmp_path)
-    assert short(found) == [("missing_rank", 5, [2])]
+    assert short(diagnosis_of(tmp_path)) == [("missing_rank", 5, [2])]
 
 
 def test_what_is_ahead_of_a_mismatch_is_a_consequence_of_it(tmp_path: Path) -> None:
@@ -85,5 +84,4 @@ def test_a_silent_job_is_not_called_healthy_where_nothing_says_which_calls_are_o
 
 
 def test_a_finished_job_is_healthy_although_nothing_says_that_its_calls_are_over(tmp_path: Path) -> None:
-    made = [all_reduce(1), all_reduce(2)]
-    assert diagnosis_of_records(tmp_path, [made] * 4).verdict == "ok"
+    assert diagnosis_of_records(tmp_path, [[all_reduce(1), all_reduce(2)]] * 4).verdict == "ok"

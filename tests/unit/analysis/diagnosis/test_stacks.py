@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +30,7 @@ def frames(*files: str) -> tuple[Frame, ...]:
 def test_the_users_frames_come_first_and_few_of_the_libraries_follow() -> None:
     inside = [f"{PACKAGES}/torch/distributed/fsdp/{number}.py" for number in range(30)]
     stack = frames(*inside, "/home/me/model.py", f"{PACKAGES}/torch/nn/modules/module.py", "train.py", "<frozen runpy>")
-
     texts = frame_texts(stack)
-
     assert texts[:2] == ["f (/home/me/model.py:31)", "f (train.py:33)"]
     assert texts[2:] == [f"f ({inside[number]}:{number + 1})" for number in range(4)]
 
@@ -67,9 +66,7 @@ def left_by_rank_2(folder: Path, left: Moment, others: Moment, backend: str = "g
 def test_the_line_that_raised_is_the_place_of_the_culprit(tmp_path: Path) -> None:
     raised = (("check", "/home/me/data.py", 126), ("main", "/home/me/train.py", 40))
     left = Moment(reason="exit", after=0, error="ValueError: bad token", traceback=raised)
-
     (finding,) = left_by_rank_2(tmp_path, left, Moment())
-
     culprit = next(place for place in finding.places if place.role == "culprit")
     assert (culprit.rank, culprit.what) == (2, "where it raised ValueError: bad token")
     assert culprit.frames == ["check (/home/me/data.py:126)", "main (/home/me/train.py:40)"]
@@ -78,9 +75,7 @@ def test_the_line_that_raised_is_the_place_of_the_culprit(tmp_path: Path) -> Non
 def test_the_main_thread_of_a_rank_that_was_killed_is_where_it_was_stuck(tmp_path: Path) -> None:
     stack = ("MainThread", (("sleep", "/usr/lib/python3.11/time.py", 1), ("load", "/home/me/data.py", 7)))
     left = Moment(reason="SIGTERM", after=60, stacks=(stack,))
-
     (finding,) = left_by_rank_2(tmp_path, left, Moment())
-
     assert finding.places[0].frames[0] == "load (/home/me/data.py:7)"
 
 
@@ -88,9 +83,7 @@ def test_a_main_thread_that_only_reports_an_exception_does_not_hide_the_call(tmp
     stack = ("MainThread", (("hook", f"{PACKAGES}/torch/distributed/distributed_c10d.py", 1928),))
     others = Moment(reason="SIGTERM", after=0.1, error=CLOSED, timed_out=True, stacks=(stack,), source="train.py:9")
     left = Moment(reason="exit", after=0, error="ValueError: bad token")
-
     (finding,) = left_by_rank_2(tmp_path, left, others)
-
     assert [place.frames for place in finding.places if place.role == "waiting"] == [["all_reduce (train.py:9)"]]
 
 
@@ -100,9 +93,7 @@ def test_gpus_are_to_blame_on_nccl_alone_and_after_no_exception(
     backend: str, error: str | None, tmp_path: Path
 ) -> None:
     left = Moment(reason="exit" if error else "hang", after=0 if error else 3, error=error)
-
     (finding,) = left_by_rank_2(tmp_path, left, Moment(), backend)
-
     assert ("Xid" in next_step(finding)) == (backend == "nccl" and error is None)
 
 
@@ -112,13 +103,9 @@ def test_culprits_that_went_wrong_in_different_places_are_all_shown(tmp_path: Pa
     for culprit, error in ((2, "ValueError: a"), (3, "KeyError: b")):
         moments[culprit] = Moment(reason="exit", after=0, error=error, traceback=(("f", "train.py", culprit),))
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
     (finding,) = diagnosis_of(tmp_path).findings
-
-    assert [place.frames for place in finding.places if place.role == "culprit"] == [
-        ["f (train.py:2)"],
-        ["f (train.py:3)"],
-    ]
+    culprits = [place.frames for place in finding.places if place.role == "culprit"]
+    assert culprits == [["f (train.py:2)"], ["f (train.py:3)"]]
 
 
 def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp_path: Path) -> None:
@@ -127,8 +114,7 @@ def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp
         ("metrics", (("wait", "/usr/lib/python3.11/threading.py", 1), ("average", "metrics.py", 9))),
     )
     (finding,) = left_by_rank_2(tmp_path, Moment(reason="SIGTERM", after=9, stacks=stacks), Moment(after=9))
-
-    assert finding.places[0].what == "its thread metrics at the time of the dump"
+    assert finding.places[0].what == "its thread metrics when it was dumped"
     assert finding.places[0].frames[0] == "average (metrics.py:9)"
 
 
@@ -155,20 +141,12 @@ SECOND = 10**9
     ],
 )
 def test_a_rank_hung_inside_torch_distributed_in_something_else_than_its_last_call(
-    reason: str,
-    after: int,
-    stack: tuple[tuple[str, str, int], ...],
-    ending: dict[str, str],
-    line: int | None,
-    waits: bool,
+    reason: str, after: int, stack: tuple[Any, ...], ending: dict[str, str], line: int | None, waits: bool
 ) -> None:
     own = [Frame(name=name, filename=file, line=at) for name, file, at in stack]
-    calls = [
-        call(called=1),
-        call(number=2, called=SECOND, stack=(Frame(name="main", filename="train.py", line=line or 0),)),
-    ]
+    made = (Frame(name="main", filename="train.py", line=line or 0),)
+    calls = [call(called=1), call(number=2, called=SECOND, stack=made)]
     facts = {"reason": reason, "taken_at": SECOND + after, "stacks": [OwnStack(thread="MainThread", frames=own)]}
-
     assert job(rank(0, *(calls if line else []), ending=facts | ending)).waits_unrecorded(0) == waits
 
 
@@ -183,27 +161,18 @@ def test_where_the_host_has_gone_on_the_line_of_the_call_is_shown_beside_that_of
         rank(one, call(inputs=[[size]], state=0, stack=made), groups=(world(3),), ending=dict(hung), backend=backend)
         for one, size in enumerate((8, 9, 8))
     ]
-
     (finding,) = diagnose(Evidence(ranks))[0].findings
-
     texts = [place.frames for place in finding.places if place.role == "culprit"]
     assert texts == [["all_reduce (train.py:10)"], ["main (/home/me/train.py:12)"]][-shown:]
 
 
 def test_a_culprit_that_handles_an_exception_is_shown_where_it_raised_it() -> None:
     raised = Raised(error="ValueError: bad", frames=[Frame(name="read", filename="/home/me/data.py", line=3)])
-    own = OwnStack(
-        thread="MainThread", frames=[Frame(name="main", filename="/home/me/train.py", line=9)], handles=raised
-    )
-    ranks = [
-        rank(0, call(), groups=(world(2),), ending={"reason": "hang", "taken_at": 9 * 10**9, "stacks": [own]}),
-        rank(1, call(), call(number=2, state=0), groups=(world(2),), ending={"reason": "hang", "taken_at": 9 * 10**9}),
-    ]
-
+    frame = Frame(name="main", filename="/home/me/train.py", line=9)
+    own = OwnStack(thread="MainThread", frames=[frame], handles=raised)
+    hung: dict[str, Any] = {"reason": "hang", "taken_at": 9 * 10**9}
+    ranks = [rank(0, call(), ending=hung | {"stacks": [own]}), rank(1, call(), call(number=2, state=0), ending=hung)]
     (finding,) = diagnose(Evidence(ranks))[0].findings
-
     assert finding.culprit_ranks == [0]
-    assert [(place.what, place.frames) for place in finding.places if place.role == "culprit"][-1] == (
-        "where it raised ValueError: bad, which its main thread handles",
-        ["read (/home/me/data.py:3)"],
-    )
+    given = [(place.what, place.frames) for place in finding.places if place.role == "culprit"][-1]
+    assert given == ("where it raised ValueError: bad, which its main thread handles", ["read (/home/me/data.py:3)"])

@@ -184,7 +184,6 @@ def test_a_call_that_gloo_gave_up_is_where_its_rank_was_stuck_if_another_stayed_
     op: str, facts: dict[str, Any], others: list[RankTrace], is_stuck: bool
 ) -> None:
     first = gloo(0, call(op, 1, RETIRED, called=10, peer=1 if op == "send" else None), ending=facts)
-
     assert stuck(first, *others)[0].get(0) == (0 if is_stuck else None)
 
 
@@ -225,7 +224,6 @@ def test_the_last_call_of_an_unfinished_file_is_over_where_another_went_on(
     op: str, root: int | None, unseen: bool, open_calls: int, number: int, row: int | None
 ) -> None:
     last = of_three(0, *made(*[OPEN] * open_calls, op=op, root=root), ending={"unseen": unseen}, dump=CUT)
-
     assert stuck(last, *(of_three(one, call(op, number)) for one in (1, 2)))[0].get(0) == row
 
 

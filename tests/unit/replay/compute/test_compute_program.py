@@ -22,6 +22,14 @@ def tried(plan: ComputePlan) -> ComputeProgram:
     return program
 
 
+def run_twice(plan: ComputePlan) -> None:
+    """Nothing fails, neither in the trial nor after it."""
+    program = program_of(plan)
+    for trial in (True, False):
+        program.run_pass(trial=trial)
+        assert program.failed == {}
+
+
 def test_a_training_step_from_the_same_values_ends_in_the_same_parameters(tmp_path: Path) -> None:
     torch.manual_seed(0)
     embedding, norm = nn.Embedding(50, 16), nn.LayerNorm(16)
@@ -156,10 +164,7 @@ def test_integers_that_the_program_wrote_by_itself_stay_within_the_table(tmp_pat
     plan = compute_of(function, tmp_path)
     ((slot, high),) = [filled for one in plan.operations for filled in one.filled]
     assert (plan.slots[slot].shape, high) == ([100], 499)
-    program = program_of(plan)
-    for trial in (True, False):
-        program.run_pass(trial=trial)
-        assert program.failed == {}
+    run_twice(plan)
 
 
 def test_integers_that_nothing_reads_as_indices_are_one_and_those_that_nobody_takes_are_left(tmp_path: Path) -> None:
@@ -171,10 +176,7 @@ def test_integers_that_nothing_reads_as_indices_are_one_and_those_that_nobody_ta
 
     plan = compute_of(function, tmp_path)
     assert [filled for one in plan.operations for filled in one.filled if filled[1] != -1] == []
-    program = program_of(plan)
-    for trial in (True, False):
-        program.run_pass(trial=trial)
-        assert program.failed == {}
+    run_twice(plan)
 
 
 def test_an_operation_that_fails_after_the_trial_is_named(tmp_path: Path) -> None:
@@ -213,21 +215,10 @@ def test_an_operation_that_this_torch_lacks_is_found_out_before_anything_runs() 
 
 def test_text_of_a_trace_never_becomes_code() -> None:
     text = "']; raise SystemExit(3); x = ['"
-    operation = ComputeOperation(
-        node=1,
-        name=text,
-        schema=0,
-        arguments=[{"slot": 0}, {"slot": 0}, text],
-        results=[1],
-    )
-    plan = ComputePlan(
-        operations=[operation],
-        schemas=[
-            "aten::div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor",
-        ],
-        slots=[Slot(shape=[2], strides=[1], dtype="float32"), Slot(shape=[2], strides=[1], dtype="float32")],
-        blocks=[],
-    )
+    operation = ComputeOperation(node=1, name=text, schema=0, arguments=[*[{"slot": 0}] * 2, text], results=[1])
+    schemas = ["aten::div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"]
+    slots = [Slot(shape=[2], strides=[1], dtype="float32") for _ in range(2)]
+    plan = ComputePlan(operations=[operation], schemas=schemas, slots=slots, blocks=[])
     program = program_of(plan)
     program.slots[0] = torch.ones(2)
     program.run_pass(trial=True)

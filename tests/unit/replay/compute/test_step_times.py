@@ -13,19 +13,9 @@ MS = 1_000_000
 def times(folder: Path, sizes: list[int], waits: list[tuple[str, int, int]] = []) -> StepTimes:  # noqa: B006
     """Of steps of 10 ms, each with one call of that many bytes, and a window over the second; `waits` are (where it
     stood, begin, ms)."""
-    lines: list[object] = [
-        {
-            "header": {
-                "schema": "crossrank-comms 1",
-                "rank": 0,
-                "world_size": 2,
-                "host": "h",
-                "node": "n",
-                "clock": {"t": 0, "wall": 0},
-            }
-        },
-        {"group": {"pg": "0", "size": 2, "ranks": [0, 1]}},
-    ]
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n"}
+    lines: list[object] = [{"header": header | {"clock": {"t": 0, "wall": 0}}}]
+    lines.append({"group": {"pg": "0", "size": 2, "ranks": [0, 1]}})
     for step, size in enumerate(sizes):
         lines.append({"step": {"t": 10 * MS * step, "step": step}})
         call = {"id": step, "op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": size, "step": step}

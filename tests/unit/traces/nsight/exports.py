@@ -122,7 +122,7 @@ class Process:
         payload: int | None = None,
         **more: Any,
     ) -> None:
-        said = {"textId": self.export.string(text)} if self.export.registered else {"text": text}
+        said: dict[str, Any] = {"textId": self.export.string(text)} if self.export.registered else {"text": text}
         said |= {"globalTid": self.thread(thread), "domainId": 3, "int64Value": payload}
         self.export.row("NVTX_EVENTS", start=start, end=end, eventType=kind, **said, **more)
 

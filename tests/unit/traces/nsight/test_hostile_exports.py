@@ -74,9 +74,7 @@ def test_reading_makes_no_file_beside_the_export_and_takes_no_lock(export: Path)
     locked = sqlite3.connect(export, isolation_level=None)
     locked.execute("PRAGMA journal_mode = DELETE")
     locked.execute("BEGIN EXCLUSIVE")
-
     assert len(read_export(str(export), None, {})) == 1
-
     locked.close()
     assert sorted(os.listdir(export.parent)) == left
 
@@ -85,7 +83,6 @@ def test_a_column_whose_name_is_no_text_is_told(export: Path) -> None:
     data = export.read_bytes()
     assert data.count(b"globalTid") > 0
     export.write_bytes(data.replace(b"globalTid", b"global\xff\xfed"))
-
     with pytest.raises(CrossrankError, match=r"globalTid|damaged"):
         read_export(str(export), None, {})
 

@@ -99,11 +99,8 @@ def test_the_innermost_range_counts(tmp_path: Path, process: Process) -> None:
     process.kernel(2500, 3000, 3300)
     process.kernel(3500, 4000, 4400)
     times = read(process, tmp_path)
-    assert [(row[0], row[3], row[4]) for row in rows(times)] == [
-        ("broadcast", 1, 3000),
-        ("all_reduce", 2, 2500),
-        ("all_reduce", 3, 4000),
-    ]
+    shown = [(row[0], row[3], row[4]) for row in rows(times)]
+    assert shown == [("broadcast", 1, 3000), ("all_reduce", 2, 2500), ("all_reduce", 3, 4000)]
 
 
 def test_several_kernels_of_a_call_are_one_span(tmp_path: Path, process: Process) -> None:
@@ -287,8 +284,7 @@ def test_a_communicator_has_as_many_ranks_as_a_job_may_have(
 def test_kernels_without_launch_are_counted(tmp_path: Path, process: Process) -> None:
     two_calls(process)
     process.kernel(0, 0, 200, launch=False)
-    times = read(process, tmp_path)
-    assert dict(times.unattributed) == {reading.NO_LAUNCH: 1}
+    assert dict(read(process, tmp_path).unattributed) == {reading.NO_LAUNCH: 1}
 
 
 def old_marker(process: Process, at: int, **said: object) -> None:
@@ -398,8 +394,7 @@ def test_one_record_of_a_hundred_may_say_something_else_than_its_marker(
         process.marker(10 * number, 10 * number + 5, number, bytes=1)
     records = ({"id": number, "op": "all_reduce", "seq": number + 1, "bytes": 1} for number in range(1, calls))
     comms = write_comms(tmp_path / "c", {"id": 0, "op": "all_reduce", "seq": 1, "bytes": 2}, *records)
-    times = read(process, tmp_path, comms=comms)
-    assert times.numbered == is_used
+    assert read(process, tmp_path, comms=comms).numbered == is_used
 
 
 @pytest.mark.parametrize(
@@ -450,8 +445,7 @@ def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_on
 def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: Path, process: Process) -> None:
     process.nccl(1000, 1100, "ncclSend", comm=0xABC, size=100, peer=1)
     process.kernel(1050, 1500, 1900, name=SEND_RECV_KERNEL)
-    times = read(process, tmp_path, 4)
-    assert [kind.ends for kind in launched(times).kinds] == [None]
+    assert [kind.ends for kind in launched(read(process, tmp_path, 4)).kinds] == [None]
 
 
 def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_numbered(tmp_path: Path) -> None:
