@@ -13,6 +13,7 @@ import zstandard
 from crossrank.tools.analysis.summary import RankSummary, summarise_rank
 from crossrank.tools.cli import main
 from crossrank.tools.traces.discover import FoundFile
+from tests.unit.command import Command
 
 
 def comms(rank: int, node: str, *, world: int = 2, ended: bool = True) -> bytes:
@@ -44,15 +45,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def inspect(path: Path | str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
-    code = main(["inspect", str(path), *options])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "inspect")
 
 
-def test_the_whole_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_text(folder: Path, inspect: Command) -> None:
     size = (folder / "rank-0.comms.jsonl.zst").stat().st_size + (folder / "rank-1.comms.jsonl.zst").stat().st_size
-    code, out, err = inspect(folder, capsys)
+    code, out, err = inspect(folder)
     assert (code, err) == (0, "")
     assert out == (
         f"""\
@@ -86,26 +86,24 @@ Files
     )
 
 
-def test_groups_are_those_that_communicate_most_and_the_silent_ones_are_counted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_groups_are_those_that_communicate_most_and_the_silent_ones_are_counted(folder: Path, inspect: Command) -> None:
     line = b'{"group":{"pg":"%d","size":2,"ranks":[0,1],"desc":"made and not used"}}\n'
     header, _, rest = zstandard.decompress(comms(0, "alpha")).partition(b"\n")
     calls = rest.replace(b'"op":"send","c10d":"send","pg":"0"', b'"op":"send","c10d":"send","pg":"7"')
     groups = b"".join(line % number for number in range(1, 9))
     (folder / "rank-0.comms.jsonl.zst").write_bytes(zstandard.compress(header + b"\n" + groups + calls))
-    _, out, _ = inspect(folder, capsys)
+    _, out, _ = inspect(folder)
     (table,) = [part for part in out.split("\n\n") if part.startswith("Process groups")]
     first, second, silent = table.splitlines()[2:]
     assert first.split() == ["0", "default_pg", "2", "0-1", "cross_node", "3", "7", "kB"]
     assert second.split()[0] == "7"
-    assert silent == "  7 groups without a call (--json shows them)"
-    _, out, _ = inspect(folder, capsys, "--json")
+    assert silent == "  7 groups on which nothing was called: --json has them"
+    _, out, _ = inspect(folder, "--json")
     assert len(json.loads(out)["groups"]) == 9
 
 
-def test_the_json_holds_the_same_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = inspect(folder, capsys, "--json")
+def test_the_json_holds_the_same_numbers(folder: Path, inspect: Command) -> None:
+    code, out, err = inspect(folder, "--json")
     summary = json.loads(out)
     assert (code, err) == (0, "")
     assert summary["ranks"] == [0, 1]
@@ -119,14 +117,14 @@ def test_the_json_holds_the_same_numbers(folder: Path, capsys: pytest.CaptureFix
     assert (summary["world_size"], summary["emit"], summary["mixed"], summary["endings"]) == (2, "ALL", False, {})
 
 
-def test_several_processes_read_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect(folder, capsys, "--jobs", "2") == inspect(folder, capsys, "--jobs", "1")
+def test_several_processes_read_the_same(folder: Path, inspect: Command) -> None:
+    assert inspect(folder, "--jobs", "2") == inspect(folder, "--jobs", "1")
 
 
-def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, inspect: Command) -> None:
     (folder / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha", world=4))
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=4, ended=False))
-    code, out, _ = inspect(folder, capsys)
+    code, out, _ = inspect(folder)
     assert code == 1
     assert "ranks      2 of 4 on 2 node(s)" in out
     assert "missing    rank 2-3 has no comms file\n" in out
@@ -145,52 +143,52 @@ def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, capsys: pytes
     ],
 )
 def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
-    end: dict[str, object], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    end: dict[str, object], line: str, folder: Path, inspect: Command
 ) -> None:
     last = zstandard.compress(json.dumps({"end": end}).encode() + b"\n")
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", ended=False) + last)
-    code, out, _ = inspect(folder, capsys)
+    code, out, _ = inspect(folder)
     assert (code, line in out) == (0, True)
     assert out.endswith("complete   every rank is there\n")
 
 
-def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, inspect: Command) -> None:
     step = (
         "; name the folder given as TRACING_DIR "
         "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)\n"
     )
-    assert inspect(tmp_path, capsys) == (2, "", f"crossrank: {tmp_path} is no recording: it is empty{step}")
+    assert inspect(tmp_path) == (2, "", f"crossrank: {tmp_path} is no recording: it is empty{step}")
     (tmp_path / "run1").mkdir()
     trace = tmp_path / "rank-0.et.json.zst"
     trace.write_bytes(b"")
     ending = f", but there are the folders run1{step}"
-    assert inspect(tmp_path, capsys)[2] == (
+    assert inspect(tmp_path)[2] == (
         f"crossrank: {tmp_path} is no recording: no comms file among rank-0.et.json.zst{ending}"
     )
-    assert inspect(trace, capsys)[2].startswith(f"crossrank: {trace} is no recording: no comms file among rank-0.et")
+    assert inspect(trace)[2].startswith(f"crossrank: {trace} is no recording: no comms file among rank-0.et")
     trace.unlink()
-    assert inspect(tmp_path, capsys)[2] == (f"crossrank: {tmp_path} is no recording: no file in it{ending}")
+    assert inspect(tmp_path)[2] == (f"crossrank: {tmp_path} is no recording: no file in it{ending}")
 
 
-def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, inspect: Command) -> None:
     paths = [folder / "copy.rank-0.zst", folder / "rank-0.comms.jsonl.zst"]
     paths[0].write_bytes(paths[1].read_bytes())
-    code, out, err = inspect(folder, capsys)
+    code, out, err = inspect(folder)
     assert (code, out) == (2, "")
     named, _, rest = err.removeprefix("crossrank: ").partition(" are both")
     assert sorted(named.split(" and ")) == sorted(map(str, paths))
     assert rest == " of rank 0; name the one that counts, or the folder of one run\n"
 
 
-def test_files_of_two_jobs_are_no_complete_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_two_jobs_are_no_complete_recording(folder: Path, inspect: Command) -> None:
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=3))
     other = zstandard.decompress(comms(2, "beta", world=3)).replace(b"2.13.0", b"2.12.0")
     other = other.replace(b"cross_node", b"unknown").replace(b'"dropped":0', b'"dropped":3')
     (folder / "rank-2.comms.jsonl").write_bytes(other)
-    code, out, _ = inspect(folder, capsys)
+    code, out, _ = inspect(folder)
     assert code == 1
     assert "complete" not in out
-    summary = json.loads(inspect(folder, capsys, "--json")[1])
+    summary = inspect.json(folder)[1]
     assert (summary["mixed"], summary["world_size"], summary["ranks"]) == (True, 3, [0, 1, 2])
     assert summary["calls"] == {"calls": 6, "bytes": 12_000, "cross_node_bytes": 6000, "unknown_bytes": 3000}
     groups = [[one[name] for name in ("size", "ranks", "locality", "calls", "bytes")] for one in summary["groups"]]
@@ -202,17 +200,17 @@ def test_files_of_two_jobs_are_no_complete_recording(folder: Path, capsys: pytes
     ]
 
 
-def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = inspect(tmp_path / "nowhere", capsys)
+def test_no_folder(tmp_path: Path, inspect: Command) -> None:
+    code, out, err = inspect(tmp_path / "nowhere")
     assert (code, out) == (2, "")
     assert err == f"crossrank: {tmp_path}/nowhere: no such file or folder; name the folder given as TRACING_DIR\n"
 
 
-def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:
     torn = folder / "rank-1.comms.jsonl.zst"
     torn.write_bytes(comms(1, "beta", ended=False) + comms(1, "beta")[:40])
     (folder / "some.comms.jsonl").write_bytes(b'{"header":{"host":"h"}}\n')
-    code, out, err = inspect(folder, capsys)
+    code, out, err = inspect(folder)
     assert code == 2
     assert "all_reduce  all_reduce      2" in out
     assert err == (
@@ -221,15 +219,15 @@ def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, capsys: pytes
     )
 
 
-def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:
     foreign = folder / "rank-1.comms.jsonl.zst"
     foreign.write_bytes(b"PK\3\4 something else\n")
-    code, out, err = inspect(folder, capsys)
+    code, out, err = inspect(folder)
     assert code == 2
     assert "ranks      1 of 2" in out
     assert "missing    rank 1" in out
     (folder / "rank-0.comms.jsonl.zst").unlink()
-    assert "missing  " not in inspect(folder, capsys)[1]
+    assert "missing" not in inspect(folder)[1]
     assert err.startswith(f"crossrank: {foreign}: line 1 is not a comms record: ")
     assert len(err.splitlines()) == 1
 
@@ -246,13 +244,13 @@ def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, capsys: pyt
     ids=["nested", "type", "record", "bytes", "end"],
 )
 def test_a_bad_line_of_one_rank_does_not_end_the_others(
-    folder: Path, capsys: pytest.CaptureFixture[str], line: bytes, problem: str | None
+    folder: Path, inspect: Command, line: bytes, problem: str | None
 ) -> None:
     damaged = folder / "rank-1.comms.jsonl"
     (folder / "rank-1.comms.jsonl.zst").rename(damaged)
     lines = zstandard.decompress(comms(1, "beta")).splitlines(keepends=True)
     damaged.write_bytes(b"".join([*lines[:2], line, *lines[2:-1]]))
-    code, out, err = inspect(folder, capsys)
+    code, out, err = inspect(folder)
     assert "ranks      2 of 2" in out
     assert "all_reduce  all_reduce      2" in out
     assert (code, len(err.splitlines())) == ((0, 0) if problem is None else (2, 1))
@@ -260,7 +258,7 @@ def test_a_bad_line_of_one_rank_does_not_end_the_others(
 
 
 def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, inspect: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(file: FoundFile) -> RankSummary:
         if file.rank == 1:
@@ -268,53 +266,47 @@ def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
         return summarise_rank(file)
 
     monkeypatch.setattr("crossrank.tools.analysis.summary.summarise_rank", stop)
-    code, out, err = inspect(folder, capsys)
+    code, out, err = inspect(folder)
     assert (code, "ranks      1 of 2" in out) == (2, True)
     assert err.startswith(f"crossrank: {folder}/rank-1.comms.jsonl.zst: stopped by an unexpected error")
 
 
-def test_files_that_stopped_growing_and_foreign_names_are_listed(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_stopped_growing_and_foreign_names_are_listed(folder: Path, inspect: Command) -> None:
     (folder / ".rank-0.et.json.part").write_bytes(b"{")
     (folder / "report.nsys-rep").write_bytes(b"")
-    code, out, _ = inspect(folder, capsys)
+    code, out, _ = inspect(folder)
     assert code == 1
-    assert "cut off    .rank-0.et.json.part: the process ended while it wrote the file\n" in out
-    assert "ignored    1 file(s) of unknown type: report.nsys-rep\n" in out
-    assert list(json.loads(inspect(folder, capsys, "--json")[1])["files"]) == ["comms"]
+    assert "cut off    .rank-0.et.json.part: the process ended while it was written\n" in out
+    assert "ignored    1 file(s) that are no recording's: report.nsys-rep\n" in out
+    assert list(inspect.json(folder)[1]["files"]) == ["comms"]
 
 
-def test_recordings_of_other_jobs_below_are_named_and_not_counted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recordings_of_other_jobs_below_are_named_and_not_counted(folder: Path, inspect: Command) -> None:
     for name in ("earlier-1", "spawned-2"):
         (folder / name).mkdir()
         (folder / name / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha"))
-    code, out, _ = inspect(folder, capsys)
-    assert (code, "calls      4, " in out) == (0, True)
+    code, out, _ = inspect(folder)
+    assert (code, "calls      4 recorded" in out) == (0, True)
     assert (
         "others     2 folder(s) of other jobs (earlier ones, or processes that ranks started), not counted: "
         "earlier-1, spawned-2\n"
     ) in out
-    assert json.loads(inspect(folder, capsys, "--json")[1])["other_jobs"] == ["earlier-1", "spawned-2"]
+    assert inspect.json(folder)[1]["other_jobs"] == ["earlier-1", "spawned-2"]
 
 
-def test_a_file_named_for_another_rank_is_a_problem(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_named_for_another_rank_is_a_problem(folder: Path, inspect: Command) -> None:
     os.rename(folder / "rank-1.comms.jsonl.zst", folder / "rank-7.comms.jsonl.zst")
-    code, _, err = inspect(folder, capsys)
+    code, _, err = inspect(folder)
     assert code == 2
     assert err.endswith("rank-7.comms.jsonl.zst: is named for rank 7 and was written by rank 1\n")
 
 
 @pytest.mark.parametrize("spots", [[[1]], 7, None, {"a": 1}, [{}]])
-def test_blind_spots_that_are_no_texts_are_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], spots: object
-) -> None:
+def test_blind_spots_that_are_no_texts_are_not_shown(tmp_path: Path, inspect: Command, spots: object) -> None:
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 1, "host": "h", "node": "n"}
     lines = [{"header": header}, {"end": {"reason": "exit", "calls": 0, "blind_spots": spots}}]
     (tmp_path / "rank-0.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, out, _ = inspect(tmp_path, capsys, "--json")
+    code, out, _ = inspect(tmp_path, "--json")
     summary = json.loads(out)
     assert (code, set(summary["calls"].values()), summary["warnings"]) == (0, {0}, [])
     assert (summary["steps"], summary["world_size"], summary["unfinished_ranks"]) == (0, 1, [])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
 
-from crossrank.tools.cli import main
+from tests.unit.command import Command
 from tests.unit.graph.linking.test_link_command import rank_trace
 from tests.unit.traces.nsight.exports import write_exports
 
@@ -25,16 +24,14 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def run(*words: object) -> int:
-    return main([*map(str, words), "--jobs", "1"])
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, last=("--jobs", "1"))
 
 
-def test_bandwidth_prints_what_was_measured_and_how_much_of_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("bandwidth", folder, "--line-rate", "640Gbps") == 0
+def test_bandwidth_prints_what_was_measured_and_how_much_of_it(folder: Path, run: Command) -> None:
     assert (
-        capsys.readouterr().out
+        run("bandwidth", folder, "--line-rate", "640Gbps")[1]
         == """\
 total      0.200 ms in 2 collectives or transfers (4 of 4 calls have times)
 time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies, 77.8 % idle
@@ -54,78 +51,68 @@ Communication kernels with a call, by method of matching
     )
 
 
-def test_the_json_is_the_same_as_the_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_is_the_same_as_the_file(folder: Path, tmp_path: Path, run: Command) -> None:
     output = tmp_path / "bandwidth.json"
-    assert run("bandwidth", folder, "--json", "-o", output, "--by", "source,op") == 0
-    printed = capsys.readouterr().out
-    assert printed == output.read_text()
-    found: dict[str, Any] = json.loads(printed)
+    code, found, _ = run.json("bandwidth", folder, "-o", output, "--by", "source,op")
+    assert (code, found) == (0, json.loads(output.read_text()))
     assert found["schema"] == "crossrank-bandwidth 1"
     assert found["by"] == ["source", "op"]
     assert [(row["op"], row["source"], row["pg"]) for row in found["rows"]] == [("all_reduce", None, None)]
 
 
-def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("timeline", folder) == 0
-    out = capsys.readouterr().out
+def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(folder: Path, run: Command) -> None:
+    out = run("timeline", folder)[1]
     assert out.startswith(f"timeline   {folder}/timeline.pftrace, ")
     assert "contents   2 rank(s), 0 steps, 1.2 ms, 4 calls or batches,\n           4 measured times, 2 arrows\n" in out
     assert (folder / "timeline.pftrace").stat().st_size > 200
     packed = folder / "t.pftrace.gz"
-    assert run("timeline", folder, "-o", packed, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    _, found, _ = run.json("timeline", folder, "-o", packed)
     assert (found["output"], found["calls"], found["bytes"]) == (str(packed), 4, packed.stat().st_size)
     assert gzip.decompress(packed.read_bytes()) == (folder / "timeline.pftrace").read_bytes()
     made = {"t.pftrace.gz", "timeline.pftrace"}
     assert {path.name for path in folder.iterdir()} == {"rank_0.sqlite", "rank_1.sqlite"} | made
 
 
-def test_a_missing_rank_is_reported_and_its_times_are_bounds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_rank_is_reported_and_its_times_are_bounds(folder: Path, run: Command) -> None:
     write_exports(folder, ranks=2, world=3)
-    assert run("bandwidth", folder, "--json") == 1
-    captured = capsys.readouterr()
-    assert captured.err == "crossrank: rank 2 is missing: times of its groups include waiting time\n"
-    (row,) = json.loads(captured.out)["rows"]
+    code, found, err = run.json("bandwidth", folder)
+    assert (code, err) == (1, "crossrank: rank 2 is not there: times of its groups include waiting for it\n")
+    (row,) = found["rows"]
     assert (row["upper_bounds"], row["collectives"], row["ranks"]) == (2, 2, 3)
 
 
-def test_one_damaged_export_does_not_end_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_damaged_export_does_not_end_the_others(folder: Path, run: Command, command: str) -> None:
     (folder / "rank_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes()[:5000])
-    for command in COMMANDS:
-        assert run(command, folder, *([] if command == "bandwidth" else ["-o", folder / command])) == 1
-        error = capsys.readouterr().err
-        assert f"{folder}/rank_1.sqlite: is damaged or no SQLite file" in error
-        assert "rank 1 is missing" in error
+    code, _, err = run(command, folder, *([] if command == "bandwidth" else ["-o", folder / command]))
+    assert (code, f"{folder}/rank_1.sqlite: is damaged or no SQLite file" in err) == (1, True)
+    assert "rank 1 is not there" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_report_of_nsys_gives_the_command_that_exports_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_a_report_of_nsys_gives_the_command_that_exports_it(tmp_path: Path, run: Command, command: str) -> None:
     (tmp_path / "rank_0.nsys-rep").write_bytes(b"\x01\x02\x03" * 99)
+    told = (
+        f"crossrank: {tmp_path}/rank_0.nsys-rep: is a report, not an export; run: nsys export --type sqlite "
+        f"--output {tmp_path}/rank_0.sqlite {tmp_path}/rank_0.nsys-rep\n"
+    )
     for path in (tmp_path, tmp_path / "rank_0.nsys-rep"):
-        assert run(command, path) == 2
-        assert capsys.readouterr().err == (
-            f"crossrank: {tmp_path}/rank_0.nsys-rep: is a report, not an export; run: nsys export --type sqlite "
-            f"--output {tmp_path}/rank_0.sqlite {tmp_path}/rank_0.nsys-rep\n"
-        )
+        assert run(command, path) == (2, "", told)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_ranks_of_different_runs_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_ranks_of_different_runs_are_refused(folder: Path, run: Command, command: str) -> None:
     write_exports(folder, ranks=1, world=4)
-    assert run(command, folder) == 2
-    assert capsys.readouterr().err == (
+    told = (
         f"crossrank: the ranks are of different runs: {folder}/rank_1.sqlite of 2 ranks, {folder}/rank_0.sqlite of 4 "
         "ranks; name the files of one run\n"
     )
+    assert run(command, folder) == (2, "", told)
     write_exports(folder)
     (folder / "copy_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes())
-    assert run(command, folder) == 2
-    assert "copy_1.sqlite and " in (error := capsys.readouterr().err)
-    assert error.endswith("are both of rank 1; name the one that counts, or the folder of one run\n")
+    code, _, err = run(command, folder)
+    assert (code, "copy_1.sqlite and " in err) == (2, True)
+    assert err.endswith("are both of rank 1; name the one that counts, or the folder of one run\n")
 
 
 @pytest.mark.parametrize(
@@ -145,44 +132,38 @@ def test_ranks_of_different_runs_are_refused(folder: Path, capsys: pytest.Captur
     ],
 )
 def test_what_cannot_be_used_is_one_line_and_exit_2(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    folder: Path, tmp_path: Path, run: Command, words: list[str], message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     places = {"folder": folder, "empty": tmp_path / "empty", "nowhere": tmp_path / "nowhere"}
-    assert run(*[word.format(**places) for word in words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    code, _, err = run(*[word.format(**places) for word in words])
+    assert (code, message in err, err.count("\n")) == (2, True, 1)
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_kineto_traces_linked_or_not_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kineto_traces_linked_or_not_give_the_same(tmp_path: Path, run: Command) -> None:
     for rank in (0, 1):
         rank_trace(rank).write(tmp_path, rank)
-    assert run("bandwidth", tmp_path, "--json") == 0
-    unlinked = json.loads(capsys.readouterr().out)
-    assert run("link", tmp_path) == 0
-    capsys.readouterr()
-    assert run("bandwidth", tmp_path, "--json") == 0
-    linked = json.loads(capsys.readouterr().out)
+    unlinked = run.json("bandwidth", tmp_path)[1]
+    assert run("link", tmp_path)[0] == 0
+    code, linked, _ = run.json("bandwidth", tmp_path)
+    assert code == 0
     assert linked["rows"] == unlinked["rows"]
     (row,) = linked["rows"]
     assert (row["op"], row["collectives"], row["time_us"]["p50"]) == ("all_reduce", 2, 20.0)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_inputs_and_outputs_may_be_urls(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_inputs_and_outputs_may_be_urls(folder: Path, tmp_path: Path, run: Command, command: str) -> None:
     memory: fsspec.AbstractFileSystem = fsspec.filesystem("memory")
     for path in folder.iterdir():
         memory.pipe_file(f"/{command}/{path.name}", path.read_bytes())
-    assert run(command, folder, "-o", tmp_path / "local") == 0
-    assert run(command, f"memory://{command}", "-o", f"memory://{command}/out") == 0
+    assert run(command, folder, "-o", tmp_path / "local")[0] == 0
+    assert run(command, f"memory://{command}", "-o", f"memory://{command}/out")[0] == 0
     here, there = (tmp_path / "local").read_bytes(), memory.cat_file(f"/{command}/out")
     if command == "timeline":
         assert there == here
     else:  # they name their input
         assert there.replace(f"memory://{command}".encode(), b"INPUT") == here.replace(str(folder).encode(), b"INPUT")
-    assert run(command, f"memory://{command}/rank_0.sqlite", "-o", tmp_path / "one") == 1
-    assert "rank 1 is missing" in capsys.readouterr().err
+    code, _, err = run(command, f"memory://{command}/rank_0.sqlite", "-o", tmp_path / "one")
+    assert (code, "rank 1 is not there" in err) == (1, True)

@@ -14,8 +14,8 @@ from crossrank.errors import CrossrankError
 from crossrank.replay import replay_options
 from crossrank.replay.plan.plan import save_plan
 from crossrank.replay.sweep import parse_sweeps, with_values
-from crossrank.tools.cli import main
 from crossrank.tools.job import read_rank
+from tests.unit.command import Command
 from tests.unit.replay.plans import built, record
 
 RECORDING = Path(__file__).parents[2] / "fuzz" / "seeds" / "recording"
@@ -30,15 +30,13 @@ def plan(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = main(["replay", *words])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "replay")
 
 
-def test_a_dry_run_says_what_would_be_replayed(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, plan, "--dry-run")
+def test_a_dry_run_says_what_would_be_replayed(plan: str, run: Command) -> None:
+    code, out, err = run(plan, "--dry-run")
     assert (code, err) == (0, "")
     assert out == (
         f"job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %) {_ON_TWO}"
@@ -46,23 +44,21 @@ def test_a_dry_run_says_what_would_be_replayed(plan: str, capsys: pytest.Capture
     )
 
 
-def test_a_dry_run_links_no_window_unless_times_are_asked_for(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_links_no_window_unless_times_are_asked_for(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(*files: str, rank: int) -> object:
         raise CrossrankError(f"rank {rank} is linked")
 
     monkeypatch.setattr(read_rank, "link", link)
     for words, ranks in (([], ()), (["--pace", "recorded"], (0, 1)), (["--pace", "1", "--one-trace"], (0,))):
-        code, out, err = run(capsys, str(RECORDING), "--dry-run", *words)
+        code, out, err = run(str(RECORDING), "--dry-run", *words)
         assert (code, err) == (0, "")
         linked = [line for line in out.splitlines() if "no durations from it" in line]
         assert linked == [f"  no durations from it: rank {rank} is linked" for rank in ranks]
 
 
-def test_strict_makes_anything_left_out_a_fault(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, plan, "--dry-run", "--strict")[0] == 0
-    code, out, _ = run(capsys, plan, "--dry-run", "--strict", "--ops", "barrier")
+def test_strict_makes_anything_left_out_a_fault(plan: str, run: Command) -> None:
+    assert run(plan, "--dry-run", "--strict")[0] == 0
+    code, out, _ = run(plan, "--dry-run", "--strict", "--ops", "barrier")
     assert code == 1
     assert out == (
         f"job: 2 of 4 recorded calls (50.0 %) and 0 B of 32 B (0.0 %) {_ON_TWO}"
@@ -71,10 +67,10 @@ def test_strict_makes_anything_left_out_a_fault(plan: str, capsys: pytest.Captur
     )
 
 
-def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, run: Command) -> None:
     saved = str(tmp_path / "saved.json.zst")
-    assert run(capsys, plan, "--dry-run", "--nproc", "4", "--scale-bytes", "2", "--save-plan", saved)[0] == 0
-    _, out, _ = run(capsys, saved, "--dry-run")
+    assert run(plan, "--dry-run", "--nproc", "4", "--scale-bytes", "2", "--save-plan", saved)[0] == 0
+    _, out, _ = run(saved, "--dry-run")
     assert out.startswith("job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %)")
     assert "on 4 rank(s)" in out
     assert "  changed to 8 calls and 128 B per pass\n" in out
@@ -101,10 +97,8 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: p
         (["{plan}", "--nproc", "1000"], "1000 ranks are too many processes for one machine"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
-    words: list[str], message: str, plan: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = run(capsys, *(word.replace("{plan}", plan) for word in words))
+def test_what_cannot_be_is_refused_in_one_line(words: list[str], message: str, plan: str, run: Command) -> None:
+    code, _, err = run(*(word.replace("{plan}", plan) for word in words))
     assert code == 2
     assert err.startswith(f"crossrank: {message}") or message in err
     assert err.count("\n") == 1
@@ -154,23 +148,21 @@ def test_a_probe_has_what_it_needs_of_a_replay_and_nothing_else() -> None:
         parser.parse_args(["job", "--compute"])
 
 
-def test_a_pace_needs_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pace_needs_times(tmp_path: Path, run: Command) -> None:
     made = built([record("barrier")], [record("barrier")])  # one call has no gap before it
     save_plan(made, tmp_path / "plan.json")
-    code, _, err = run(capsys, str(tmp_path / "plan.json"), "--pace", "recorded")
+    code, _, err = run(str(tmp_path / "plan.json"), "--pace", "recorded")
     assert code == 2
     assert "has no times to keep" in err
 
 
-def test_under_a_launcher_the_number_of_ranks_is_its(
-    plan: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_a_launcher_the_number_of_ranks_is_its(plan: str, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    code, _, err = run(capsys, plan, "--nproc", "4")
+    code, _, err = run(plan, "--nproc", "4")
     assert (code, "started 2 ranks; leave --nproc out" in err) == (2, True)
-    code, _, err = run(capsys, plan, "--sweep", "NCCL_ALGO=Ring,Tree")
+    code, _, err = run(plan, "--sweep", "NCCL_ALGO=Ring,Tree")
     assert (code, "start one replay per value" in err) == (2, True)
 
 
@@ -218,20 +210,20 @@ def test_sweeps_make_all_combinations() -> None:
     assert found[0].name == "scale-bytes=0.5_NCCL_ALGO=Ring"
 
 
-def test_names_that_param_uses_are_known(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_param_uses_are_known(plan: str, run: Command) -> None:
     words: list[Any] = ["--trace-path", plan, "--num-replays", "3", "--warmup-iter", "0", "--allow-ops", "barrier"]
-    assert run(capsys, *words, "--max-msg-cnt", "2", "--dry-run")[0] == 0
+    assert run(*words, "--max-msg-cnt", "2", "--dry-run")[0] == 0
 
 
-def test_memory_that_the_machine_lacks_is_reported_beforehand(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "memory for tensors: up to 16 MB per rank\n" in run(capsys, plan, "--dry-run", "--scale-bytes", "1e6")[1]
+def test_memory_that_the_machine_lacks_is_reported_beforehand(plan: str, run: Command) -> None:
+    assert "memory for tensors: up to 16 MB per rank\n" in run(plan, "--dry-run", "--scale-bytes", "1e6")[1]
     grown = str(Path(plan).with_name("grown.json"))
-    assert run(capsys, plan, "--dry-run", "--scale-bytes", "1e6", "--save-plan", grown)[0] == 0
-    code, _, err = run(capsys, grown, "--scale-bytes", "1e6")
+    assert run(plan, "--dry-run", "--scale-bytes", "1e6", "--save-plan", grown)[0] == 0
+    code, _, err = run(grown, "--scale-bytes", "1e6")
     assert (code, "2 ranks need 32 TB for their tensors" in err) == (2, True)
 
 
-def test_a_dry_run_says_the_same_as_json(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, plan, "--dry-run", "--json")
+def test_a_dry_run_says_the_same_as_json(plan: str, run: Command) -> None:
+    code, out, _ = run(plan, "--dry-run", "--json")
     answer = json.loads(out)
     assert (code, answer["world_size"], answer["coverage"]["calls"], answer["memory_per_rank"]) == (0, 2, 4, 16)

@@ -21,7 +21,7 @@ SQUARE = [[4, 4]]
 def entry(op: str = "all_reduce", seq: int = 1, **fields: Any) -> dict[str, Any]:
     """One call on a group of two as a dump of NCCL has it."""
     sizes: dict[str, Any] = {"input_sizes": SQUARE, "output_sizes": SQUARE}
-    return flight_entry(seq - 1, op, seq, **{"time_created_ns": 0, "state": "scheduled"} | sizes | fields)
+    return flight_entry(seq - 1, op, seq, **sizes | {"time_created_ns": 0, "state": "scheduled"} | fields)
 
 
 def found_in(folder: Path, *entries: dict[str, Any]) -> list[Finding]:

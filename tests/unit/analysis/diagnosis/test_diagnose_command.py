@@ -14,7 +14,6 @@ import pytest
 
 import crossrank.tools.analysis.diagnosis
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.cli import main
 from tests.unit.analysis.diagnosis.simulated_jobs import (
     CpuStall,
     Programs,
@@ -24,6 +23,7 @@ from tests.unit.analysis.diagnosis.simulated_jobs import (
     StaleWatchdog,
 )
 from tests.unit.analysis.diagnosis.simulated_programs import training
+from tests.unit.command import Command
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
 CASES = ["all_started_hang", "alltoallv_clean", "clean", "clean_no_timing", "gloo_clean", "gloo_missing"]
@@ -32,17 +32,9 @@ EMPTY = pickle.dumps({"version": "2.10", "pg_config": {}, "pg_status": {}}, 2)
 """A dump that knows nothing."""
 
 
-def diagnose(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)"""
-    code = main(["diagnose", *map(str, words)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
-
-
-def found_by(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any], str]:
-    """(exit code, diagnosis, stderr)"""
-    code, out, err = diagnose(capsys, *words, "--json")
-    return code, json.loads(out), err
+@pytest.fixture
+def diagnose(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "diagnose")
 
 
 def dumps(folder: Path, steps: int, *stalls: tuple[int, int]) -> Path:
@@ -69,10 +61,10 @@ def healthy(tmp_path: Path) -> Path:
 
 @needs_traces
 @pytest.mark.parametrize("case", CASES)
-def test_the_verdict_on_dumps_of_known_cases(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_on_dumps_of_known_cases(case: str, diagnose: Command) -> None:
     folder = Path(public("flight"), case)
     wanted = json.loads((folder / "expected.json").read_text())
-    code, found, err = found_by(capsys, folder)
+    code, found, err = diagnose.json(folder)
     assert (found["verdict"], found["world_size"]) == (wanted["verdict"], wanted["world_size"])
     for one, two in zip(found["findings"], wanted["findings"], strict=True):
         assert one | two == one
@@ -80,28 +72,26 @@ def test_the_verdict_on_dumps_of_known_cases(case: str, capsys: pytest.CaptureFi
 
 
 @needs_traces
-def test_both_faulty_ranks_of_a_real_hung_job_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_faulty_ranks_of_a_real_hung_job_are_named(diagnose: Command) -> None:
     folder = Path(public("flight_real"), "gpu_error")
     wanted = json.loads((folder / "expected.json").read_text())
-    code, found, _ = found_by(capsys, folder)
+    code, found, _ = diagnose.json(folder)
     assert (code, found["verdict"], found["suspect_ranks"]) == (1, "error", wanted["suspect_ranks"])
     assert len(found["findings"]) == 1
     assert {one["because_of"] for one in found["consequences"]} == {0}
     assert sorted(rank for one in found["consequences"] for rank in one["waiting_ranks"]) == list(range(8))
 
 
-def test_the_order_of_the_files_does_not_matter(
-    stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_order_of_the_files_does_not_matter(stuck: Path, tmp_path: Path, diagnose: Command) -> None:
     for number, rank in enumerate((3, 1, 0, 2)):
         folder = tmp_path / "shuffled" / f"node{number}"
         folder.mkdir(parents=True)
         shutil.copy(stuck / f"rank_{rank}", folder / f"trace.host{9 - number}.rank{rank}.pkl")
-    assert found_by(capsys, stuck)[1] == found_by(capsys, tmp_path / "shuffled", "--jobs", "2")[1]
+    assert diagnose.json(stuck)[1] == diagnose.json(tmp_path / "shuffled", "--jobs", "2")[1]
 
 
-def test_the_text_names_the_culprit_and_shows_both_stacks(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = diagnose(capsys, stuck)
+def test_the_text_names_the_culprit_and_shows_both_stacks(stuck: Path, diagnose: Command) -> None:
+    code, out, _ = diagnose(stuck)
 
     assert code == 1
     assert out.startswith(
@@ -116,20 +106,20 @@ def test_the_text_names_the_culprit_and_shows_both_stacks(stuck: Path, capsys: p
     assert out.endswith("read       4 of 4 ranks (0-3)\ncompared   21 collectives, 40 calls on 5 group(s)\n")
 
 
-def test_a_healthy_job_exits_0(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = diagnose(capsys, healthy)
+def test_a_healthy_job_exits_0(healthy: Path, diagnose: Command) -> None:
+    code, out, err = diagnose(healthy)
     assert (code, err) == (0, "")
     assert out.startswith("verdict    ok: no fault found\n")
     assert "mesh_tp [1]" in out.split("Last ranks to arrive")[1]
 
 
-def test_ranks_and_groups_limit_what_is_shown(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "1. missing_rank" in diagnose(capsys, stuck, "--ranks", "2-3")[1]
-    assert "1. missing_rank" not in diagnose(capsys, stuck, "--ranks", "0", "--groups", "nobody")[1]
-    code, out, _ = diagnose(capsys, stuck, "--ranks", "0", "--groups", "mesh_tp")
+def test_ranks_and_groups_limit_what_is_shown(stuck: Path, diagnose: Command) -> None:
+    assert "1. missing_rank" in diagnose(stuck, "--ranks", "2-3")[1]
+    assert "1. missing_rank" not in diagnose(stuck, "--ranks", "0", "--groups", "nobody")[1]
+    code, out, _ = diagnose(stuck, "--ranks", "0", "--groups", "mesh_tp")
     assert (code, "suspects   rank 2\n" in out) == (1, True)
-    assert found_by(capsys, stuck, "--ranks", "0", "--groups", "mesh_tp")[1] == found_by(capsys, stuck)[1]
-    entries = diagnose(capsys, stuck, "--print-entries", "--groups", "default_pg", "--ranks", "1-2")[1]
+    assert diagnose.json(stuck, "--ranks", "0", "--groups", "mesh_tp")[1] == diagnose.json(stuck)[1]
+    entries = diagnose(stuck, "--print-entries", "--groups", "default_pg", "--ranks", "1-2")[1]
     table = entries.split("Collectives of default_pg [0]\n")[1]
     assert [line.split() for line in table.splitlines()] == [
         ["number", "call", "rank", "1", "rank", "2"],
@@ -141,10 +131,10 @@ def test_ranks_and_groups_limit_what_is_shown(stuck: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("job", ["stuck", "healthy"])
 def test_what_is_shown_is_what_concerns_the_chosen_ranks_and_groups(
-    job: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    job: str, request: pytest.FixtureRequest, diagnose: Command
 ) -> None:
     folder: Path = request.getfixturevalue(job)
-    code, whole, _ = found_by(capsys, folder)
+    code, whole, _ = diagnose.json(folder)
     groups = {tuple(row["pg"]): row["pg_ranks"] for row in whole["stragglers"]}
     pgs = {tuple(one["pg"]) for one in (*whole["findings"], *whole["consequences"])} | set(groups)
     assert len(pgs) > 2
@@ -152,7 +142,7 @@ def test_what_is_shown_is_what_concerns_the_chosen_ranks_and_groups(
         *((("--ranks", rank), {rank}, None) for rank in range(4)),
         *((("--groups", name), None, {name}) for pg in pgs for name in pg),
     ]:
-        shown_code, out, _ = diagnose(capsys, folder, *words)
+        shown_code, out, _ = diagnose(folder, *words)
         assert shown_code == code
         about = [
             one
@@ -181,24 +171,24 @@ def test_the_example_of_the_package_runs(stuck: Path) -> None:
     assert found.suspect_ranks == [2]
 
 
-def test_a_missing_dump_can_be_allowed(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_dump_can_be_allowed(healthy: Path, diagnose: Command) -> None:
     (healthy / "rank_3").unlink()
-    code, found, _ = found_by(capsys, healthy)
+    code, found, _ = diagnose.json(healthy)
     assert (code, found["verdict"], found["suspect_ranks"]) == (1, "incomplete", [3])
     assert [one["kind"] for one in found["findings"]] == ["dump_missing"]
-    code, found, _ = found_by(capsys, healthy, "--allow-missing")
+    code, found, _ = diagnose.json(healthy, "--allow-missing")
     assert (code, found["verdict"], found["findings"]) == (0, "ok", [])
     assert "rank 3 has no usable dump; crossrank assumes that it made every call (--allow-missing)" in found["notes"]
 
 
-def test_the_diagnosis_is_written_to_a_file(stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = diagnose(capsys, stuck, "--json", "-o", tmp_path / "diagnosis.json")
+def test_the_diagnosis_is_written_to_a_file(stuck: Path, tmp_path: Path, diagnose: Command) -> None:
+    _, out, _ = diagnose(stuck, "--json", "-o", tmp_path / "diagnosis.json")
     assert (tmp_path / "diagnosis.json").read_text() == out
     assert list(tmp_path.glob(".*")) == []
 
 
-def test_the_database_answers_questions(stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    diagnose(capsys, stuck, "--database", tmp_path / "job.sqlite")
+def test_the_database_answers_questions(stuck: Path, tmp_path: Path, diagnose: Command) -> None:
+    diagnose(stuck, "--database", tmp_path / "job.sqlite")
 
     with sqlite3.connect(tmp_path / "job.sqlite") as database:
         unfinished = database.execute(
@@ -219,20 +209,20 @@ def test_the_database_answers_questions(stuck: Path, tmp_path: Path, capsys: pyt
 # --- bad input ---------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_dumps_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert diagnose(capsys, tmp_path) == (
+def test_a_folder_without_dumps_exits_2(tmp_path: Path, diagnose: Command) -> None:
+    assert diagnose(tmp_path) == (
         2,
         "",
         f"crossrank: {tmp_path}: has no dumps and no comms files; give the folder of the dumps or a recording\n",
     )
     (tmp_path / "notes.txt").write_text("nothing")
-    code, out, err = diagnose(capsys, tmp_path)
+    code, out, err = diagnose(tmp_path)
     assert (code, out) == (2, "")
     assert err == (
         f"crossrank: {tmp_path}: nothing to diagnose (none of 1 file(s) is a dump with a known rank); "
         "give a folder of flight-recorder dumps or a recording\n"
     )
-    assert diagnose(capsys, tmp_path / "nowhere")[0] == 2
+    assert diagnose(tmp_path / "nowhere")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -242,12 +232,10 @@ def test_a_folder_without_dumps_exits_2(tmp_path: Path, capsys: pytest.CaptureFi
         ('{"events": []}', "is no flight-recorder dump: it lacks version, pg_config and entries"),
     ],
 )
-def test_json_that_is_no_dump_exits_2_with_its_name(
-    content: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_that_is_no_dump_exits_2_with_its_name(content: str, what: str, tmp_path: Path, diagnose: Command) -> None:
     file = tmp_path / "rank_0.json"
     file.write_text(content)
-    code, _, err = diagnose(capsys, file)
+    code, _, err = diagnose(file)
     assert (code, f"{file}: {what}" in err) == (2, True)
 
 
@@ -265,33 +253,31 @@ class _Evil:
     ],
 )
 def test_one_bad_file_is_named_and_the_others_are_analysed(
-    content: bytes, kind: str, stuck: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: bytes, kind: str, stuck: Path, monkeypatch: pytest.MonkeyPatch, diagnose: Command
 ) -> None:
     monkeypatch.chdir(stuck.parent)
     (stuck / "rank_3").write_bytes(content)
-    code, found, err = found_by(capsys, stuck)
+    code, found, err = diagnose.json(stuck)
     assert (code, found["ranks"], found["suspect_ranks"]) == (1, [0, 1, 2], [2])
     assert {"missing_rank", kind} == {one["kind"] for one in found["findings"]}
     assert f"{stuck}/rank_3: " in err
     assert not Path("should-not-exist").exists()
 
 
-def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, diagnose: Command) -> None:
     early = SimulatedJob(*training(4, 1))
     early.run()
     early.write(stuck / "before", ranks=[1])
     (stuck / "before" / "rank_1").rename(stuck / "before_rank_1")
-    code, found, err = found_by(capsys, stuck)
+    code, found, err = diagnose.json(stuck)
     assert (code, found["suspect_ranks"]) == (1, [2])
     assert err == (
         f"crossrank: {stuck}/before_rank_1: is older than {stuck}/rank_1, of the same rank 1, and was left out\n"
     )
 
 
-def test_folders_of_several_jobs_are_not_mixed(
-    stuck: Path, healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert diagnose(capsys, tmp_path) == (
+def test_folders_of_several_jobs_are_not_mixed(stuck: Path, healthy: Path, tmp_path: Path, diagnose: Command) -> None:
+    assert diagnose(tmp_path) == (
         2,
         "",
         f"crossrank: {healthy} and {stuck} both have dumps of rank 0-3: 2 folders, probably of several jobs; "
@@ -299,58 +285,52 @@ def test_folders_of_several_jobs_are_not_mixed(
     )
 
 
-def test_a_rank_outside_the_world_is_left_out(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_outside_the_world_is_left_out(healthy: Path, diagnose: Command) -> None:
     shutil.copy(healthy / "rank_3", healthy / "rank_7")
-    code, found, _ = found_by(capsys, healthy)
+    code, found, _ = diagnose.json(healthy)
     assert (code, found["world_size"], found["ranks"]) == (0, 4, [0, 1, 2, 3])
     assert f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was left out" in found["notes"]
 
 
-def test_a_world_larger_than_the_dumps_lacks_some(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found, _ = found_by(capsys, healthy, "--world-size", "6")
+def test_a_world_larger_than_the_dumps_lacks_some(healthy: Path, diagnose: Command) -> None:
+    code, found, _ = diagnose.json(healthy, "--world-size", "6")
     assert (code, found["verdict"], found["suspect_ranks"]) == (1, "incomplete", [4, 5])
 
 
-def test_dumps_that_know_nothing_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_that_know_nothing_exit_2(tmp_path: Path, diagnose: Command) -> None:
     for rank in range(2):
         (tmp_path / f"rank_{rank}").write_bytes(EMPTY)
-    code, _, err = diagnose(capsys, tmp_path)
+    code, _, err = diagnose(tmp_path)
     assert code == 2
     assert "no dump has a call. Possible reasons: TORCH_FR_BUFFER_SIZE=0" in err
 
 
-def test_a_dump_without_entries_or_progress_among_others_is_named(
-    stuck: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dump_without_entries_or_progress_among_others_is_named(stuck: Path, diagnose: Command) -> None:
     (stuck / "rank_0").write_bytes(EMPTY)
-    found = found_by(capsys, stuck)[1]
+    found = diagnose.json(stuck)[1]
     given = {one["kind"]: one["culprit_ranks"] for one in found["findings"]}
     assert given == {"missing_rank": [2], "no_entries": [0]}
 
 
-def test_the_page_names_both_ends_of_a_transfer_that_do_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_names_both_ends_of_a_transfer_that_do_not_fit(tmp_path: Path, diagnose: Command) -> None:
     programs: Programs = [[Send("0", 1, (3,))], [Recv("0", 0, (4,))]]
     job = SimulatedJob(programs, {"0": ("default_pg", [0, 1])})
     job.run()
     job.write(tmp_path / "job")
-    assert diagnose(capsys, tmp_path / "job", "--html", tmp_path / "page.html")[0] == 1
+    assert diagnose(tmp_path / "job", "--html", tmp_path / "page.html")[0] == 1
     page = (tmp_path / "page.html").read_text()
     assert '<b class="warn">rank 0, sender</b>' in page
     assert '<b class="warn">rank 1, receiver</b>' in page
 
 
-def test_an_output_that_cannot_be_written_exits_2(
-    stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_cannot_be_written_exits_2(stuck: Path, tmp_path: Path, diagnose: Command) -> None:
     for option in ("-o", "--html", "--database"):
-        code, _, err = diagnose(capsys, stuck, option, tmp_path / "no" / "such" / "folder")
+        code, _, err = diagnose(stuck, option, tmp_path / "no" / "such" / "folder")
         assert code == 2, option
         assert "cannot be written" in err
 
 
-def test_versions_and_forms_may_be_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_versions_and_forms_may_be_mixed(tmp_path: Path, diagnose: Command) -> None:
     programs, groups = training(4, 3)
     programs[1].insert(6, StaleWatchdog())
     programs[1].insert(8, CpuStall())
@@ -359,5 +339,5 @@ def test_versions_and_forms_may_be_mixed(tmp_path: Path, capsys: pytest.CaptureF
     job.write(tmp_path, ranks=[0, 1], version="2.5")
     job.write(tmp_path, ranks=[2], form="json")
     job.write(tmp_path, ranks=[3], frames=False)
-    code, found, _ = found_by(capsys, tmp_path)
+    code, found, _ = diagnose.json(tmp_path)
     assert (code, found["suspect_ranks"]) == (1, [1])

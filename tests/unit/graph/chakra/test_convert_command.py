@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from crossrank.tools.cli import main
+from tests.unit.command import Command
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
 
@@ -20,98 +22,90 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str | Path) -> int:
-    return main(["convert", *map(str, words), "--jobs", "1"])
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, "convert", "--jobs", "1")
 
 
-def test_a_recording_becomes_a_trace_per_rank_and_a_group_file(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(folder, "-o", folder / "out") == 0
+def test_a_recording_becomes_a_trace_per_rank_and_a_group_file(folder: Path, run: Command) -> None:
+    out = run(folder, "-o", folder / "out")[1]
     assert sorted(os.listdir(folder / "out")) == ["chakra.0.et", "chakra.1.et", "comm_groups.json"]
     assert json.loads((folder / "out" / "comm_groups.json").read_text()) == {}
-    out = capsys.readouterr().out
     assert "  rank  nodes  on the host  pauses  on GPUs  communications  dependencies  implied     size\n" in out
     assert "  0        25           12      11        0               2            25        1  0.00 MB\n" in out
     assert "         44  program_order" in out
     assert main(["check", str(folder / "out" / "chakra.0.et"), str(folder / "out" / "chakra.1.et")]) == 0
 
 
-def test_linked_traces_give_the_same_files(folder: Path) -> None:
-    assert run(folder, "-o", folder / "direct", "--keep-linked") == 0
+def test_linked_traces_give_the_same_files(folder: Path, run: Command) -> None:
+    assert run(folder, "-o", folder / "direct", "--keep-linked")[0] == 0
     linked = sorted((folder / "direct").glob("*.linked.json.zst"))
     assert len(linked) == 2
-    assert run(*linked, "-o", folder / "again") == 0
+    assert run(*linked, "-o", folder / "again")[0] == 0
     for name in ("chakra.0.et", "chakra.1.et", "comm_groups.json"):
         assert (folder / "direct" / name).read_bytes() == (folder / "again" / name).read_bytes()
 
 
-def test_ranks_with_different_collectives_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_with_different_collectives_are_named(folder: Path, run: Command) -> None:
     rank_trace(1, collectives=4).write(folder, 1)
-    assert run(folder, "-o", folder / "out") == 1
-    assert capsys.readouterr().err == (
-        "crossrank: group 0: collective 3 is all_reduce of 96 B on rank 1 and nothing on rank 0\n"
-    )
+    code, _, err = run(folder, "-o", folder / "out")
+    told = "crossrank: group 0: collective 3 is all_reduce of 96 B on rank 1 and nothing on rank 0\n"
+    assert (code, err) == (1, told)
 
 
-def test_a_rank_that_fails_has_no_say_in_what_the_others_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_fails_has_no_say_in_what_the_others_made(folder: Path, run: Command) -> None:
     (folder / "rank-1.et.json").write_text("{}")
-    assert run(folder, "-o", folder / "out", "--json") == 1
-    found = json.loads(capsys.readouterr().out)
-    assert (found["disagreements"], [rank["size"] > 0 for rank in found["ranks"]]) == ([], [True, False])
+    code, found, _ = run.json(folder, "-o", folder / "out")
+    assert (code, found["disagreements"], [rank["size"] > 0 for rank in found["ranks"]]) == (1, [], [True, False])
 
 
-def test_two_files_that_name_no_rank_are_of_rank_0(tmp_path: Path) -> None:
+def test_two_files_that_name_no_rank_are_of_rank_0(tmp_path: Path, run: Command) -> None:
     trace = SmallTrace()
     del trace.kineto_head["distributedInfo"]
     trace.op("aten::mm", 0, 5)
     et, kineto = (Path(path) for path in trace.write(tmp_path))
-    assert run(et.rename(tmp_path / "a.json"), kineto.rename(tmp_path / "b.json"), "-o", tmp_path / "out") == 0
+    assert run(et.rename(tmp_path / "a.json"), kineto.rename(tmp_path / "b.json"), "-o", tmp_path / "out")[0] == 0
     assert sorted(os.listdir(tmp_path / "out")) == ["chakra.0.et", "comm_groups.json"]
 
 
-def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, run: Command) -> None:
     path = folder / "rank-0.linked.json"
     path.write_text('{"nodes": [{"id": 1, "name": "a", "ctrl_deps": 0}]}')
-    assert run(path, "-o", folder / "out") == 2
-    assert capsys.readouterr().err == (
-        f"crossrank: rank 0: {path}: is no linked trace of crossrank; make one with `crossrank link`\n"
-    )
+    code, _, err = run(path, "-o", folder / "out")
+    told = f"crossrank: rank 0: {path}: is no linked trace of crossrank; make one with `crossrank link`\n"
+    assert (code, err) == (2, told)
     assert os.listdir(folder / "out") == []
 
 
-def test_two_inputs_of_one_rank_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "-o", folder / "a", "--keep-linked") == 0
+def test_two_inputs_of_one_rank_are_refused(folder: Path, run: Command) -> None:
+    assert run(folder, "-o", folder / "a", "--keep-linked")[0] == 0
     linked = folder / "a" / "rank-0.linked.json.zst"
-    capsys.readouterr()
     double = folder / "b" / linked.name
     double.parent.mkdir()
     double.write_bytes(linked.read_bytes())
-    assert run(linked, double, "-o", folder / "out") == 2
-    assert capsys.readouterr().err == f"crossrank: {linked} and {double} are both of rank 0; name one of them\n"
+    told = f"crossrank: {linked} and {double} are both of rank 0; name one of them\n"
+    assert run(linked, double, "-o", folder / "out") == (2, "", told)
     assert not (folder / "out").exists()
     other = linked.with_name("rank-7.linked.json.zst")
     other.write_bytes(linked.read_bytes())
-    assert run(other, "-o", folder / "out") == 2
-    assert "rank-7.linked.json.zst: is of rank 0 by its content" in capsys.readouterr().err
-    assert run(linked, "--ranks", "5-5", "-o", folder / "out") == 2
+    code, _, err = run(other, "-o", folder / "out")
+    assert (code, "rank-7.linked.json.zst: is of rank 0 by its content" in err) == (2, True)
+    assert run(linked, "--ranks", "5-5", "-o", folder / "out")[0] == 2
 
 
-def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, run: Command) -> None:
     (folder / "out" / "comm_groups.json").mkdir(parents=True)
-    assert run(folder, "-o", folder / "out") == 2
-    assert capsys.readouterr().err.endswith(
-        "comm_groups.json: cannot be written (Is a directory); name another folder with -o\n"
-    )
+    code, _, err = run(folder, "-o", folder / "out")
+    told = "comm_groups.json: cannot be written (Is a directory); name another folder with -o\n"
+    assert (code, err.endswith(told)) == (2, True)
     assert not list((folder / "out").glob(".*.part"))
 
 
-def test_pauses_and_a_node_of_the_groups_are_written_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def kinds(*words: str) -> dict[str, int]:
-        capsys.readouterr()
-        assert run(folder, "-o", folder / "out", "--json", *words) == 0
-        nodes: dict[str, int] = json.loads(capsys.readouterr().out)["ranks"][0]["converted"]["nodes"]
-        return nodes
+def test_pauses_and_a_node_of_the_groups_are_written_as_asked(
+    folder: Path, run: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kinds(*words: str) -> Any:
+        return run.json(folder, "-o", folder / "out", *words)[1]["ranks"][0]["converted"]["nodes"]
 
     assert kinds() == {"computation on the host": 12, "pause of the host": 11, "all_reduce": 2}
     assert kinds("--no-pauses") == {"computation on the host": 12, "all_reduce": 2}
