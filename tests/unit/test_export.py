@@ -67,7 +67,7 @@ def test_chosen_tables_of_chosen_ranks(tmp_path: Path, capsys: pytest.CaptureFix
     names = sorted(path.name for path in (tmp_path / "out").rglob("*.*"))
     assert names == ["rank-1.parquet", "rank-1.parquet", "schema.json"]
     own = crossrank.load(RECORDING, ranks=[1])
-    calls = own.calls
+    calls = own.table("calls")
     assert json.loads(capsys.readouterr().out)["rows"] == {"calls": len(calls), "steps": len(own.steps)}
     assert pl.read_parquet(tmp_path / "out" / "calls" / "rank-1.parquet").equals(calls.drop(*KEYS))
 

@@ -11,7 +11,6 @@ import pytest
 import zstandard
 
 from crossrank.tools.analysis.summary import RankSummary, summarise_rank
-from crossrank.tools.cli import main
 from crossrank.tools.traces.discover import FoundFile
 from tests.unit.command import Command
 
@@ -97,7 +96,7 @@ def test_groups_are_those_that_communicate_most_and_the_silent_ones_are_counted(
     first, second, silent = table.splitlines()[2:]
     assert first.split() == ["0", "default_pg", "2", "0-1", "cross_node", "3", "7", "kB"]
     assert second.split()[0] == "7"
-    assert silent == "  7 groups on which nothing was called: --json has them"
+    assert silent == "  7 groups without a call (--json shows them)"
     _, out, _ = inspect(folder, "--json")
     assert len(json.loads(out)["groups"]) == 9
 
@@ -148,8 +147,8 @@ def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
     last = zstandard.compress(json.dumps({"end": end}).encode() + b"\n")
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", ended=False) + last)
     code, out, _ = inspect(folder)
-    assert (code, line in out) == (0, True)
-    assert out.endswith("complete   every rank is there\n")
+    assert code == 0
+    assert out.startswith(f"{line}complete   every rank is there\n")
 
 
 def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, inspect: Command) -> None:
@@ -227,7 +226,7 @@ def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, inspect: Co
     assert "ranks      1 of 2" in out
     assert "missing    rank 1" in out
     (folder / "rank-0.comms.jsonl.zst").unlink()
-    assert "missing" not in inspect(folder)[1]
+    assert "missing  " not in inspect(folder)[1]
     assert err.startswith(f"crossrank: {foreign}: line 1 is not a comms record: ")
     assert len(err.splitlines()) == 1
 
@@ -276,8 +275,8 @@ def test_files_that_stopped_growing_and_foreign_names_are_listed(folder: Path, i
     (folder / "report.nsys-rep").write_bytes(b"")
     code, out, _ = inspect(folder)
     assert code == 1
-    assert "cut off    .rank-0.et.json.part: the process ended while it was written\n" in out
-    assert "ignored    1 file(s) that are no recording's: report.nsys-rep\n" in out
+    assert "cut off    .rank-0.et.json.part: the process ended while it wrote the file\n" in out
+    assert "ignored    1 file(s) of unknown type: report.nsys-rep\n" in out
     assert list(inspect.json(folder)[1]["files"]) == ["comms"]
 
 
@@ -286,7 +285,7 @@ def test_recordings_of_other_jobs_below_are_named_and_not_counted(folder: Path, 
         (folder / name).mkdir()
         (folder / name / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha"))
     code, out, _ = inspect(folder)
-    assert (code, "calls      4 recorded" in out) == (0, True)
+    assert (code, "calls      4, " in out) == (0, True)
     assert (
         "others     2 folder(s) of other jobs (earlier ones, or processes that ranks started), not counted: "
         "earlier-1, spawned-2\n"

@@ -51,7 +51,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert [msgspec.to_builtins(one) for one in found.sources] == [row]
     waiting = found.waiting
     assert waiting is not None
-    assert (waiting.axis, waiting.bins) == ("iteration", [1.0, 2.0])
+    assert (waiting.axis, waiting.bins) == ("step", [1.0, 2.0])
     assert (waiting.p50_us, waiting.max_us) == ([150.0, 150.0], [300.0, 300.0])
     assert (waiting.rows, waiting.mean_us) == (["rank 0", "rank 1"], [[300.0, 300.0], [0.0, 0.0]])
     assert waiting.last == [{"rank": 1, "last": 4, "of": 4, "cost_ms": 1.2}]

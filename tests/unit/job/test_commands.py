@@ -76,7 +76,7 @@ def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(folder: Path, r
 def test_a_missing_rank_is_reported_and_its_times_are_bounds(folder: Path, run: Command) -> None:
     write_exports(folder, ranks=2, world=3)
     code, found, err = run.json("bandwidth", folder)
-    assert (code, err) == (1, "crossrank: rank 2 is not there: times of its groups include waiting for it\n")
+    assert (code, err) == (1, "crossrank: rank 2 is missing: times of its groups include waiting time\n")
     (row,) = found["rows"]
     assert (row["upper_bounds"], row["collectives"], row["ranks"]) == (2, 2, 3)
 
@@ -86,7 +86,7 @@ def test_one_damaged_export_does_not_end_the_others(folder: Path, run: Command, 
     (folder / "rank_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes()[:5000])
     code, _, err = run(command, folder, *([] if command == "bandwidth" else ["-o", folder / command]))
     assert (code, f"{folder}/rank_1.sqlite: is damaged or no SQLite file" in err) == (1, True)
-    assert "rank 1 is not there" in err
+    assert "rank 1 is missing" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -166,4 +166,4 @@ def test_inputs_and_outputs_may_be_urls(folder: Path, tmp_path: Path, run: Comma
     else:  # they name their input
         assert there.replace(f"memory://{command}".encode(), b"INPUT") == here.replace(str(folder).encode(), b"INPUT")
     code, _, err = run(command, f"memory://{command}/rank_0.sqlite", "-o", tmp_path / "one")
-    assert (code, "rank 1 is not there" in err) == (1, True)
+    assert (code, "rank 1 is missing" in err) == (1, True)

@@ -122,7 +122,7 @@ def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: p
         assert label.encode() in content
     capsys.readouterr()
     main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])
-    assert "2 calls, 2 of them with times; bytes in all: 1.02 kB + 1 unknown" in capsys.readouterr().out
+    assert "2 calls (2 with times), 1.02 kB + 1 unknown" in capsys.readouterr().out
 
 
 def test_a_call_without_elements_has_0_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -363,8 +363,8 @@ def test_the_command_says_what_became_of_what(job: Path, capsys: pytest.CaptureF
     assert main(["anonymize", str(job), "-o", str(output), "--verify"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"comms file +0-1 +2 +0\n", out)
-    assert re.search(r"verified   0 of \d+ replaced texts of four characters or more found in the result", out)
-    assert "notes.txt: is of no kind that is known; left out" in err
+    assert re.search(r"verified   0 of \d+ replaced texts with at least 4 characters found in the result", out)
+    assert "notes.txt: is of no kind that is known; skipped" in err
     assert not any(piece in out + err for piece in PIECES)
     assert main(["anonymize", str(job), "-o", str(output)]) == 2
     assert f"{output}: is not empty; name a new folder with -o" in capsys.readouterr().err

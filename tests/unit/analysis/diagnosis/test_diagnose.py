@@ -228,4 +228,4 @@ def test_a_rank_whose_first_open_call_fell_out_of_its_ring_is_accused_of_nothing
 ) -> None:
     dump = {"progress": {0: Progress(first + 1, completed)}, "has_status": True}
     ranks = [rank(one, *calls(OPEN, OPEN, first=first), dump=dump, backend=backend) for one in (0, 1)]
-    assert any("has more calls open than its ring holds" in note for note in diagnosed(*ranks).notes) == lost
+    assert any("has more unfinished calls than its recorder keeps" in note for note in diagnosed(*ranks).notes) == lost

@@ -117,7 +117,7 @@ def test_ranks_and_groups_limit_what_is_shown(stuck: Path, diagnose: Command) ->
     assert "1. missing_rank" in diagnose(stuck, "--ranks", "2-3")[1]
     assert "1. missing_rank" not in diagnose(stuck, "--ranks", "0", "--groups", "nobody")[1]
     code, out, _ = diagnose(stuck, "--ranks", "0", "--groups", "mesh_tp")
-    assert (code, "suspects   rank 2\n" in out) == (1, True)
+    assert (code, "culprit    rank 2\n" in out) == (1, True)
     assert diagnose.json(stuck, "--ranks", "0", "--groups", "mesh_tp")[1] == diagnose.json(stuck)[1]
     entries = diagnose(stuck, "--print-entries", "--groups", "default_pg", "--ranks", "1-2")[1]
     table = entries.split("Collectives of default_pg [0]\n")[1]
@@ -228,8 +228,8 @@ def test_a_folder_without_dumps_exits_2(tmp_path: Path, diagnose: Command) -> No
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ('{"traceEvents": []}', "is a Kineto trace, no flight-recorder dump"),
-        ('{"events": []}', "is no flight-recorder dump: it lacks version, pg_config and entries"),
+        ('{"traceEvents": []}', "is a Kineto trace, not a flight-recorder dump"),
+        ('{"events": []}', "is not a flight-recorder dump: it lacks version, pg_config and entries"),
     ],
 )
 def test_json_that_is_no_dump_exits_2_with_its_name(content: str, what: str, tmp_path: Path, diagnose: Command) -> None:
@@ -271,9 +271,7 @@ def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, diagnose: Comman
     (stuck / "before" / "rank_1").rename(stuck / "before_rank_1")
     code, found, err = diagnose.json(stuck)
     assert (code, found["suspect_ranks"]) == (1, [2])
-    assert err == (
-        f"crossrank: {stuck}/before_rank_1: is older than {stuck}/rank_1, of the same rank 1, and was left out\n"
-    )
+    assert err == (f"crossrank: {stuck}/before_rank_1: skipped; {stuck}/rank_1 of the same rank 1 is newer\n")
 
 
 def test_folders_of_several_jobs_are_not_mixed(stuck: Path, healthy: Path, tmp_path: Path, diagnose: Command) -> None:

@@ -117,8 +117,8 @@ def split_all_to_alls(*sides: tuple[list[int], list[int]]) -> list[list[Call]]:
 
 
 ALL = "by [1] of [0, 1, 2]"
-LEFT_OUT = f"{ALL}: rank 1 left this call out; its next calls fit the others' again"
-TOO_MANY = f"{ALL}: rank 1 made this call and the others did not; their next calls fit again"
+LEFT_OUT = f"{ALL}: rank 1 skipped this call; its next calls match those of the other ranks"
+TOO_MANY = f"{ALL}: rank 1 made this call and the other ranks did not; the next calls match again"
 ODD = f"{ALL}: rank 0,2: A; rank 1"
 OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g")
 
@@ -140,15 +140,15 @@ OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g"
         (("aa", "-bb", "aa"), f"size_mismatch all_reduce #2 since 2 {ODD}: B"),
         (
             ("aa", [OUT_9, *calls("b", 2)], "aa"),
-            f"size_mismatch all_reduce #1 since 0 {ALL}: rank 1: 8 elements go in and 9 come out",
+            f"size_mismatch all_reduce #1 since 0 {ALL}: rank 1: 8 elements in, 9 elements out",
         ),
         (
             ("a", [OUT_8], ""),
-            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: f goes in and g comes out",
+            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: f in, g out",
         ),
         (
             ([OUT_9], [OUT_9], ""),
-            "size_mismatch all_reduce #1 since 0 by [] of [0, 1]: rank 0-1: 8 elements go in and 9 come out",
+            "size_mismatch all_reduce #1 since 0 by [] of [0, 1]: rank 0-1: 8 elements in, 9 elements out",
         ),
         # Another operation, whatever its own sizes say.
         (
@@ -159,7 +159,7 @@ OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g"
         ([*all_to_alls((8, 8), (9, 8)), ""], ""),
         (
             all_to_alls((8, 8), (9, 8), (8, 8)),
-            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: the ranks send 25 elements in all and expect 24",
+            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: the ranks send 25 elements in total and expect 24",
         ),
         # What one rank has too few another has too many: the sums are equal.
         (

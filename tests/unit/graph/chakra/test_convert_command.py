@@ -83,7 +83,7 @@ def test_two_inputs_of_one_rank_are_refused(folder: Path, run: Command) -> None:
     double = folder / "b" / linked.name
     double.parent.mkdir()
     double.write_bytes(linked.read_bytes())
-    told = f"crossrank: {linked} and {double} are both of rank 0; name one of them\n"
+    told = f"crossrank: {linked} and {double} are both of rank 0; give one of them\n"
     assert run(linked, double, "-o", folder / "out") == (2, "", told)
     assert not (folder / "out").exists()
     other = linked.with_name("rank-7.linked.json.zst")

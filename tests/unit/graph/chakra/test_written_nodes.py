@@ -147,7 +147,7 @@ def test_ranks_of_clocks_that_are_too_far_apart_begin_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [nodes[0]["duration_micros"] for nodes in of_ranks(tmp_path, 0, 5_000_000)] == [0, 0]
-    told = "clocks     of the ranks are further apart than window 1 is long; all begin at 0\n"
+    told = "clocks     differ by more than window 1 is long, so all ranks start at 0\n"
     assert told in capsys.readouterr().out
 
 
