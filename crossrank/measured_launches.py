@@ -61,7 +61,15 @@ _began = attrgetter("began")
 
 def _fits(name: str, launch: RecordedLaunch[Call]) -> bool:
     """Whether an entry that torch calls so measures a launch: of a batch only what closes it has times."""
+    return closes_batch(name) if launch.is_batch else measured_operation(name) == launch.op
+
+
+def closes_batch(name: str) -> bool:
+    """Whether an entry of that `profiling_name` measures a batch."""
+    return name.endswith(_CLOSING)
+
+
+def measured_operation(name: str) -> str | None:
+    """The operation that an entry of that `profiling_name` measures, where it is of one call."""
     operation = operation_of(name.partition(" ")[0])
-    if launch.is_batch:
-        return name.endswith(_CLOSING)
-    return operation is not None and operation.name == launch.op
+    return operation.name if operation is not None else None

@@ -11,7 +11,6 @@ from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, list_recording
 from crossrank.text import amount, milliseconds, percent, plural, printable
-from crossrank.tools.analysis.bandwidth import line_rates
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Failure, failed, find_candidates, put_together, read_candidate
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
@@ -70,6 +69,8 @@ class ReportCommand:
 def _figures(arguments: argparse.Namespace) -> Figures:
     """All figures of the files that the arguments name. A rank's times and the evidence for the diagnosis are read by
     the same workers."""
+    # Workers import this module too, and need nothing that imports polars.
+    from crossrank.tools.analysis.bandwidth import line_rates
     from crossrank.tools.analysis.figures import figures
 
     paths: list[str] = arguments.path

@@ -258,13 +258,14 @@ class _Found:
         of them all is the launch's.
         """
         began, ended, took, batch, id = map(pl.col, ("began", "ended", "took", "batch", "id"))
+        traces = [self._job.ranks[rank] for rank in ranks]
+        count = list(map(len, traces))
+        given = {name: np.concatenate([getattr(one.calls, name) for one in traces]) for name in _COLUMNS}
+        given |= {name: np.repeat([getattr(one, name) for one in traces], count) for name in _OF_FILE}
+        given["rank"] = np.repeat(np.array(ranks, np.int32), count)
+        given["row"] = np.concatenate([np.arange(one, dtype=np.uint32) for one in count])
         rows = (
-            pl.concat(
-                pl.DataFrame({name: np.asarray(getattr(trace.calls, name)) for name in _COLUMNS})
-                .with_row_index("row")
-                .with_columns(rank=pl.lit(rank), **{name: pl.lit(getattr(trace, name)) for name in _OF_FILE})
-                for rank, trace in ((rank, self._job.ranks[rank]) for rank in ranks)
-            )
+            pl.DataFrame(given)
             .with_row_index("order")
             .with_columns(began=pl.when((took > 0) & (began == 0)).then("called").otherwise(began))
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))

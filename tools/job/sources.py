@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
-from crossrank.tools.job.collectives import JobTables, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.one_run import problems
 from crossrank.tools.job.read_rank import READERS, RankSources, comms_with_times, pairs_of_rank
@@ -26,6 +26,9 @@ from crossrank.tools.traces.kernels import also_communicate
 from crossrank.tools.traces.nccl_inspector import number_ranks
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
+
+if TYPE_CHECKING:
+    from crossrank.tools.job.collectives import JobTables
 
 CHOICES = ("nsight", "kineto", "flight", "inspector", "comms")
 """What a user may ask for instead of what says most."""
@@ -170,6 +173,8 @@ def open_job(
 
 def job_of(traces: Sequence[RankTrace], found: Measurements) -> JobTables:
     """What was read, matched."""
+    from crossrank.tools.job.collectives import match_collectives  # polars, which takes workers long to import
+
     job = Job.match(traces)
     job.skipped = found.skipped
     return match_collectives(job)

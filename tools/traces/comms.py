@@ -182,7 +182,7 @@ def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of
 
 
 def add_records(
-    builder: TraceBuilder, records: Iterable[CommRecord], clock: WallClock, last: int | None, *, is_cut: bool
+    builder: TraceBuilder, records: Sequence[CommRecord], clock: WallClock, last: int | None, *, is_cut: bool
 ) -> None:
     """Append recorded calls, whose times are on `clock`; `last` is the id of a call that the rank
     may not have returned from; `is_cut`: the recording may end before a call that its rank did not wait for is over."""
@@ -190,16 +190,17 @@ def add_records(
     ending, awaited = trace.ending, trace.ending.awaited
     # A launch of NCCL may block, and is no wait.
     waits_known = trace.backend == GLOO and ending.waits is not None and ending.reason in ("hang", "SIGUSR1")
-    for record in records:
+    state = []
+    for row, record in enumerate(records, len(trace)):
         blocks = record.api in _BLOCKING_P2P
-        unawaited = is_p2p(record) and not blocks
+        unawaited = not blocks and is_p2p(record)
         may_block = record.id == last and not (blocks and waits_known)
-        is_open = may_block or record.id in awaited or (is_cut and unawaited)
-        row = builder.add(record, called=clock.at(record.t), state=SCHEDULED if is_open else RETIRED)
+        state.append(SCHEDULED if may_block or record.id in awaited or (is_cut and unawaited) else RETIRED)
         if record.id in awaited:
             trace.awaited.add(row)
         elif unawaited:
             trace.unawaited.add(row)
+    builder.add_all(records, [clock.at(record.t) for record in records], state)
 
 
 def _count(value: object) -> int:

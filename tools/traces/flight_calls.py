@@ -226,10 +226,8 @@ class _Reading:
         described = np.zeros((len(entries), 4), np.int64)
         described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
         group, signature, p2p, on_gloo = described[kind].T
-        record_id, pg_id, seq, p2p_seq, called, began, ended = (
-            np.array([value or 0 for value in columns[name]]) for name in _NUMBERS
-        )
-        took = np.rint(np.array([value or 0 for value in columns["duration_ms"]]) * 1e6)
+        record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
+        took = np.rint(entries.numbers("duration_ms") * 1e6)
         state = np.array([_STATES.get(value, SCHEDULED) for value in columns["state"]])
         self._pg_ids = dict(zip(pg_id[::-1].tolist(), group[::-1].tolist(), strict=True))  # the first entry decides
         highest = np.zeros(len(trace.groups), np.int64)
@@ -388,7 +386,7 @@ class _Reading:
         number_of_list: dict[int, int] = {}
         frame_of: dict[int, Frame | None] = {}
         column = self._dump.entries.columns["frames"]
-        for frames in {id(frames): frames for frames in column if type(frames) is list}.values():
+        for frames in {id(frames): frames for frames in column if frames and type(frames) is list}.values():
             key = tuple(map(id, frames[:MOST_FRAMES]))
             number = number_of.get(key)
             if number is None:
@@ -487,9 +485,11 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     awaited = trace.ending.awaited
     by_number: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
+    names = [None if one.apart else one.group.pg for one in trace.groups]
+    p2p = list(map(is_p2p, signatures.rows))
     for row, (group, number) in enumerate(zip(calls.group, calls.number, strict=True)):
-        if not is_p2p(signatures.rows[calls.signature[row]]) and not trace.groups[group].apart:
-            name = trace.groups[group].group.pg
+        name = names[group]
+        if name is not None and not p2p[calls.signature[row]]:
             by_number[name, number] = row
             last[name] = row
     collectives = [(record.pg, record.seq, record) for record in moment.calls if record.seq is not None]

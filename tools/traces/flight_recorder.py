@@ -24,8 +24,10 @@ from types import GenericAlias
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import orjson
 from msgspec import structs
+from numpy.typing import NDArray
 
 from crossrank.budget import EXTENTS, MEMBERS, ROWS, VALUES, Budget, BudgetError
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number
@@ -115,6 +117,10 @@ class Entries:
 
     def __iter__(self) -> Iterator[Entry]:
         return map(self.__getitem__, range(len(self)))
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """A column of numbers; 0 where one is not known."""
+        return np.array([value or 0 for value in self.columns[name]])
 
 
 class Progress(msgspec.Struct, frozen=True):

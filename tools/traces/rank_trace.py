@@ -149,8 +149,12 @@ class Interned(Generic[Thing]):
         return found
 
 
+_OWN: dict[str, Any] = {"id": 0, "t": 0, "seq": None, "p2p_seq": None, "batch": None, "step": 0, "thread": None}
+"""What differs between equal calls."""
+
+
 class Signatures(Interned[CommRecord]):
-    """Records without what differs between equal calls. They hold lists, so they are compared as encoded."""
+    """Records without `_OWN`. They hold lists, so they are compared as encoded."""
 
     def __init__(self, *first: CommRecord) -> None:
         super().__init__(*first, key=msgspec.msgpack.Encoder().encode)
@@ -161,8 +165,7 @@ class Signatures(Interned[CommRecord]):
         if not -1 <= record.bytes <= MOST:
             nothing: dict[str, Any] = {"in_split": None, "out_split": None, "inputs": [], "outputs": []}
             record = msgspec.structs.replace(record, bytes=MOST + 1, **nothing)
-        own = {"id": 0, "t": 0, "seq": None, "p2p_seq": None, "batch": None, "step": 0, "thread": None}
-        return self.number(msgspec.structs.replace(record, **own))
+        return self.number(msgspec.structs.replace(record, **_OWN))
 
 
 @dataclass
@@ -479,6 +482,30 @@ class TraceBuilder:
             thread=record.thread or 0,
         )
         return len(calls) - 1
+
+    def add_all(self, records: Sequence[CommRecord], called: Sequence[int], state: Sequence[int]) -> None:
+        """Append calls that have no times of their own, as `add` does one."""
+        signature = list(map(self.signatures.of, records))
+        p2p = list(map(is_p2p, self.signatures.rows))
+        number = [(one.p2p_seq if p2p[kind] else one.seq) or 0 for one, kind in zip(records, signature, strict=True)]
+        id, step, thread = ([getattr(one, name) or 0 for one in records] for name in ("id", "step", "thread"))
+        least, most = min((0, *called, *number)), max(map(abs, (0, *called, *number, *id, *thread)))
+        if least < 0 or most >= _LATEST or max(map(abs, (0, *step))) >= _MOST_STEPS:
+            for record, moment, one in zip(records, called, state, strict=True):
+                self.add(record, called=moment, state=one)
+            return
+        columns = {
+            "group": [self.group(one.pg) for one in records],
+            "batch": [-1 if one.batch is None else one.batch for one in records],
+            "signature": signature,
+            "number": number,
+            "id": id,
+            "step": step,
+            "thread": thread,
+            "called": called,
+            "state": state,
+        }
+        self.trace.calls.extend({name: np.array(values, np.int64) for name, values in columns.items()})
 
 
 def with_records(trace: RankTrace, records: Iterable[tuple[CommRecord, int]]) -> RankTrace:
