@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ class ExportCommand:
         for one in (trace for result in written for trace in result.unnamed):
             rows += export.write_rank(one)
         if export.of_job:
-            tables = sources.job_of(traces, found)
+            tables = sources.job_of(traces, found, release=True)
             for table in export.of_job:
                 rows[table] = export.write(OF_JOB[table](tables), table, "job")
         export.write_schema()
@@ -147,7 +148,7 @@ class _Export:
         if any(one.rank is None for one in traces) or task.kind == INSPECTOR:
             return _Written(traces, Counter(), traces)
         rows = sum(map(self.write_rank, traces), Counter[str]())
-        return _Written(traces if self.of_job else list(map(_ends_of, traces)), rows, [])
+        return _Written(list(map(_for_job if self.of_job else _ends_of, traces)), rows, [])
 
     def write_rank(self, trace: RankTrace) -> Counter[str]:
         """Write the tables of a rank, and return their numbers of rows."""
@@ -189,6 +190,12 @@ class _Written:
     rows: Counter[str]
     unnamed: list[RankTrace]
     """Traces whose rank depends on the other files; not written yet."""
+
+
+def _for_job(trace: RankTrace) -> RankTrace:
+    """What tables of the job are made of."""
+    calls = replace(trace.calls, state=array("B"), stack=array("I"), thread=array("q"))
+    return replace(trace, calls=calls, waits=None, host_waits=HostWaits())
 
 
 def _ends_of(trace: RankTrace) -> RankTrace:

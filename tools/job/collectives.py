@@ -29,7 +29,7 @@ import polars as pl
 
 from crossrank.tools.job.clocks import Clocks, align
 from crossrank.tools.job.job import Job
-from crossrank.tools.job.launches import SEND_RECV, Launches, launches
+from crossrank.tools.job.launches import SEND_RECV, Launches, launches, of_collectives
 from crossrank.tools.job.matching import match_calls, part_lanes
 from crossrank.tools.traces.rank_trace import Interned
 
@@ -83,13 +83,13 @@ class JobTables(Launches):
         return self
 
 
-def match_collectives(job: Job, *, batches_apart: bool = False) -> JobTables:
+def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = False) -> JobTables:
     """Join the calls of all ranks into collectives and transfers, on one clock, and measure them.
 
     With `batches_apart` each send of a batch is joined with its receive; the time of a launch of several is an upper
-    bound for each.
+    bound for each. `release` is that of `launches`; `id`, `number` and `ended_ns` are left out too.
     """
-    found, unmatched = launches(job, batches_apart=batches_apart), Counter[str]()
+    found, unmatched = launches(job, batches_apart=batches_apart, release=release), Counter[str]()
     found = replace(found, calls=_without_impossible(found.calls, unmatched))
     names = Interned[str]()
     clock_of = {rank: names.number(trace.clock or trace.path) for rank, trace in job.ranks.items()}
@@ -111,12 +111,13 @@ def match_collectives(job: Job, *, batches_apart: bool = False) -> JobTables:
     if shift.any():
         _note_large_shifts(calls, unmatched)
         calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
-    calls, collectives = _measure(replace(found, calls=calls), clocks)
+    found = replace(found, calls=calls.drop("lane", "clock", "shift", *(["id"] if release else [])))
+    calls, collectives = _measure(found, clocks)
     collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.to_list()))
     return JobTables(
         job=job,
         kinds=found.kinds,
-        calls=calls.drop("lane", "apart", "clock", "shift", "releases_all"),
+        calls=calls.drop("apart", "releases_all", *(["number", "ended_ns"] if release else [])),
         sent=found.sent,
         not_placed=found.not_placed,
         attributed=found.attributed,
@@ -164,15 +165,19 @@ def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFram
     """(the launches with `waiting_ns`, the collectives with what is measured of each)."""
     began, ended = pl.col("began_ns"), pl.col("ended_ns")
     duration = ended - began
+    of_kinds = of_collectives(
+        found.calls,
+        found.facts,
+        bytes=pl.max("bytes"),
+        exchanged=pl.max("exchanged"),
+        calls=pl.max_horizontal("calls", "together").max(),
+        shares_launch=pl.max("together") > 1,
+    )
     collectives = (
-        found.about(found.calls, "calls", "together", "bytes", "exchanged")
-        .lazy()
+        found.calls.lazy()
         .group_by("collective")
         .agg(
             pl.first("kind", "number", "step", "apart"),
-            pl.max("bytes", "exchanged"),
-            calls=pl.max_horizontal("calls", "together").max(),
-            shares_launch=pl.max("together") > 1,
             launches=pl.len(),
             ranks=ended.count(),
             called_ns=pl.min("called_ns"),
@@ -186,6 +191,7 @@ def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFram
         )
         .sort("collective")
         .collect()
+        .hstack(of_kinds.drop("collective"))
     )
     collectives = _timed(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
     of_call = collectives.select("released", "shortest", "by_begin", "compared", last_begin="arrived_ns")[

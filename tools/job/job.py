@@ -44,8 +44,9 @@ class Job:
     """Files that could not be used, and why."""
 
     @classmethod
-    def match(cls, traces: Sequence[RankTrace], world_size: int | None = None) -> Self:
-        """Match the ranks, of which each is there once. `world_size` is what the user says."""
+    def match(cls, traces: Sequence[RankTrace], world_size: int | None = None, *, lanes: bool = True) -> Self:
+        """Match the ranks, of which each is there once. `world_size` is what the user says. Without `lanes` groups have
+        none."""
         members = Members()
         traces, outside = _without_strangers(sorted(traces, key=lambda one: one.rank or 0), world_size, members)
         sizes = sizes_shown(traces)
@@ -60,7 +61,7 @@ class Job:
             trace.signatures, trace.stacks = signatures.rows, stacks.rows
         groups, group_of = join_groups(traces, world, world_is_known, sizes, members)
         p2p = list(map(is_p2p, signatures.rows))
-        for trace in traces:
+        for trace in traces if lanes else ():
             _fill_lanes(trace, groups, group_of[trace.rank or 0], p2p)
         return cls(
             ranks={trace.rank or 0: trace for trace in traces},

@@ -6,8 +6,10 @@ ns since 1970 on the clock of the file; what is not known is null.
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +21,7 @@ from crossrank.comm import MOST, OPERATIONS, CommRecord, Locality, ends_of, has_
 from crossrank.dtypes import dtype_of
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
-from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Interned
+from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Calls, Interned
 
 SEND_RECV = "send/recv"
 """Operation of several sends and receives that went out in one launch."""
@@ -141,6 +143,15 @@ class Launches:
         return frame.hstack(self.facts.select(names)[frame["kind"]])
 
 
+def of_collectives(calls: pl.DataFrame, facts: pl.DataFrame, /, **aggregates: pl.Expr) -> pl.DataFrame:
+    """A row for each `collective` of the launches: aggregates of `facts`, which has a row for each kind."""
+    # Most often all launches of a collective are of one kind: what is made on the way is small.
+    pair = pl.col("collective").cast(pl.Int64) * len(facts) + pl.col("kind")
+    pairs = calls.select(pair).to_series().unique()
+    kinds = facts[pairs % len(facts)].with_columns(collective=pairs // len(facts))
+    return kinds.group_by("collective").agg(**aggregates).sort("collective")
+
+
 # As categories texts cost 4 bytes a row.
 _FACTS = {
     "op": pl.Categorical,
@@ -188,20 +199,22 @@ def _bus_factor(op: str, size: int) -> float | None:
     return row.bus_factor(size)
 
 
-def launches(job: Job, *, batches_apart: bool = False) -> Launches:
-    """The launches of all ranks of a job, of which there is one.
+def launches(job: Job, *, batches_apart: bool = False, release: bool = False) -> Launches:
+    """The launches of all ranks of a job, of which there is one. With `release` the job keeps of its calls what they
+    are, and not when they were, unless there are batches, which may be looked at once more.
 
     With `batches_apart` sends and receives of a batch are a row each, with the times of their launch, where the rank's
     files number those of each pair: counted numbers may be shifted, and nothing of a batch would tell.
     """
-    return _Found(job, batches_apart).launches()
+    return _Found(job, batches_apart, release).launches()
 
 
 class _Found:
     """What is found while the calls of all ranks become launches."""
 
-    def __init__(self, job: Job, batches_apart: bool) -> None:
+    def __init__(self, job: Job, batches_apart: bool, release: bool) -> None:
         self._job = job
+        self._release = release and all(max(trace.calls.batch, default=-1) < 0 for trace in job.ranks.values())
         self._apart = np.array([batches_apart and is_p2p(one) and not one.members for one in job.signatures], bool)
         """Of each signature: calls of it stand by themselves, also in a batch."""
         self._node_of = {rank: trace.node for rank, trace in job.ranks.items() if trace.node}
@@ -220,10 +233,20 @@ class _Found:
             made = self._made(some)
             self._count(some, made)
             frames.append(self._numbered(made))
+            del made
+            if self._release:
+                for trace in map(self._job.ranks.__getitem__, some):
+                    calls = trace.calls
+                    trace.calls = Calls(group=calls.group, signature=calls.signature, id=calls.id)
+                del calls
+                _return_freed_memory()
         return Launches(
             job=self._job,
             kinds=list(self._kinds),
-            calls=pl.concat(frames, rechunk=True),
+            # Column by column: nothing else is there twice.
+            calls=pl.DataFrame(
+                {name: pl.concat([one.drop_in_place(name) for one in frames]).rechunk() for name in _CALLS}
+            ),
             sent=self._sent,
             not_placed=self._not_placed,
             attributed=self._attributed,
@@ -407,6 +430,12 @@ class _Found:
                     for to, count in zip(group.members, split, strict=True):
                         sent[to] += round(count * record.bytes / rows) * times
         del sent[rank]
+
+
+def _return_freed_memory() -> None:
+    """To the system: what was freed are small pieces between others, which glibc keeps."""
+    with suppress(AttributeError, OSError, TypeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool, together: int) -> CallKind:

@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.job.launches import CallKind, Launches
+from crossrank.tools.job.launches import CallKind, Launches, of_collectives
 from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import Interned
 
@@ -65,14 +65,13 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
         for one in found.kinds
     ]
     kinds = pl.DataFrame(rows, schema=_OF_KIND, orient="row")
-    calls = found.calls.hstack(kinds[found.calls["kind"]])
+    calls = found.calls.hstack(kinds.select("lane", "apart")[found.calls["kind"]])
     calls = _leave_out(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
     if calls["counted"].any() and (unlike := _unlike_counts(calls)).any():
-        calls, at_edge, unlike = _renumber_shifted(calls, unlike)
+        calls, at_edge, unlike = _renumber_shifted(calls, unlike, kinds["meaning"])
         calls = _leave_out(calls, at_edge, AT_EDGE, unmatched)
         calls = _leave_out(calls, unlike, UNLIKE_COUNTS, unmatched)
-    calls = _part_unlike_calls(_without_doubles(_join(calls), unmatched), unmatched)
-    return calls.drop("operation", "agreed", "root", "meaning")
+    return _part_unlike_calls(_without_doubles(_join(calls), unmatched), kinds, unmatched)
 
 
 def _join(calls: pl.DataFrame) -> pl.DataFrame:
@@ -80,8 +79,8 @@ def _join(calls: pl.DataFrame) -> pl.DataFrame:
     span = int(calls.select(pl.max("number")).item() or 0) + 1
     key = pl.col("lane").cast(pl.Int64) * span + pl.col("number")
     key = pl.when(_APART).then(-1 - pl.int_range(pl.len())).otherwise(key)
-    _, collective = np.unique(calls.select(key).to_series().to_numpy(), return_inverse=True)
-    return calls.with_columns(pl.Series(collective, dtype=pl.UInt32).alias("collective"))
+    keys = calls.select(key).to_series()
+    return calls.with_columns(keys.unique().sort().search_sorted(keys).cast(pl.UInt32).alias("collective"))
 
 
 def _without_doubles(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
@@ -126,7 +125,9 @@ def part_lanes(calls: pl.DataFrame, usable: pl.Expr, slack_ns: float, unmatched:
     return calls if parted["apart"].equals(calls["apart"]) else _join(parted.drop("bad", "looked_at"))
 
 
-def _renumber_shifted(calls: pl.DataFrame, unlike: pl.Series) -> tuple[pl.DataFrame, pl.Series, pl.Series]:
+def _renumber_shifted(
+    calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series
+) -> tuple[pl.DataFrame, pl.Series, pl.Series]:
     """Renumber the calls of lanes of which the ranks began at different calls. Returns (the calls, which of them ranks
     have beyond those of the others, which are still `unlike`).
 
@@ -135,7 +136,7 @@ def _renumber_shifted(calls: pl.DataFrame, unlike: pl.Series) -> tuple[pl.DataFr
     number = calls["number"].fill_null(0).to_numpy().copy()
     rest, at_edge = unlike.to_numpy().copy(), np.zeros(len(calls), bool)
     moment = calls.select(pl.coalesce("ended_ns", "called_ns").fill_null(0)).to_series().to_numpy()
-    what = calls["meaning"].to_numpy()
+    what = meaning.gather(calls["kind"]).to_numpy()
     order = (
         calls.select("lane", "rank", "number")
         .with_row_index("row")
@@ -210,12 +211,10 @@ def _agreed_size(kind: CallKind) -> int | None:
     return kind.bytes or None if agrees else None
 
 
-def _part_unlike_calls(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+def _part_unlike_calls(calls: pl.DataFrame, kinds: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
     """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
     differ = [pl.min(name) != pl.max(name) for name in ("operation", "agreed", "root")]
-    unlike = (
-        calls.lazy().group_by("collective").agg(pl.any_horizontal(differ).alias("unlike")).filter("unlike").collect()
-    )
+    unlike = of_collectives(calls, kinds, unlike=pl.any_horizontal(differ)).filter("unlike")
     if not len(unlike):
         return calls
     calls = calls.with_columns(unlike=pl.col("collective").is_in(unlike["collective"].to_list()))

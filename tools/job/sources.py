@@ -171,13 +171,13 @@ def open_job(
     return job_of(traces, found)
 
 
-def job_of(traces: Sequence[RankTrace], found: Measurements) -> JobTables:
-    """What was read, matched."""
+def job_of(traces: Sequence[RankTrace], found: Measurements, *, release: bool = False) -> JobTables:
+    """What was read, matched; `release` is that of `launches`."""
     from crossrank.tools.job.collectives import match_collectives  # polars, which takes workers long to import
 
-    job = Job.match(traces)
+    job = Job.match(traces, lanes=False)
     job.skipped = found.skipped
-    return match_collectives(job)
+    return match_collectives(job, release=release)
 
 
 def read(found: Measurements, fleet: Fleet) -> list[RankTrace]:

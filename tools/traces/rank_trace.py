@@ -77,7 +77,7 @@ class Calls(_Columns):
     """The system's number of the thread that made the call, as the process has it; 0 = not known."""
 
     def __len__(self) -> int:
-        return len(self.number)
+        return len(self.signature)
 
     def append(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -54,7 +54,8 @@ def with_keys(found: JobTables, calls: Iterable[pl.DataFrame]) -> list[pl.DataFr
     """The tables `calls` of ranks with the columns `KEYS`: the numbers of each call's group, and of the collective or
     transfer that it is part of. Both are null for ranks that do not belong to the job."""
     keys = [pl.col(name).cast(one.dtype) for name, one in KEYS.items()]
-    launches = pl.concat(_calls(found, p2p=p2p).select("rank", "row", *keys) for p2p in (False, True))
+    none = pl.DataFrame(schema={"rank": pl.Int32, "row": pl.UInt32} | {name: one.dtype for name, one in KEYS.items()})
+    launches = pl.concat([none, *(calls.select("rank", "row", *keys) for calls in _calls(found))])
     of_rank = launches.partition_by("rank", as_dict=True, include_key=False)
     row, result = pl.col("row"), []
     for frame in calls:
@@ -75,22 +76,25 @@ def _of(found: JobTables, p2p: bool) -> tuple[JobTables, int]:
     return found, 0
 
 
-def _calls(found: JobTables, *, p2p: bool) -> pl.DataFrame:
-    """The launches of collectives, or of transfers, with `KEYS` and what waiting says of each."""
-    source, first = _of(found, p2p)
-    launches = source.calls.select("rank", "row", "step", "kind", pl.col("collective") + first)
-    launches = source.about(launches.hstack(lateness(source)), "group", "op", "is_p2p")
-    return launches.filter(is_p2p=p2p).drop("kind", "is_p2p")
+def _calls(found: JobTables) -> Iterator[pl.DataFrame]:
+    """The launches of collectives, then those of transfers, with `KEYS` and what waiting says of each, in parts: whole
+    they are several times as large as what is made of them."""
+    for p2p in (False, True):
+        source, first = _of(found, p2p)
+        if any(one.is_p2p == p2p for one in source.kinds):
+            launches = source.calls.select("rank", "row", "step", "kind", pl.col("collective") + first)
+            for part in launches.hstack(lateness(source)).iter_slices(1 << 17):
+                yield source.about(part, "group", "op", "is_p2p").filter(is_p2p=p2p).drop("kind", "is_p2p")
 
 
 def arrivals_by_call(found: JobTables) -> pl.DataFrame:
     """The table `arrivals`."""
-    ranks = found.job.ranks
+    ranks, table = found.job.ranks, TABLES["arrivals"]
     first_of = dict(zip(ranks, accumulate(map(len, ranks.values()), initial=0), strict=False))
     place = pl.col("rank").replace_strict(first_of, return_dtype=pl.UInt32) + pl.col("row")
-    numbers = pl.Series(np.concatenate([np.zeros(0, np.int64), *(trace.numbers for trace in ranks.values())]))
-    calls = pl.concat(_calls(found, p2p=p2p) for p2p in (False, True))
-    return TABLES["arrivals"].select(calls.with_columns(call=pl.lit(numbers).gather(place)))
+    numbers = pl.lit(pl.Series(np.concatenate([np.zeros(0, np.int64), *(trace.numbers for trace in ranks.values())])))
+    parts = (table.select(calls.with_columns(call=numbers.gather(place))) for calls in _calls(found))
+    return pl.concat([pl.DataFrame(schema=table.schema), *parts])
 
 
 def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
