@@ -3,14 +3,14 @@
     import crossrank
     crossrank.enable()          # TRACING=CROSSNODE|ALL|NONE decides what is emitted
 
-From here on every collective and P2P call of this process is recorded, whoever makes it. `crossrank.step()` ends
-an iteration (otherwise the optimizers' steps are counted), `with crossrank.window():` records execution trace and
-Kineto of a block, `with crossrank.expect_pause():` keeps the ranks that wait for this one meanwhile from reporting a
-hang, `crossrank.disable()` finishes the files; leaving the process does so too.
+From then on, crossrank records every collective and P2P call of this rank. `crossrank.step()` ends a training step;
+without it, crossrank counts the steps of the optimizers. `with crossrank.window():` records the execution trace and
+the Kineto trace of a block. Within `with crossrank.expect_pause():`, ranks that wait for this rank report no hang.
+`crossrank.disable()` finishes the files, and so does the end of the process.
 
     job = crossrank.load("/data/run1")      # in a notebook: tables of calls, collectives, steps, and answers
 
-The names below import what they need when they are first used, torch or the offline tools: neither needs the other.
+Each name below imports torch or the offline tools at its first use. The tools do not need torch, nor torch the tools.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         try:
             return getattr(import_module("crossrank.instrument.api"), name)
-        except Exception as error:  # a requirement that is missing or broken, no descriptor left to read a file with
-            globals().update(vars(off.names(error)))  # it is not tried again at each step
+        except Exception as error:  # a missing or broken requirement, or no file descriptor left
+            globals().update(vars(off.names(error)))  # so that no later step tries the import again
             return globals()[name]
     raise AttributeError(f"module 'crossrank' has no attribute {name!r}")

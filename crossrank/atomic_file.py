@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after an error or Ctrl-C; local or at an fsspec URL."""
+"""Files that exist completely or not at all, also after an error or Ctrl-C. They are local or at an fsspec URL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crossrank.recording import is_url
 
 
 def join(folder: str | Path, name: str) -> str:
-    """Path or URL of `name` in `folder`.
+    """Return the path or URL of `name` in `folder`.
 
     >>> join("s3://bucket/run/", "a"), join("run", "a"), join("/", "a")
     ('s3://bucket/run/a', 'run/a', '/a')
@@ -29,7 +29,7 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Make a local folder or one at a URL, with its parents. Raises `CrossrankError` where it cannot be created."""
+    """Make a folder, local or at a URL, and its parents. Raise `CrossrankError` if that fails."""
     try:
         if is_url(folder):
             import fsspec
@@ -38,14 +38,14 @@ def make_folder(folder: str) -> None:
             file_system.makedirs(path, exist_ok=True)
         else:
             os.makedirs(folder, exist_ok=True)
-    except Exception as error:  # every kind of file system has errors of its own
+    except Exception as error:  # each kind of file system has its own errors
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise CrossrankError(f"{folder}: cannot be created ({reason}); name another folder with -o") from error
 
 
 def compressed(file: BinaryIO, name: str | Path) -> AbstractContextManager[Any]:
-    """Writes into `file`, which stays open, compressed where `name` ends in `.gz` or `.zst`. The bytes depend on the
-    content alone: no name and no time is in them."""
+    """Return a stream into `file`, compressed if `name` ends in `.gz` or `.zst`. It leaves `file` open. The bytes
+    depend only on the content: they contain no name and no time."""
     if str(name).endswith(".gz"):
         return gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6)
     if str(name).endswith(".zst"):
@@ -55,9 +55,9 @@ def compressed(file: BinaryIO, name: str | Path) -> AbstractContextManager[Any]:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Gives the local name under which the block writes: renamed to `path` if the block ends well, else removed.
+    """Yield a local path to write to. If the block succeeds, move the file to `path`, otherwise remove it.
 
-    A URL gets the file when it is whole. Raises `OSError` where it cannot be put in place.
+    A URL receives the complete file at the end. Raise `OSError` if the file cannot be put in place.
     """
     if is_url(str(path)):
         import fsspec
@@ -66,18 +66,18 @@ def whole_file(path: str | Path) -> Iterator[Path]:
             temporary = Path(folder) / str(path).rpartition("/")[2]
             yield temporary
             try:
-                file_system, there = fsspec.core.url_to_fs(str(path))
-                file_system.put_file(str(temporary), there)
-            except Exception as error:  # every kind of file system has errors of its own
+                file_system, remote_path = fsspec.core.url_to_fs(str(path))
+                file_system.put_file(str(temporary), remote_path)
+            except Exception as error:  # each kind of file system has its own errors
                 raise OSError(0, one_line(error), str(path)) from error
         return
     path = Path(path)
     if not path.name or path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
-        # A device or pipe would be replaced by a file.
+        # os.replace would put a file in place of the device or pipe.
         raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(path))
-    # A name that cannot be guessed holds no link or pipe of another user, and an existing file is never opened.
+    # No other user can put a link or pipe at a random name, and O_EXCL opens no existing file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:

@@ -1,8 +1,8 @@
-"""Bounds on what one file may expand to, so that a small file cannot use up its reader's memory or time.
+"""Limits on what one file may expand to, so that a small file cannot use up the reader's memory or time.
 
-A file states how large things are: how far it unpacks, how many members a group has, how often one thing is
-repeated. A genuine file stays far below these bounds; one that does not is malicious or broken. A file of up to 1 MB
-may have `base` of a thing, a larger one `per_byte` more for every byte that it has on disk beyond that.
+A file states how large things are: its unpacked size, the members of a group, how often something is repeated. A
+genuine file stays far below these limits. A file above them is malicious or broken. A file of up to 1 MB may have
+`base` items of a kind. A larger file may have `per_byte` more for each further byte on disk.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from crossrank.errors import CrossrankError
 
 _FREE = 1_000_000
-"""Bytes on disk that do not make a bound larger."""
+"""The first bytes on disk, which do not raise a limit."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How many of a thing a file may have."""
+    """How many items of one kind a file may have."""
 
     what: str
     base: int
@@ -29,21 +29,21 @@ class Limit:
 
 BYTES = Limit("bytes of content", 64 << 20, 256)
 LINES = Limit("lines", 1 << 17, 1)
-"""Of a comms file, whose calls take 10 bytes each; a replay makes some 2.5 kB of one."""
+"""Lines of a comms file. A call takes 10 bytes there; a replay turns each into about 2.5 kB."""
 ROWS = Limit("rows", 1 << 18, 1)
-"""Of the long list that a file consists of: nodes, events, calls, entries."""
+"""Rows of a file's long list: nodes, events, calls or entries."""
 OBJECTS = Limit("JSON objects", 2_000_000, 64)
-"""In rows that are decoded into structs, counted before anything is known of them but their brackets."""
+"""JSON objects in rows that are decoded into structs. The reader counts their brackets before it decodes them."""
 VALUES = Limit("values", 3_000_000, 64)
-"""Of content that is decoded into whatever it holds."""
+"""Values of content that is decoded without a struct."""
 QUERIES = Limit("microseconds of queries", 3_000_000, 1)
-"""Of a processor, within SQLite; a genuine export takes a twentieth of it."""
+"""CPU time of queries in SQLite. A genuine export takes a twentieth of it."""
 MEMBERS = Limit("members of groups", 1 << 20, 4)
 EXTENTS = Limit("extents of tensors", 1 << 20, 4)
 
 
 class BudgetError(CrossrankError):
-    """A file asks for more than any genuine one of its size has. `what` is the text without the file."""
+    """A file asks for more than any genuine file of its size. `what` is the message without the path."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}")
@@ -52,20 +52,20 @@ class BudgetError(CrossrankError):
 
 @dataclass
 class Budget:
-    """What one file has used of its bounds."""
+    """What one file has used of its limits."""
 
     path: str
     size: int = 0
-    """Bytes on disk; 0 where it is not known."""
+    """Bytes on disk; 0 if unknown."""
     used: Counter[Limit] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, path: str) -> Budget:
-        """That of the local file at `path`."""
+        """Return the budget of the local file at `path`."""
         return cls(path, os.path.getsize(path) if os.path.isfile(path) else 0)
 
     def spend(self, limit: Limit, count: int) -> None:
-        """Note `count` more of a thing. Raises `BudgetError` past its bound."""
+        """Count `count` more items. Raise `BudgetError` above the limit."""
         self.used[limit] += count
         most = limit.base + limit.per_byte * max(0, self.size - _FREE)
         if self.used[limit] > most:
@@ -77,7 +77,7 @@ class Budget:
             )
 
     def ranks(self, ranks: list[int] | range) -> list[int]:
-        """The members of a group. Those that a range stands for the file does not list but counts: they are spent."""
+        """Return the members of a group as a list. Spend the members of a range, which the file does not list."""
         if isinstance(ranks, list):
             return ranks
         self.spend(MEMBERS, len(ranks))
@@ -85,10 +85,10 @@ class Budget:
 
 
 def read_small(path: str | os.PathLike[str], most: int = 16 << 20) -> bytes:
-    """The content of a regular file that programs write for each other, such as a verdict.
+    """Return the content of a regular file that programs write for each other, such as a verdict.
 
-    A pipe would be waited for, and a device has no end: raises `BudgetError` for them and for more than `most` bytes,
-    `OSError` where the file cannot be read.
+    Raise `BudgetError` for more than `most` bytes, and for a pipe or a device, which could have no end. Raise
+    `OSError` if the file cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""Element types: one row each, with its size and the names that execution traces, Kineto and dumps give it."""
+"""Element types: one row each, with size and the names in execution traces, Kineto traces and dumps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DType:
-    """One element type, by torch's name for it."""
+    """One element type. `name` is torch's name."""
 
     name: str
     size: int
     """Bytes per element."""
     aliases: tuple[str, ...] = ()
-    """What others call it: C++ type names in execution traces, ScalarType names in Kineto and flight dumps."""
+    """Other names: C++ types in execution traces, ScalarType in Kineto traces and flight-recorder dumps."""
 
 
 DTYPES: dict[str, DType] = {
@@ -47,7 +47,7 @@ _BY_ALIAS = {alias: row for row in DTYPES.values() for alias in (row.name, *row.
 
 
 def dtype_of(name: str) -> DType | None:
-    """The element type that any of the formats calls `name`; None for one the table lacks.
+    """Return the element type that any of the formats calls `name`; None if the table lacks it.
 
     >>> dtype_of("c10::BFloat16").name, dtype_of("Tensor(long int)").size
     ('bfloat16', 8)

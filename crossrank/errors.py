@@ -1,6 +1,6 @@
 """The one error type that crossrank shows to a user.
 
-A message says what happened, with which value, and what to do next, on one line:
+A message says on one line what happened, with which value, and what to do next:
 
 >>> raise CrossrankError("TRACING='SOME' is not one of CROSSNODE, ALL, NONE")
 Traceback (most recent call last):
@@ -16,16 +16,16 @@ import traceback
 import msgspec
 
 BROKEN = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ArithmeticError)
-"""What decoding or converting untrusted content raises. ValueError: text that is not UTF-8 or has lone surrogates,
-numbers out of range. ArithmeticError: such numbers, and malformed decimals. TypeError: content of the wrong type."""
+"""Errors of decoding or converting untrusted content. ValueError: text that is not UTF-8 or has lone surrogates,
+numbers out of range. ArithmeticError: such numbers, malformed decimals. TypeError: content of the wrong type."""
 
 
 class CrossrankError(Exception):
-    """A condition that the user can act on. Its text is the whole message."""
+    """A condition that the user can act on. Its text is the complete message."""
 
 
 def one_line(error: BaseException) -> str:
-    """`error` on one line, with its type where the text alone would say nothing.
+    """Return `error` as one line, with its type unless it is a `CrossrankError`.
 
     >>> one_line(KeyError("dtype"))
     "KeyError: 'dtype'"
@@ -37,7 +37,7 @@ def one_line(error: BaseException) -> str:
 
 
 def unforeseen(error: BaseException) -> CrossrankError:
-    """The message for an unexpected error: what it is and where it was raised, so that it can be reported."""
+    """Return the message for an unexpected error: what it is and where it was raised, so that users can report it."""
     if isinstance(error, MemoryError):
         return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
     if isinstance(error, RecursionError):

@@ -13,12 +13,12 @@ from pathlib import Path
 from crossrank.errors import CrossrankError
 
 _LEAST_MEMORY = 32 << 20
-"""Bytes that must be left to training when a recording begins, or writes down what torch knows."""
+"""Bytes that training must be able to allocate when a recording starts or dumps torch's flight recorder."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str | None:
-    """The kernel's id of this boot of this machine; None where the system has none."""
+    """Return the kernel's id of this boot of this node; None if the system has none."""
     try:
         return _BOOT_ID.read_text().strip() or None
     except OSError:
@@ -26,8 +26,8 @@ def boot_id() -> str | None:
 
 
 def network_cards() -> int:
-    """Cards by which this machine reaches others: InfiniBand and RoCE devices, else network devices that are no
-    software; 1 where the system tells none."""
+    """Return how many network cards connect this node to others: InfiniBand and RoCE devices, else network devices
+    with hardware. 1 if the system lists none."""
     for devices in (Path("/sys/class/infiniband").glob("*"), Path("/sys/class/net").glob("*/device")):
         if count := len(list(devices)):
             return count
@@ -35,14 +35,14 @@ def network_cards() -> int:
 
 
 def memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Return this node's bytes of memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def need_memory() -> None:
-    """Raise `CrossrankError` where this process may not allocate what a recording needs, as far as its own limits go.
+    """Raise `CrossrankError` if the limits of this process leave too little memory for a recording.
 
-    Asked beforehand, for code of torch's that lacks memory may end the process."""
+    The check comes first, since code in torch that runs out of memory may end the process."""
     try:
         mmap.mmap(-1, _LEAST_MEMORY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
@@ -52,17 +52,17 @@ def need_memory() -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process allocate `more` bytes than it has by now: beyond that an allocation fails, where the system can
-    do that."""
+    """Let this process allocate `more` bytes in addition to what it has now. Above that, an allocation fails. Has no
+    effect if the system has no such limit."""
     with suppress(OSError, ValueError):
-        now = _of_this_process("VmData")
+        now = _read_status_bytes("VmData")
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 def give_memory_back() -> None:
-    """Give freed memory back to the system, and let `peak_memory` begin anew, as far as this system can."""
+    """Return freed memory to the system and restart the measurement of `peak_memory`, if this system can do so."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -72,14 +72,14 @@ def give_memory_back() -> None:
 
 
 def peak_memory() -> int:
-    """Most bytes that this process had in memory, since `give_memory_back` where the system can tell that."""
+    """Return the peak memory of this process in bytes; since `give_memory_back` if the system can measure that."""
     with suppress(OSError, ValueError):
-        return _of_this_process("VmHWM")
+        return _read_status_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _of_this_process(name: str) -> int:
-    """Bytes that the system counts under a name. Raises `OSError` or `ValueError` where it counts none."""
+def _read_status_bytes(name: str) -> int:
+    """Return the bytes in line `name` of this process's status. Raise `OSError` or `ValueError` if there is none."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""What a training script calls where the recorder cannot be imported: nothing is recorded, and training goes on."""
+"""The functions that a training script calls if the recorder cannot be imported. Training continues unrecorded."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-_said = False
+_has_warned = False
 
 
 def names(error: Exception) -> SimpleNamespace:
-    """The functions of `crossrank.instrument.api`, of which `enable` says once that `error` keeps it from recording."""
+    """Return the functions of `crossrank.instrument.api`. `enable` warns once that `error` prevents the recording."""
 
     def enable(**_: object) -> Any:
-        global _said
-        if not _said:
-            _said = True
-            import logging  # torch has it; a process that never calls this does without
+        global _has_warned
+        if not _has_warned:
+            _has_warned = True
+            import logging  # torch imports it; a process that never calls this does not need it
 
             logging.getLogger("crossrank").warning(
                 "crossrank: tracing is off: it cannot be imported (%s); see to that, or install it anew with its "
@@ -36,7 +36,7 @@ def names(error: Exception) -> SimpleNamespace:
 
 
 class _Off:
-    """The handle of a recording that did not begin."""
+    """The handle of a recording that did not start."""
 
     active = False
 

@@ -1,7 +1,7 @@
-"""What the value of a field says about its user. `crossrank anonymize` is made from it.
+"""What the value of a field reveals about its user. `crossrank anonymize` follows these classes.
 
-The class stands on the field that declares it: `host: Annotated[str, Privacy.HOST]`. A field without one is left out
-of an anonymous file, and counted. A `bool` and a `Literal` need none: they say one of a few things of ours.
+A field declares its class in its type: `host: Annotated[str, Privacy.HOST]`. `anonymize` skips and counts a field
+without a class. A `bool` and a `Literal` need no class: crossrank defines all their values.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from enum import Enum
 
 
 class Privacy(Enum):
-    """What a value is. Its text stands in names: `host-3f9a1c20de`."""
+    """The class of a value. Its text is part of a pseudonym: `host-3f9a1c20de`."""
 
-    # Numbers, and lists of them however deep, also as text.
+    # Numbers, and nested lists of them, also as text.
     NUMBER = "number"
-    """Stays: no size, no time of the day, no serial number."""
+    """Stays. It is no size, no wall time and no serial number."""
     SIZE = "size"
-    """A count of elements or bytes: stays, or is rounded with `--coarse`."""
+    """A count of elements or bytes. Stays, or is rounded with `--coarse`."""
     WALL = "wall"
-    """ns or us since 1970: moved, with all others by the same time."""
+    """ns or us since 1970. Moved by the same time as all others."""
     DAY = "day"
-    """A local time, as `2023-09-07 16:09:59`: moved."""
+    """A local time such as `2023-09-07 16:09:59`. Moved."""
 
-    # Texts of which a part may stay.
+    # Texts that may stay in part.
     EVENT = "name"
-    """An operation, a kernel, a range, a frame of Python as Kineto names it."""
+    """An operation, a kernel, a range, or a Python frame as Kineto names it."""
     PATH = "path"
     PLACE = "place"
     """`file.py:line`"""
     FRAMES = "frames"
-    """Of a stack: functions with their files."""
+    """Functions of a stack with their files."""
     MESSAGE = "text"
-    """What an exception says, or a sentence of ours with such in it."""
+    """The text of an exception, or a message of crossrank that contains one."""
     OP_SCHEMA = "schema of an operation"
     WORD = "word"
-    """One of ours: which of a few things something is."""
+    """A word of crossrank's own files: one of a few values."""
 
-    # Texts that stay where they are what anyone's traces have in such a place. `vocabulary.PATTERNS` has what that is.
+    # Texts that stay if they match the public pattern of their class in `vocabulary.PATTERNS`.
     API = "api"
     BACKEND = "backend"
     CATEGORY = "category"
@@ -47,7 +47,7 @@ class Privacy(Enum):
     FACT = "fact"
     FIELD = "field"
     GROUP = "group"
-    """Name or description of a process group. Of another one the dimension stays: `tp-group-3f9a1c20de`."""
+    """Name or description of a process group. A replaced name keeps its dimension: `tp-group-3f9a1c20de`."""
     LABEL = "label"
     MEMORY = "memory"
     PACKAGE = "package"
@@ -63,7 +63,7 @@ class Privacy(Enum):
     UNIT = "unit"
     VERSION = "version"
 
-    # Texts and numbers that never stay.
+    # Texts and numbers that are always replaced.
     BOOT = "boot"
     COMMUNICATOR = "communicator"
     DIGEST = "sha256"
@@ -78,4 +78,4 @@ class Privacy(Enum):
     VM = "vm"
 
     MIXED = "mixed"
-    """Parts of it are of several classes, and have no struct that says so: `tools/sharing/kinds.py` does."""
+    """The parts have several classes, which no struct declares. `tools/sharing/kinds.py` lists them."""

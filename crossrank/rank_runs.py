@@ -1,4 +1,4 @@
-"""Ranks of a large group in compact form: as arithmetic runs, of which the groups of a device mesh have few."""
+"""Compact form of the ranks of a large group: arithmetic runs. The groups of a device mesh have few of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Run = tuple[int, int, int]
 
 
 def to_runs(ranks: Sequence[int]) -> list[Run]:
-    """Ranks in their order, as the longest runs from the left.
+    """Return the ranks in their order as runs, each as long as possible, from left to right.
 
     >>> to_runs([0, 1, 2, 3, 8, 12, 16, 5])
     [(0, 4, 1), (8, 3, 4), (5, 1, 1)]
@@ -29,7 +29,7 @@ def to_runs(ranks: Sequence[int]) -> list[Run]:
 
 
 def from_runs(runs: Sequence[Run]) -> list[int] | None:
-    """The ranks in their order; None where one is not a valid rank.
+    """Return the ranks in their order; None if one is not a valid rank.
 
     >>> from_runs([(0, 4, 1), (8, 3, 4), (5, 1, 1)])
     [0, 1, 2, 3, 8, 12, 16, 5]

@@ -1,15 +1,14 @@
-"""A recording on disk: which files it has, and how to read them whatever state they are in.
+"""A recording on disk: which files it has, and how to read them, damaged or not.
 
-Rank N writes `rank-N.comms.jsonl.zst`, and for every window `rank-N.et.json.zst` and `rank-N.kineto.json.zst`
-(later windows `rank-N.w2.et.json.zst`, …), and `rank-N.flight.json.zst` for torch's flight recorder. `crossrank link`
-adds `rank-N.linked.json.zst` for every window. Every file is also read plain or gzipped, and from an fsspec URL. In a
-job of more than 64 ranks they lie in folders of a few ranks each: `rank_folder`.
+Rank N writes `rank-N.comms.jsonl.zst` and, for torch's flight recorder, `rank-N.flight.json.zst`. For every window it
+writes `rank-N.et.json.zst` and `rank-N.kineto.json.zst` (later windows `rank-N.w2.et.json.zst`, …), and `crossrank
+link` adds `rank-N.linked.json.zst`. Every file can also be plain or gzipped, or at an fsspec URL. In a job of more
+than 64 ranks, a few ranks share a folder: see `rank_folder`.
 
-The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object with one
-key that says what it is: `header` (always first), `gpu` (where it was known too late for the header), `group`, `step`,
-`wait`, `ran`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a file says
-until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last whole frame
-is cut off, and is reported rather than raised.
+The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`. Every other line is an object with one
+key, its kind: `header` (always first), `gpu` (if it became known after the header), `group`, `step`, `wait`, `ran`,
+`clock`, `counters`, `window`, `end` (last; a file without it is from a process that died). The file has all calls up to
+its last `clock`. It consists of complete zstd frames. The reader reports and skips what follows the last complete one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.privacy import Privacy
 
 SCHEMA = "crossrank-comms 1"
-"""First word and version of a comms header. The number rises when an old reader would misread the file."""
+"""First word and version of a comms header. The number rises if an old reader would misread the file."""
 
 COMMS = "comms"
 EXECUTION_TRACE = "et"
@@ -41,30 +40,30 @@ FLIGHT = "flight"
 LINKED = "linked"
 
 VERDICT = "verdict.json"
-"""The diagnosis of a hang, as the job itself wrote it beside the dumps."""
+"""File with the diagnosis of a hang, which the job itself writes next to the dumps."""
 OVER = "over"
-"""The verdict in it of a job that went on: what was found is beside it."""
+"""`verdict` in this file if the job continued. The file keeps the findings."""
 
 SLOW = "slow"
-"""The verdict in it while the ranks that others wait for move, or are not known: what was found is beside it."""
+"""`verdict` in this file while the ranks that others wait for make progress, or are unknown. It keeps the findings."""
 
 DIAGNOSING = ".diagnosing-"
-"""How the name of a lock begins that one process of a node holds while it diagnoses a hang."""
+"""Prefix of a lock's name. One process of a node holds the lock while it diagnoses a hang."""
 PAUSING = ".pausing-"
-"""How the name of a file begins by which a rank says that the others will wait for it: its rank follows, and in it are
-the seconds since 1970 until when."""
+"""Prefix of a file's name; the rank follows. With this file a rank announces that the others will wait for it. The
+content is the end of the pause in seconds since 1970."""
 
 OF_A_BACKEND = re.compile(
     r"^Dist\w*Error\b|(?<![a-z0-9])(gloo|nccl|ucc_|c10d)|monitoredBarrier|ProcessGroup|TCPStore|Operation timed out!",
     re.IGNORECASE,
 )
-"""What no library but torch.distributed writes into its exceptions."""
+"""Matches the exceptions of torch.distributed, and of no other library."""
 
 RANGE = "crossrank#"
-"""Name of the range around a recorded launch in both traces of a window; the record's id follows."""
+"""Name of the range around a recorded launch in both traces of a window. The record's id follows."""
 
-_MOST_TOGETHER = 64
-"""Ranks that share one folder in a small job."""
+_MOST_RANKS_WITHOUT_FOLDERS = 64
+"""Largest world size whose files are all in one folder."""
 _MOST_FOLDERS = 1024
 RANK_FOLDER = re.compile(r"ranks-\d+-\d+")
 
@@ -86,12 +85,12 @@ _TEMPORARY = re.compile(r"\.(?P<name>rank-\d{1,18}\..*)\.part(\.zst)?")
 _CHUNK = 1 << 20
 _LONGEST_LINE = 16 << 20
 _MOST_PROBLEMS = 100
-_COMPRESSED = 1 << 13
-"""Bytes that are decompressed at once: zstd makes up to 32,768 times as much of them, which nothing else limits."""
+_COMPRESSED_CHUNK = 1 << 13
+"""Bytes that are decompressed at once. zstd can expand them 32,768 times, which nothing else limits."""
 
 
 def file_name(kind: str, rank: int, window: int = 1) -> str:
-    """Name of a rank's file; windows count from 1.
+    """Return the name of a rank's file. Windows count from 1.
 
     >>> file_name("kineto", 3, window=2)
     'rank-3.w2.kineto.json.zst'
@@ -101,31 +100,31 @@ def file_name(kind: str, rank: int, window: int = 1) -> str:
 
 
 def rank_folder(rank: int, world_size: int) -> str:
-    """The folder of a recording that holds the files of a rank; empty where that is the recording itself.
+    """Return the folder, within a recording, with the files of a rank; empty if that is the recording itself.
 
-    File systems of clusters are slow in folders of many files. In a large job 8 ranks, which most often are a node,
-    share a folder, or as many more as make no more than 1,024 folders. Where a rank's files are follows from the two
-    numbers alone: a rank finds another one's without asking where that runs.
+    File systems of clusters are slow if a folder has many files. So in a large job 8 ranks, usually one node, share a
+    folder, or more ranks if that would make over 1,024 folders. The folder depends only on the two numbers: a rank
+    finds the files of another rank without asking where that rank runs.
 
     >>> rank_folder(13, 64), rank_folder(13, 1024), rank_folder(13, 16384)
     ('', 'ranks-8-15', 'ranks-0-15')
     """
-    if world_size <= _MOST_TOGETHER:
+    if world_size <= _MOST_RANKS_WITHOUT_FOLDERS:
         return ""
-    together = 8
-    while together * _MOST_FOLDERS < world_size:
-        together *= 2
-    first = rank - rank % together
-    return f"ranks-{first}-{first + together - 1}"
+    ranks_per_folder = 8
+    while ranks_per_folder * _MOST_FOLDERS < world_size:
+        ranks_per_folder *= 2
+    first = rank - rank % ranks_per_folder
+    return f"ranks-{first}-{first + ranks_per_folder - 1}"
 
 
 def temporary_name(name: str) -> str:
-    """Name under which a file grows until it is whole. One that is found later was cut off."""
+    """Return the name of a file while it is being written. If a reader finds one later, the file was cut off."""
     return f".{name.removesuffix('.zst')}.part"
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that wrote a file of this name, whole or cut off; None for an unrecognized file."""
+    """Return the rank that wrote a file of this name, complete or cut off; None for an unrecognized file."""
     cut_off = _TEMPORARY.fullmatch(name)
     match = re.match(r"rank-(\d{1,18})\.", cut_off["name"] if cut_off else name)
     return int(match[1]) if match else None
@@ -136,7 +135,7 @@ def is_url(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is a folder at a path or URL."""
+    """Return whether there is a folder at a path or URL."""
     if path and not is_url(path):
         return os.path.isdir(path)
     file_system, local = _file_system(path)
@@ -157,26 +156,26 @@ class RankFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What a folder holds."""
+    """The content of a folder."""
 
     files: tuple[RankFile, ...]
     partial: tuple[str, ...]
-    """Files that were cut off while they were written, by their names."""
+    """Names of files whose writing was cut off."""
     unrecognized: tuple[str, ...]
-    """Files that are none of a recording's, by their names."""
+    """Names of files that belong to no recording."""
     folders: tuple[str, ...]
-    """Folders in it, by their names."""
+    """Names of folders."""
     special: tuple[str, ...] = ()
-    """What is neither file nor folder, by their names: pipes, devices, links that lead to none."""
+    """Names of everything else: pipes, devices, broken links."""
 
     def of_kind(self, kind: str) -> list[RankFile]:
         return [file for file in self.files if file.kind == kind]
 
 
 def list_recording(path: str) -> Listing:
-    """The files of the recording at `path`: a folder, one file, or an fsspec URL of either.
+    """Return the files of the recording at `path`: a folder, one file, or an fsspec URL of either.
 
-    Raises `CrossrankError` where there is nothing at `path`.
+    Raise `CrossrankError` if there is nothing at `path`.
     """
     file_system, local = _file_system(path)
     try:
@@ -186,7 +185,7 @@ def list_recording(path: str) -> Listing:
         entries = file_system.ls(local, detail=True) if is_folder else [file_system.info(local)]
     except CrossrankError:
         raise
-    except Exception as error:  # every kind of file system has errors of its own
+    except Exception as error:  # each kind of file system has its own errors
         raise CrossrankError(f"{path}: cannot be listed ({one_line(error)})") from error
     files: list[RankFile] = []
     names: dict[str, list[str]] = {"partial": [], "unrecognized": [], "folders": [], "special": []}
@@ -198,10 +197,10 @@ def list_recording(path: str) -> Listing:
         elif not is_file:
             names["special"].append(name)
         elif match := _NAME.fullmatch(name):
-            size = entry.get("size")  # some file systems do not know it, and an archive may say anything
+            size = entry.get("size")  # unknown in some file systems, and untrusted in an archive
             files.append(
                 RankFile(
-                    path=_url(file_system, entry["name"], path) if is_url(path) else entry["name"],
+                    path=_url_of_file(file_system, entry["name"], path) if is_url(path) else entry["name"],
                     rank=int(match["rank"]),
                     kind=_KIND_OF[match["suffix"]],
                     window=int(match["window"] or 1),
@@ -217,35 +216,35 @@ def list_recording(path: str) -> Listing:
 def _file_system(path: str) -> tuple[Any, str]:
     if not path:
         raise CrossrankError("the path is empty; name the folder given as TRACING_DIR")
-    import fsspec  # a training process has none: it reads and writes local files alone
+    import fsspec  # not available in a training process, which uses only local files
 
     if not is_url(path):  # fsspec would read `::` in a name as a chain of URLs
         return fsspec.filesystem("file"), os.path.abspath(path)
     try:
         return cast("tuple[Any, str]", fsspec.core.url_to_fs(path))
-    except Exception as error:  # every kind of file system has errors of its own
+    except Exception as error:  # each kind of file system has its own errors
         raise CrossrankError(f"{path}: cannot be reached ({one_line(error)})") from error
 
 
-def _size(path: str) -> int:
-    """Bytes on disk of what is at a path or URL: of an archive's member, of the archive. 0 where it is not known."""
+def _size_on_disk(path: str) -> int:
+    """Return the bytes on disk at a path or URL; for a member of an archive, those of the archive. 0 if unknown."""
     try:
         if not is_url(path):
             return os.path.getsize(path)
         file_system, local = _file_system(path.rpartition("::")[2])
         return int(file_system.size(local) or 0)
-    except Exception:  # every kind of file system has errors of its own
+    except Exception:  # each kind of file system has its own errors
         return 0
 
 
-def _url(file_system: Any, name: str, folder: str) -> str:
-    """URL of a file that was found through the URL of its folder: of an archive's member, with that of the archive."""
+def _url_of_file(file_system: Any, name: str, folder: str) -> str:
+    """Return the URL of a file in the folder at a URL. For a member of an archive, it ends with the archive's URL."""
     first, chained, rest = folder.partition("::")
     return str(file_system.unstrip_protocol(name)) + (chained + rest if "://" in first else "")
 
 
 class ReadIssues:
-    """What could not be read of a file, and what the file has used of its budget. Filled in while it is read."""
+    """Problems while reading one file, and the file's budget. The reader fills it in."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -254,22 +253,22 @@ class ReadIssues:
 
 
 def read_chunks(path: str, issues: ReadIssues, size: int = _CHUNK) -> Iterator[bytes]:
-    """The uncompressed content of a plain, gzip or zstd file; what is cut off is noted in `issues`.
+    """Yield the uncompressed content of a plain, gzip or zstd file. Note in `issues` what is cut off.
 
-    The first bytes, not the name, decide the compression. `size` bytes of a plain file are read at a time. Raises
-    `BudgetError` where a small file has no end.
+    The first bytes decide the compression, not the name. A plain file is read `size` bytes at a time. Raise
+    `BudgetError` if a small file expands too far.
     """
     file_system, local = _file_system(path) if is_url(path) or not path else (None, path)
     try:
         source = cast(BinaryIO, file_system.open(local, "rb")) if file_system else open(local, "rb")  # noqa: SIM115
-    except Exception as error:  # every kind of file system has errors of its own
+    except Exception as error:  # each kind of file system has its own errors
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         issues.problems.append(f"cannot be opened: {reason}")
         return
-    issues.budget.size = _size(path)
+    issues.budget.size = _size_on_disk(path)
     try:
-        for chunk in _content(source, issues, size):
-            # In pieces, so that what comes before the end of the budget is read.
+        for chunk in _uncompressed(source, issues, size):
+            # In pieces, so that the caller receives everything up to the limit.
             for start in range(0, len(chunk), _CHUNK):
                 piece = chunk if len(chunk) <= _CHUNK else chunk[start : start + _CHUNK]
                 issues.budget.spend(BYTES, len(piece))
@@ -280,14 +279,14 @@ def read_chunks(path: str, issues: ReadIssues, size: int = _CHUNK) -> Iterator[b
         issues.problems.append(f"cannot be read further ({one_line(error)}); what comes before it was read")
 
 
-# First bytes; what each part of the file is called; the padding behind it, which RFC 1952 allows; its decompressor.
+# First bytes, name of one part of the file, padding after it (allowed by RFC 1952), decompressor.
 _FORMATS: tuple[tuple[bytes, str, bytes, Callable[[], Callable[[], Any]]], ...] = (
     (zstandard.FRAME_HEADER, "zstd frame", b"", lambda: zstandard.ZstdDecompressor().decompressobj),
     (b"\x1f\x8b", "gzip stream", b"\0", lambda: partial(zlib.decompressobj, wbits=31)),
 )
 
 
-def _content(source: BinaryIO, issues: ReadIssues, size: int) -> Iterator[bytes]:
+def _uncompressed(source: BinaryIO, issues: ReadIssues, size: int) -> Iterator[bytes]:
     with source:
         start = source.read(4)
         source.seek(0)
@@ -302,9 +301,9 @@ def _content(source: BinaryIO, issues: ReadIssues, size: int) -> Iterator[bytes]
 def _decompress(
     source: BinaryIO, issues: ReadIssues, part: str, padding: bytes, make: Callable[[], Any]
 ) -> Iterator[bytes]:
-    """The content of all parts of the file, which follow each other as those of `cat a.gz b.gz`, pigz and bgzip do."""
+    """Yield the content of all parts of the file, one after the other as `cat a.gz b.gz`, pigz and bgzip write them."""
     stream, offset = make(), 0
-    while chunk := source.read(_COMPRESSED):
+    while chunk := source.read(_COMPRESSED_CHUNK):
         offset += len(chunk)
         while chunk and (not stream.eof or (chunk := chunk.lstrip(padding))):
             stream = make() if stream.eof else stream
@@ -323,7 +322,7 @@ def _decompress(
 
 
 def read_lines(path: str, issues: ReadIssues) -> Iterator[bytes]:
-    """The lines of a plain, gzip or zstd file; what cannot be read is noted in `issues`."""
+    """Yield the lines of a plain, gzip or zstd file. Note in `issues` what cannot be read."""
     rest = b""
     try:
         for chunk in read_chunks(path, issues):
@@ -338,13 +337,13 @@ def read_lines(path: str, issues: ReadIssues) -> Iterator[bytes]:
         issues.problems.append(error.what)
         return
     if rest:
-        if issues.problems:  # the cut goes through this line
+        if issues.problems:  # this line is cut off
             return
         yield rest
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of a comms file: who wrote it, on what machine, with which versions."""
+    """First line of a comms file: who wrote it, on which node, with which versions."""
 
     schema: Annotated[str, Privacy.SCHEMA]
     rank: Number
@@ -356,70 +355,70 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     pid: Number | None = None
     gpu: Annotated[dict[str, Any], Privacy.MIXED] | None = None
     gpu_serial: Annotated[str, Privacy.SERIAL] | None = None
-    """The variable GPU_SERIAL, unchanged."""
+    """Value of the variable GPU_SERIAL."""
     vm_id: Annotated[str, Privacy.VM] | None = None
-    """The variable VM_ID, unchanged."""
+    """Value of the variable VM_ID."""
     clock: Annotated[dict[str, Int], Privacy.MIXED] = {}
-    """`t` and `wall`: one moment on the monotonic clock and in ns since 1970."""
+    """`t` and `wall`: the same moment on the monotonic clock and in ns since 1970."""
     versions: dict[Annotated[str, Privacy.PACKAGE], Annotated[str, Privacy.VERSION] | None] = {}
     config: Annotated[dict[str, Any], Privacy.MIXED] = {}
     blind_spots: Annotated[list[str], Privacy.MESSAGE] = []
     """Calls of this rank that the recorder does not see."""
     part: tuple[Number, Number] | None = None
-    """The first iteration, and the first that is left out, of a part of a longer recording."""
+    """START and STOP of the steps in this file, if it is part of a longer recording. STOP is not included."""
     all_calls: bool = False
-    """The file holds calls inside a node too, whatever `TRACING` says is emitted. Older files do not with CROSSNODE."""
+    """Whether the file has the calls inside a node with every `TRACING`. With CROSSNODE, older files lack them."""
 
     @property
     def leaves_out_calls(self) -> bool:
-        """Whether calls inside a node may be missing in the file."""
+        """Whether the file may lack calls inside a node."""
         return self.config.get("emit") == "CROSSNODE" and not self.all_calls
 
 
 STOOD = ("wait", "wait_tensor", "launch", "backward")
-"""In what a thread waited: in `Work.wait`; in `wait_tensor` of a functional collective; in the launch of an operation
-that blocks, or of one that took over 1 ms, as the first one of a communicator does; or at the end of a backward pass in
-which C++ made calls, as DDP's reducer does when all is computed. That wait names the last of these calls."""
+"""Where a thread waited: in `Work.wait`; in `wait_tensor` of a functional collective; in the launch of a blocking call,
+or in one of over 1 ms, such as the first one of a communicator; or at the end of a backward pass in which C++ made
+calls, such as DDP's reducer. This last wait names the last of these calls."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """A time during which a thread of this rank waited for a call.
 
-    On a GPU a wait in Python most often makes the stream wait, and returns at once: then it says where the program
-    needed the result, and not for how long.
+    On a GPU, a wait in Python usually makes only the stream wait and returns at once. Then it shows where the program
+    needed the result, not how long it waited.
     """
 
     t: Number
-    """When it began, on the monotonic clock in ns."""
+    """Start on the monotonic clock in ns."""
     took: Annotated[Count, Privacy.NUMBER]
-    """ns."""
+    """Duration in ns."""
     thread: Number
-    """As the operating system numbers it."""
+    """The operating system's id of the thread."""
     id: Number | None = None
-    """Of the record of the call; None where the Work is of none that was recorded, or could not be kept."""
+    """Id of the call's record; None if the call was not recorded, or if its Work could not be kept."""
     stood: Literal["wait", "wait_tensor", "launch", "backward"] = msgspec.field(name="in", default="wait")
-    """See `STOOD`. What else waits in C++ is not seen."""
+    """See `STOOD`. Other waits in C++ are not recorded."""
     raised: bool = False
-    """It ended with an exception: after a timeout, say."""
+    """Whether it ended with an exception, such as a timeout."""
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """How long a call took, where the recorder was told to follow that."""
+    """The duration of a call, if the recorder was asked to measure it."""
 
     id: Number
     t: Number
-    """When it began, on the monotonic clock in ns: its launch; on a device about, for when it ended was noticed up to
-    some 0.1 s later."""
+    """Start on the monotonic clock in ns: the launch. On a device it is approximate: the end is noticed up to 0.1 s
+    late."""
     took: Annotated[Count, Privacy.NUMBER]
-    """ns: to the end of its Work; on a device those of the kernel alone."""
+    """Duration in ns until the end of its Work; on a device, of the kernel only."""
     on_device: bool = False
-    """torch's events on the device measured it, for its flight recorder (NCCL)."""
+    """Whether torch's events on the device measured it, for torch's flight recorder (NCCL)."""
     raised: bool = False
-    """It ended with an error."""
+    """Whether it ended with an error."""
 
 
 class Line(msgspec.Struct):
-    """A line that is not a record. Kinds that this version does not know are ignored."""
+    """A line that is not a record. The reader ignores kinds that this version does not know."""
 
     header: Header | None = None
     group: Group | None = None
@@ -430,8 +429,8 @@ class Line(msgspec.Struct):
     gpu: Annotated[dict[str, Any], Privacy.MIXED] | None = None
 
 
-_SEVERAL = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
-"""Kind of line -> the list of a `CommsFile` that gathers its lines."""
+_LISTS_BY_KIND = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
+"""Kind of line -> attribute of `CommsFile` that collects such lines."""
 
 
 def _is_impossible(value: object) -> bool:
@@ -439,10 +438,10 @@ def _is_impossible(value: object) -> bool:
 
 
 class CommsFile:
-    """One rank's comms file. Iterate `records()` first; the rest is known when that is through.
+    """The comms file of one rank. Iterate `records()` first; it fills in everything else.
 
-    Nothing is raised for a damaged file: `issues.problems` says what is missing, and where a rank other than `rank`
-    wrote it.
+    A damaged file raises no error: `issues.problems` says what is missing. It also says if another rank than `rank`
+    wrote the file.
     """
 
     def __init__(self, path: str, rank: int | None = None) -> None:
@@ -459,7 +458,7 @@ class CommsFile:
         self.end: dict[str, Any] | None = None
 
     def records(self) -> Iterator[CommRecord]:
-        """The records in the order of the file."""
+        """Yield the records in the order of the file."""
         decode_record = msgspec.json.Decoder(CommRecord).decode
         decode_line = msgspec.json.Decoder(Line).decode
         decode_wait = msgspec.json.Decoder(dict[str, Wait]).decode
@@ -483,7 +482,7 @@ class CommsFile:
                 else:
                     more += 1
                 if self.header is None:
-                    return  # an unrecognized file: one complaint is enough
+                    return  # an unrecognized file: one problem is enough
                 continue
             if other.group is not None:
                 try:
@@ -491,7 +490,7 @@ class CommsFile:
                 except BudgetError as error:
                     self.issues.problems.append(error.what)
                     return
-            self._take(other)
+            self._add_line(other)
             if number == 1 and self.header is None:
                 self.issues.problems.append("line 1 is not a crossrank header")
                 return
@@ -500,7 +499,7 @@ class CommsFile:
         if number == 0 and not self.issues.problems:
             self.issues.problems.append("the file is empty")
 
-    def _take(self, line: Line) -> None:
+    def _add_line(self, line: Line) -> None:
         if line.header is not None:
             self.header = line.header
             if self.rank not in (None, line.header.rank):
@@ -512,10 +511,12 @@ class CommsFile:
         if line.gpu is not None and self.header is not None:
             versions = self.header.versions | {"driver": line.gpu.get("driver")}
             self.header = msgspec.structs.replace(self.header, gpu=line.gpu, versions=versions)
-        for one, several in _SEVERAL.items():
+        for one, several in _LISTS_BY_KIND.items():
             if (content := getattr(line, one)) is not None:
                 getattr(self, several).append(content)
         if line.end is not None:
             self.end = {name: value for name, value in line.end.items() if not _is_impossible(value)}
-            if left_out := line.end.keys() - self.end.keys():
-                self.issues.problems.append(f"the last line has impossible numbers ({', '.join(sorted(left_out))})")
+            if impossible_fields := line.end.keys() - self.end.keys():
+                self.issues.problems.append(
+                    f"the last line has impossible numbers ({', '.join(sorted(impossible_fields))})"
+                )

@@ -1,4 +1,4 @@
-"""Text for people: amounts with their units, ranges of ranks, and names from files made safe to show."""
+"""Text for people: amounts with units, ranges of ranks, and names from files made safe to print."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def amount(count: float, unknown: int = 0) -> str:
-    """Bytes with a decimal unit (1 kB = 1000 B), as nccl-tests counts them, and of `unknown` calls that these are not
-    known.
+    """Format bytes with a decimal unit (1 kB = 1000 B), as nccl-tests does. `unknown` is the number of calls whose
+    bytes are unknown.
 
     >>> amount(0), amount(999), amount(25_600_000), amount(0, unknown=2), amount(999, unknown=2)
     ('0 B', '999 B', '25.6 MB', 'unknown', '999 B + 2 unknown')
@@ -25,7 +25,7 @@ def amount(count: float, unknown: int = 0) -> str:
 
 
 def significant(value: float | None) -> str:
-    """A number with three digits, or all of those before the point; a dash where there is none.
+    """Format a number with three digits, or more if the integer part has more; None as a dash.
 
     >>> significant(0.01234), significant(99.96), significant(1234.5), significant(None)
     ('0.0123', '100', '1,234', '-')
@@ -42,7 +42,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def microseconds(value: float | None) -> str:
-    """For a column whose title has the unit.
+    """Format a value for a column whose title has the unit.
 
     >>> microseconds(1234.56), microseconds(None)
     ('1,234.6', '-')
@@ -51,38 +51,38 @@ def microseconds(value: float | None) -> str:
 
 
 def percent(share: float | None, *, signed: bool = False) -> str:
-    """Never rounded up to what it is not.
+    """Format a share in percent, rounded toward zero.
 
     >>> percent(0.57), percent(0.99999), percent(None), percent(-0.1234, signed=True)
     ('57.0 %', '99.9 %', '-', '-12.3 %')
     """
     if share is None or not math.isfinite(1000 * share):
         return "-"
-    tenths = math.copysign(_tenths(abs(share)), share)
+    tenths = math.copysign(_floor_tenths(abs(share)), share)
     return f"{tenths / 10:{'+' if signed else ''},.1f} %"
 
 
 def percents(shares: Sequence[float]) -> list[str]:
-    """Parts of one whole, which add up as they are printed: what rounding down leaves over goes to those that it took
-    most from.
+    """Format the parts of a whole so that the printed values add up. What rounding down leaves goes to the parts that
+    lost most.
 
     >>> percents([1 / 3, 1 / 3, 1 / 3]), percents([0.8676, 0.1324, 0])
     (['33.4 %', '33.3 %', '33.3 %'], ['86.8 %', '13.2 %', '0.0 %'])
     """
-    down = list(map(_tenths, shares))
-    left = round(1000 * sum(shares)) - sum(down)
-    order = sorted(range(len(shares)), key=lambda index: down[index] - 1000 * shares[index])
-    up = set(order[: max(0, left)])
-    return [f"{(tenths + (index in up)) / 10:,.1f} %" for index, tenths in enumerate(down)]
+    rounded_down = list(map(_floor_tenths, shares))
+    left = round(1000 * sum(shares)) - sum(rounded_down)
+    order = sorted(range(len(shares)), key=lambda index: rounded_down[index] - 1000 * shares[index])
+    rounded_up = set(order[: max(0, left)])
+    return [f"{(tenths + (index in rounded_up)) / 10:,.1f} %" for index, tenths in enumerate(rounded_down)]
 
 
-def _tenths(share: float) -> int:
-    """Whole tenths of a percent; what floating point leaves just below one counts as it."""
+def _floor_tenths(share: float) -> int:
+    """Return whole tenths of a percent, rounded down. The 1e-9 absorbs floating-point error."""
     return math.floor(1000 * share + 1e-9)
 
 
 def size_text(size_to: int | None) -> str:
-    """The bucket of sizes (`tools.analysis.bandwidth`) that ends with a size, in short.
+    """Format a bucket of sizes (`tools.analysis.bandwidth`) by its upper end.
 
     >>> size_text(0), size_text(4096), size_text(1 << 30), size_text(None)
     ('0', '≤4 KiB', '≤1 GiB', 'unknown')
@@ -104,7 +104,7 @@ def plural(count: int, word: str) -> str:
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Ranks as ranges.
+    """Format ranks as ranges.
 
     >>> rank_ranges([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
@@ -116,7 +116,7 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: names in a trace must not steer the terminal.
+    """Escape control characters in `text`: names in a trace must not control the terminal.
 
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
@@ -127,7 +127,7 @@ def printable(text: str) -> str:
 
 
 def writable(text: str) -> str:
-    """Text that UTF-8 can encode, which names of files need not be."""
+    """Return text that UTF-8 can encode. Names of files may be no such text."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -135,7 +135,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
 def csv_text(value: object) -> object:
-    """A value for a CSV that no spreadsheet takes for a formula: text that could be one begins with `'`.
+    """Return a value for a CSV file that no spreadsheet treats as a formula. Text that could be one gets a leading `'`.
 
     >>> csv_text("=1+1"), csv_text("sum"), csv_text(-1)
     ("'=1+1", 'sum', -1)
@@ -144,5 +144,5 @@ def csv_text(value: object) -> object:
 
 
 def from_csv_text(text: str) -> str:
-    """The value that `csv_text` was given, as text."""
+    """Return the text that `csv_text` was called with."""
     return text[1:] if text.startswith("'") else text
