@@ -7,8 +7,8 @@ trace = link("rank-0.et.json.zst", "rank-0.kineto.json.zst", "rank-0.comms.jsonl
 print(trace.report.host_rate, len(trace.communications), trace.report.edges)
 ```
 
-Read `linked_trace` (the result), `link` (the steps in their order), `event_matching` and `nesting` (which event is
-which node, and what runs inside what), `communications`, then `dependencies` and `waits` (the edges).
+Read `linked_trace` (the result), `link` (the order of the work), `event_matching` and `nesting` (which event is which
+node, and what runs inside what), `communications`, then `dependencies` and `waits` (the edges).
 """
 
 from crossrank.tools.graph.linking.link import link

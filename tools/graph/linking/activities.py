@@ -1,9 +1,9 @@
-"""Attaches every GPU activity to the host operation that launched it.
+"""Attaches each GPU activity to the host operation that launched it.
 
-An activity and the runtime call that launched it have the same correlation id; any call may launch (kernels,
-copies, memsets, graphs, cooperative, driver API, HIP). The launching operation is the innermost one on the thread
-of the call that encloses it. Where the call is not in the trace, the external id, which an activity then shares
-with its operation, takes its place.
+An activity and the runtime call that launched it have the same correlation id. Any call may launch: kernels, copies,
+memsets, graphs, cooperative launches, driver API, HIP. The launching operation is the innermost one that encloses the
+call on its thread. If the call is not in the trace, the external id replaces it: an activity then shares this id with
+its operation.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from crossrank.tools.traces.kineto import KinetoTrace
 BY_CORRELATION = "correlation id"
 BY_EXTERNAL_ID = "external id"
 OUTSIDE = ("launched before or after the execution trace", "launched before the Kineto trace")
-"""Reasons for which an activity has no part in this trace at all."""
+"""Reasons why an activity does not belong to this trace."""
 
 
 @dataclass(kw_only=True)
 class LaunchLookup:
-    """The activities of a trace, and what launched them."""
+    """The activities of a trace and their launches."""
 
     activities: list[Activity] = field(default_factory=list)
-    """Without those that have no part in the trace, in the order of starts."""
+    """Activities that belong to the trace, ordered by start."""
     id_of: dict[int, int] = field(default_factory=dict)
     """Position in `KinetoTrace.device` -> id."""
     call: list[int]
-    """Position of every activity's launch in `KinetoTrace.calls`; -1 where there is none."""
+    """Position of each activity's launch in `KinetoTrace.calls`; -1 if there is none."""
     linked: Counter[str] = field(default_factory=Counter)
-    """How the host node was found -> activities."""
+    """How the host node was found -> number of activities."""
     unlinked: Counter[str] = field(default_factory=Counter)
-    """Why there is none -> activities."""
+    """Why no host node was found -> number of activities."""
     warnings: list[str] = field(default_factory=list)
 
 
 def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting: Nesting) -> LaunchLookup:
-    """Find the launch and the launching node of every activity."""
+    """Find the launch and the launching node of each activity."""
     matched = [kineto.host[event] for event in match.event_of if event >= 0]
     processes = {event.pid for event in matched} or {et.pid}
     begin, end = min((event.start for event in matched), default=0), max((event.end for event in matched), default=0)
@@ -87,7 +87,7 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
             elif not begin <= at <= end:
                 method = OUTSIDE[0]
             elif (activity.correlation or first) < first:
-                method = OUTSIDE[1]  # correlation ids rise
+                method = OUTSIDE[1]  # correlation ids increase
             elif event >= 0:
                 method = "no operation around its launch is in the execution trace"
             elif index >= 0:

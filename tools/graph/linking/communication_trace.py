@@ -1,6 +1,6 @@
-"""The communication in an execution trace, and nothing else of it.
+"""Reads only the communication of an execution trace.
 
-A trace of a large model has hundreds of thousands of nodes, of which a few hundred communicate: only those are kept.
+A trace of a large model has hundreds of thousands of nodes. A few hundred of them communicate; only those are kept.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from crossrank.tools.traces.param_comms import ParamComms
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationTrace:
-    """What one rank communicated."""
+    """The communication of one rank."""
 
     communications: list[Communication]
-    """In the order in which they began; `record.t` is 0, for an execution trace has no times."""
+    """Ordered by start. `record.t` is 0, since an execution trace has no times."""
     waits: list[tuple[int, ParamComms]]
-    """(number of communications begun before it, what it waits for) for every `wait` that the trace has."""
+    """(number of communications that started before it, what it waits for) for each `wait` in the trace."""
     groups: list[Group]
     warnings: list[str]
     damage: list[str]
     unknown: list[str]
-    """Names of communications that are no operation that is known, one entry each."""
+    """Names of communications that are no known operation, one entry for each communication."""
 
 
 def read_communication_trace(path: str, world_size: int | None = None) -> CommunicationTrace:
-    """The communication of one rank. Raises `CrossrankError` where nothing of the file can be used."""
+    """Return the communication of one rank. Raise `CrossrankError` if the file is unusable."""
     trace = read_execution_trace(path, _is_kept)
     host = trace.nodes
     for op in host:

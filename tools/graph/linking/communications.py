@@ -1,8 +1,8 @@
-"""Finds every communication of a rank and gives it its record, from the most trusted source that has it.
+"""Finds every communication of a rank and takes its record from the most trusted source.
 
-One call shows at several depths: a functional op calls a c10d op, in which our range `crossrank#N` stands, in which
-NCCL writes `record_param_comms`. The first source of `SOURCES` that a call has gives its record; what lies above or
-below it in the same chain of callers is the same call and is not counted again.
+One call appears at several depths: a functional op calls a c10d op, inside it is crossrank's range `crossrank#N`, and
+inside that NCCL writes `record_param_comms`. The first source of `SOURCES` that has a call gives its record. Nodes
+above or below it in the same chain of callers are the same call and are not counted again.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ SOURCES = {
 }
 
 OURS = ("comms file", "crossrank range")
-"""Origins whose records are our own and stand as they are."""
+"""Origins whose records crossrank itself wrote. They are not changed."""
 
 _RANGE = re.compile(rf"{RANGE}(\d{{1,18}})$")
 C10D = "c10d::"
 FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
 COMMUNICATING = ("record_param_comms", C10D, *FUNCTIONAL, RANGE)
-"""How the names of all nodes begin that communicate."""
+"""Prefixes of the names of all nodes that communicate."""
 MARKERS = frozenset(
     (
         *("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing"),
         "batch_op_issue",  # ProcessGroupNCCL2's
     )
 )
-"""Names under which `record_param_comms` notes what is no communication by itself."""
+"""Names of `record_param_comms` nodes that are no communication of their own."""
 
-_TOGETHER = ("nccl:coalesced", "batch_op_issue")
-"""Ranges of torch in which it launches calls that go out together, by the process group of NCCL."""
-_DEPTH = 16
-"""More than the nodes between the outermost and the innermost node of one call."""
-_WORK_FOLLOWS = 16
-"""Fewer RecordFunctions than this begin between a call and its Work."""
+_BATCH_RANGES = ("nccl:coalesced", "batch_op_issue")
+"""Ranges in which torch launches the calls of a batch, by NCCL's process groups."""
+_MAX_CALL_DEPTH = 16
+"""Upper bound for the nodes between the outermost and the innermost node of one call."""
+_MAX_STARTS_BEFORE_WORK = 16
+"""Between a call and its Work, fewer RecordFunctions than this start."""
 
 
 def find_communications(
@@ -75,9 +75,9 @@ def find_communications(
 ) -> Communications:
     """Find the communications of one rank, source by source.
 
-    `groups` by name, as the most trusted source has them; `records` of the comms file by id; `event_args` gives the
-    Kineto arguments of a host node by its position; `budget` is that of the execution trace. Sets `HostOp.caller` of
-    ranges of a Work.
+    `groups` by name, from the most trusted source. `records` of the comms file by id. `event_args` returns the Kineto
+    arguments of a host node by its position. `budget` is the execution trace's. Sets `HostOp.caller` of the range of
+    each Work.
     """
     found = Communications(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
     communicating = [position for position, op in enumerate(host) if op.name.startswith(COMMUNICATING)]
@@ -101,7 +101,7 @@ def find_communications(
 
 @dataclass(kw_only=True)
 class Communications:
-    """What a rank communicated, as far as it is found."""
+    """The communications of a rank found so far."""
 
     host: Sequence[HostOp]
     records: Mapping[int, CommRecord]
@@ -109,27 +109,27 @@ class Communications:
     budget: Budget
     groups: dict[str, Group]
     communications: list[Communication] = field(default_factory=list)
-    """In the order in which they began."""
+    """Ordered by start."""
     at: dict[int, Communication] = field(default_factory=dict)
-    """By the position of their host node."""
+    """Position of the host node -> communication."""
     waits: dict[int, ParamComms] = field(default_factory=dict)
-    """Positions of the nodes that wait for a communication, with what they say of it."""
+    """Position of a node that waits for a communication -> its arguments."""
     unknown: list[str] = field(default_factory=list)
-    """Names of communications that are no operation of the table, one entry each."""
+    """Names of communications that are not in the table of operations, one entry for each communication."""
     kernels_alone: int = 0
-    """Communication kernels without a call around them, each a communication of its own."""
+    """Communication kernels without a call around them. Each becomes a communication of its own."""
     warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._position: dict[int | None, int] = {op.id: position for position, op in enumerate(self.host)}
-        self._places: dict[int, int] = {}
-        """Position in `communications` -> root or peer as a rank within the group."""
+        self._group_ranks: dict[int, int] = {}
+        """Position in `communications` -> root or peer, as a rank within the group."""
         self._covered: set[int] = set()
-        """Positions of the nodes above a communication."""
-        self._batched: dict[int, list[tuple[int, Communication]]] | None = None
-        """Thread -> calls that went out with others, with the number of their range, in its order."""
-        self._launched_in: dict[tuple[int, int], int] = {}
-        """Thread and batch -> position of the range in which it was launched."""
+        """Positions of the nodes of, and above, a communication."""
+        self._batch_calls: dict[int, list[tuple[int, Communication]]] | None = None
+        """Thread -> (number of the range, call) for the calls of batches, ordered by number."""
+        self._range_of_batch: dict[tuple[int, int], int] = {}
+        """Thread and batch -> position of the range that launched the batch."""
 
     def take_range(self, position: int) -> None:
         op = self.host[position]
@@ -138,7 +138,7 @@ class Communications:
             return
         number = int(match[1])
         if number in self.records:
-            self._add(position, self.records[number], "comms file")
+            self._add_call(position, self.records[number], "comms file")
             return
         values = io(op.inputs).values
         given = parse(values[0], dict[str, Any]) if values else None
@@ -147,14 +147,14 @@ class Communications:
         except (msgspec.MsgspecError, TypeError):
             self.warnings.append(f"node {op.id} ({op.name}) does not carry a record; read as its c10d op")
             return
-        self._add(position, record, "crossrank range")
+        self._add_call(position, record, "crossrank range")
 
     def cover_ops_around(self, positions: Iterable[int]) -> None:
-        """Cover the ops that our ranges ran in where the trace names another caller, which it does beside a Work that
-        ends (see `event_matching`): a c10d op and a functional one that began just before on the thread for the same
-        call.
+        """Cover the ops that contain crossrank's ranges although the trace names another caller.
 
-        `positions` are those of ranges, c10d and functional ops in the order in which they began.
+        The trace does so when a Work ends (see `event_matching`). The ops are a c10d op and a functional op of the same
+        operation that started last before the range on its thread. `positions` are ranges, c10d ops and functional ops,
+        ordered by start.
         """
         before: dict[int, list[int]] = {}
         for position in positions:
@@ -170,7 +170,7 @@ class Communications:
             open_ops.clear()
 
     def take(self, positions: Iterable[int], source: str, read: Callable[[HostOp], ParamComms | None]) -> None:
-        """Add the outermost of the nodes at `positions` whose call no better source has."""
+        """Add the outermost of the nodes at `positions`, except calls that a better source has."""
         candidates = set(positions)
         unreadable = 0
         for position in sorted(candidates):
@@ -180,27 +180,27 @@ class Communications:
             comms, args = read(self.host[position]), self.event_args(position)
             kineto = from_kineto(args) if args is not None else None
             if comms is not None and kineto is not None:
-                _fill(comms, kineto)
+                _fill_from_kineto(comms, kineto)
             comms = comms or kineto
             if comms is None:
                 unreadable += 1
             elif comms.name == "wait":
                 self.waits[position] = comms
             elif operation_of(comms.name) is not None:
-                group = self._group(comms)
+                group = self._find_group(comms)
                 if comms.rank is not None:
-                    self._places[len(self.communications)] = comms.rank
+                    self._group_ranks[len(self.communications)] = comms.rank
                 names = (self.host[at].name for at in (position, *above))
                 c10d = next((name.removeprefix(C10D) for name in names if name.startswith(C10D)), comms.name)
                 time = self.host[position].start_ns or 0
-                self._add(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
+                self._add_call(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
             elif comms.name not in MARKERS:
                 self.unknown.append(comms.name)
         if unreadable:
             self.warnings.append(f"{unreadable} {source} node(s) have arguments of an unknown layout and were left out")
 
-    def _callers(self, position: int, depth: int = _DEPTH) -> Iterator[int]:
-        """Positions of the nodes above, as far up as one call's nodes can stand."""
+    def _callers(self, position: int, depth: int = _MAX_CALL_DEPTH) -> Iterator[int]:
+        """Yield the positions of the nodes above, as far up as the nodes of one call can be."""
         for _ in range(depth):
             above = self._position.get(self.host[position].caller)
             if above is None:
@@ -208,7 +208,7 @@ class Communications:
             yield above
             position = above
 
-    def _add(self, position: int, record: CommRecord, source: str) -> None:
+    def _add_call(self, position: int, record: CommRecord, source: str) -> None:
         communication = Communication(
             record=record, group=self.groups.get(record.pg), origin=source, host=self.host[position].id
         )
@@ -216,9 +216,9 @@ class Communications:
         self._covered.update((position, *self._callers(position)))
         self.communications.append(communication)
 
-    def _group(self, comms: ParamComms) -> Group | None:
+    def _find_group(self, comms: ParamComms) -> Group | None:
         if not comms.pg and len(self.groups) == 1:
-            comms.pg = next(iter(self.groups))  # the op does not say, and there is no other
+            comms.pg = next(iter(self.groups))  # the op has no group, and this is the only one
         group = self.groups.get(comms.pg)
         if group is None and comms.pg and (comms.ranks or comms.group_size):
             size = comms.group_size or len(comms.ranks or ())
@@ -227,9 +227,9 @@ class Communications:
         return group
 
     def find_works(self) -> None:
-        """Give every communication the range of its Work: the first that its thread began after the call.
+        """Assign to each communication the range of its Work: the first one that its thread starts after the call.
 
-        The caller that the trace names for it is not reliable, see `event_matching`.
+        The caller that the trace names for this range is not reliable, see `event_matching`.
         """
         last: dict[int, tuple[int, Communication]] = {}
         involved = [position for position, op in enumerate(self.host) if op.is_work or position in self.at]
@@ -238,14 +238,14 @@ class Communications:
             if position in self.at:
                 last[op.tid] = (op.rf_id, self.at[position])
             else:
-                rf_id, communication = last.get(op.tid, (-_WORK_FOLLOWS, None))
-                if communication is not None and op.rf_id - rf_id < _WORK_FOLLOWS:
+                rf_id, communication = last.get(op.tid, (-_MAX_STARTS_BEFORE_WORK, None))
+                if communication is not None and op.rf_id - rf_id < _MAX_STARTS_BEFORE_WORK:
                     op.caller = communication.host or op.caller
                     if communication.work is None:
                         communication.work = op.id
 
     def name_pointers(self, world_size: int | None) -> None:
-        """Find the members of groups that old traces name by an address: one of the world's size is the world."""
+        """Find the members of groups that old traces name by an address. A group of the world's size is the world."""
         sizes: Counter[str] = Counter()
         for communication in self.communications:
             record = communication.record
@@ -254,14 +254,14 @@ class Communications:
         for pg, size in sizes.items():
             if size and size == world_size:
                 group = self.groups[pg] = Group(pg=pg, size=size, ranks=self.budget.ranks(range(size)), desc="")
-                self._regroup(pg, group)
+                self._set_group(pg, group)
                 self.warnings.append(
                     f"group {pg} is named by an address, which differs between ranks: join ranks by its members"
                 )
             else:
                 self.warnings.append(f"group {pg} is named by an address and its members are not recorded")
 
-    def _regroup(self, pg: str, group: Group) -> None:
+    def _set_group(self, pg: str, group: Group) -> None:
         for number, communication in enumerate(self.communications):
             record = communication.record
             operation = operation_of(record.op)
@@ -271,13 +271,13 @@ class Communications:
             changes: dict[str, int] = {}
             if operation is not None and operation.payload.endswith("per_member"):
                 changes["bytes"] = record.bytes * group.size
-            place = self._places.get(number)
+            place = self._group_ranks.get(number)
             if operation is not None and place is not None and place in (group.ranks or ()):
                 changes |= {"root": place} if operation.rooted else {"peer": place} if operation.p2p else {}
             communication.record = msgspec.structs.replace(record, **changes)
 
     def attach(self, activity: Activity) -> None:
-        """Give a communication its kernel; one without a call around it becomes a communication of its own."""
+        """Assign a kernel to its communication. A kernel without a call around it becomes a communication."""
         if activity.category != "kernel":
             return
         described, known = from_kineto(activity.args), communication_kernel(activity.name)
@@ -290,7 +290,7 @@ class Communications:
             communication.activities.append(activity.id)
             if described is not None and communication.origin not in OURS:
                 described.pg = communication.record.pg or described.pg
-                communication.group = communication.group or self._group(described)
+                communication.group = communication.group or self._find_group(described)
                 communication.record = msgspec.structs.replace(communication.record, pg=described.pg)
             return
         if batch := self._batch_launched_in(around):
@@ -301,38 +301,38 @@ class Communications:
         source = "kernel name" if described is None else "kineto kernel"
         if described is None:
             described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
-        group = self._group(described)
+        group = self._find_group(described)
         record = to_record(described, group, number=0, time=activity.start_ns, c10d="")
         self.communications.append(
             Communication(record=record, group=group, origin=source, host=None, activities=[activity.id])
         )
 
     def _batch_launched_in(self, around: Sequence[int]) -> list[Communication]:
-        """The calls that went out together: NCCL launches them in a range of its own, when the last of them was made.
-        Empty where none of the nodes `around` a kernel is such a range. Only our records say what went out together."""
-        end = next((at for at in around if self.host[at].name in _TOGETHER), None)
+        """Return the calls of the batch that a kernel belongs to; empty if no node `around` it launches a batch. NCCL
+        launches a batch in a range of its own, after its last call. Only crossrank's records say what is a batch."""
+        end = next((at for at in around if self.host[at].name in _BATCH_RANGES), None)
         if end is None:
             return []
-        if self._batched is None:
-            self._batched = {}
+        if self._batch_calls is None:
+            self._batch_calls = {}
             for position, one in sorted(self.at.items(), key=lambda item: self.host[item[0]].rf_id):
                 if one.record.batch is not None:
                     node = self.host[position]
-                    self._batched.setdefault(node.tid, []).append((node.rf_id, one))
+                    self._batch_calls.setdefault(node.tid, []).append((node.rf_id, one))
         node = self.host[end]
-        calls = self._batched.get(node.tid, [])
+        calls = self._batch_calls.get(node.tid, [])
         last = bisect_left(calls, node.rf_id, key=itemgetter(0))
         if not last:
             return []
         batch = calls[last - 1][1].record.batch
-        if self._launched_in.setdefault((node.tid, batch or 0), end) != end:
+        if self._range_of_batch.setdefault((node.tid, batch or 0), end) != end:
             return []
         same = takewhile(lambda one: one[1].record.batch == batch, (calls[at] for at in range(last - 1, -1, -1)))
         return [one for _, one in same][::-1]
 
     def sort(self) -> None:
-        """Put the communications in the order in which they began. Number those that are not ours, and the calls of
-        each group whose source has no sequence number."""
+        """Order the communications by start. Number those that crossrank did not record. Count the calls of each group
+        whose source has no sequence number."""
         calls: list[tuple[int, int | None, Communication]] = []
         for communication in self.communications:
             op = self.host[self._position[communication.host]] if communication.host is not None else None
@@ -340,8 +340,8 @@ class Communications:
             calls.append((*by_order, communication))
         self.communications = by_begin((start, one) for _, start, one in sorted(calls, key=itemgetter(0)))
         counts: Counter[tuple[object, ...]] = Counter()
-        ours = (one.record.id for one in self.communications if one.origin in OURS)
-        next_id = count(max(ours, default=-1) + 1)
+        own_ids = (one.record.id for one in self.communications if one.origin in OURS)
+        next_id = count(max(own_ids, default=-1) + 1)
         for communication in self.communications:
             record = communication.record
             counts[communication.order] += 1
@@ -353,8 +353,8 @@ class Communications:
             communication.record = msgspec.structs.replace(record, **changes)
 
 
-def _fill(comms: ParamComms, kineto: ParamComms) -> None:
-    """Take from Kineto what the node does not say."""
+def _fill_from_kineto(comms: ParamComms, kineto: ParamComms) -> None:
+    """Fill in from Kineto what the node lacks."""
     comms.pg = comms.pg if comms.pg and not named_by_address(comms.pg) else kineto.pg or comms.pg
     for name in ("desc", "ranks", "group_size", "dtype", "in_split", "out_split"):
         setattr(comms, name, getattr(comms, name) or getattr(kineto, name))

@@ -1,4 +1,4 @@
-"""Draws the edges of the graph: one function for each reason why something waits. What the GPU makes wait: `waits`."""
+"""Finds the edges of the graph, with one function for each reason to wait. `waits` finds waits for the GPU."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from crossrank.tools.graph.linking.linked_trace import Activity, Communication, 
 from crossrank.tools.traces.execution_trace import HostOp
 
 PAUSE_NS = 1_000_000
-"""A thread that did nothing for longer than this may have waited for another one."""
-_LOOK_BACK = 64
+"""A thread that is idle for longer may have waited for another thread."""
+_MAX_OPS_BACK = 64
 Key = TypeVar("Key", bound=Hashable)
 _time = itemgetter(0)
 NEVER = (-sys.maxsize, -1)
 
 
 class Ordered(list[tuple[int, int]]):
-    """(time, number of the thing), ascending. -1 is the number of nothing."""
+    """A sorted list of (time, number of an item). The number -1 means no item."""
 
     def at_or_before(self, time: int) -> tuple[int, int]:
-        """The last entry at or before `time`."""
+        """Return the last entry at or before `time`."""
         at = bisect_right(self, time, key=_time)
         return self[at - 1] if at else NEVER
 
     def last_until(self, time: int) -> int:
-        """The last thing at or before `time`."""
+        """Return the last item at or before `time`."""
         return self.at_or_before(time)[1]
 
     def first_from(self, time: int) -> int:
-        """The first thing at or after `time`."""
+        """Return the first item at or after `time`."""
         at = bisect_left(self, time, key=_time)
         return self[at][1] if at < len(self) else -1
 
 
 def ordered_by(entries: Iterable[tuple[Key, int, int]]) -> Mapping[Key, Ordered]:
-    """Entries (key, time, number) by their key; one that has none gives an empty list."""
+    """Group entries (key, time, number) by key. A missing key returns an empty list."""
     groups: dict[Key, Ordered] = defaultdict(Ordered)
     for key, time, number in entries:
         groups[key].append((time, number))
@@ -50,7 +50,7 @@ def ordered_by(entries: Iterable[tuple[Key, int, int]]) -> Mapping[Key, Ordered]
 
 
 def program_order(ordered: Sequence[HostOp]) -> Iterator[Edge]:
-    """From each operation to the next that its thread began, where that is not called by it."""
+    """Yield an edge from each operation to the next one that its thread starts, unless the first calls the second."""
     last: dict[int, int] = {}
     for op in ordered:
         before = last.get(op.tid)
@@ -60,12 +60,12 @@ def program_order(ordered: Sequence[HostOp]) -> Iterator[Edge]:
 
 
 def in_program_order(host: Sequence[HostOp]) -> list[HostOp]:
-    """Operations by the start of their RecordFunctions, without the roots and without what no thread runs."""
+    """Return the operations ordered by the start of their RecordFunctions, without roots and ranges of a Work."""
     return sorted((op for op in host if op.rf_id > 0 and not op.is_work), key=lambda op: op.rf_id)
 
 
 def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
-    """`activities` are in the order of starts."""
+    """Yield an edge from each activity to the next one on its stream. `activities` are ordered by start."""
     last: dict[tuple[object, object], int] = {}
     for activity in activities:
         stream = (activity.device, activity.stream)
@@ -75,10 +75,11 @@ def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
 
 
 def forward_backward(ordered: Sequence[HostOp]) -> Iterator[Edge]:
-    """Autograd gives a backward node the sequence number and the thread of its forward operation.
+    """Yield an edge from each forward operation to its backward node.
 
-    Several forward operations share a number where an inner one needs no gradient; the one begun last made the
-    backward node, as Kineto's `fwdbwd` arrows have it.
+    Autograd gives both the same sequence number, and the backward node the forward thread. If an inner operation needs
+    no gradient, several forward operations share a number. The last one to start made the backward node, as in Kineto's
+    `fwdbwd` arrows.
     """
     forward: dict[tuple[int, int], int] = {}
     for op in (op for op in ordered if op.seq_id >= 0):
@@ -89,9 +90,8 @@ def forward_backward(ordered: Sequence[HostOp]) -> Iterator[Edge]:
 
 
 def inter_thread(ordered: Sequence[HostOp]) -> Iterator[Edge]:
-    """Where a thread begins, or goes on after a pause: what another thread finished last before that.
-
-    After a pause only what was finished during it counts.
+    """Yield an edge to each operation that starts a thread, or continues it after a pause. The edge comes from the last
+    operation that another thread finished before. After a pause, it must have finished during the pause.
     """
     threads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # (start, end, id)
     for op in ordered:
@@ -116,10 +116,10 @@ def work_waits(
     communications: Sequence[Communication],
     unresolved: Counter[str],
 ) -> Iterator[Edge]:
-    """Where a thread goes on after the Work of a communication that runs on the host (gloo).
+    """Yield an edge from a Work on the host (gloo) to the operation with which the thread continues.
 
-    A call that is not asynchronous returns when its Work is done. Otherwise the thread waited if it did nothing, or
-    was inside a communication, when the Work ended, and went on soon after. The rest is counted in `unresolved`.
+    A blocking call returns when its Work is done. Otherwise the thread waited if two things hold. When the Work ended,
+    it was idle or inside a communication, and it continued soon after. `unresolved` counts all other Works.
     """
     works: dict[int | None, HostOp] = {op.id: op for op in host if op.is_work}
     threads: dict[int, list[HostOp]] = defaultdict(list)
@@ -132,46 +132,46 @@ def work_waits(
             continue
         end = work.end_ns
         thread = threads.get(work.tid, [])
-        at = bisect_left(thread, end, key=_start)
+        at = bisect_left(thread, end, key=_start_of)
         if at == len(thread):
             unresolved["nothing follows the wait in the execution trace"] += 1
             continue
-        target, slack = thread[at], _start(thread[at]) - end
+        target, slack = thread[at], _start_of(thread[at]) - end
         if communication.record.is_async is False:
             yield Edge(work.id, target.id, "sync")
-        elif slack <= PAUSE_NS and _idle(thread, at, end, slack):
+        elif slack <= PAUSE_NS and _is_waiting(thread, at, end, slack):
             yield Edge(work.id, target.id, "sync", inferred=True, slack_ns=slack)
         else:
             unresolved["nothing is seen to wait for a Work when it ends"] += 1
 
 
-def _idle(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:
-    """Whether a thread did nothing but wait at a moment: for longer than it then took to go on."""
+def _is_waiting(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:
+    """Return whether a thread only waited at `moment`: in a communication, or idle for longer than `slack`."""
     busy_until = 0
-    for op in reversed(thread[max(0, following - _LOOK_BACK) : following]):
+    for op in reversed(thread[max(0, following - _MAX_OPS_BACK) : following]):
         if op.end_ns >= moment:
             return operation_of(op.name) is not None or "wait" in op.name
         busy_until = max(busy_until, op.end_ns)
     return moment - busy_until > slack
 
 
-def _start(op: HostOp) -> int:
+def _start_of(op: HostOp) -> int:
     return op.start_ns or 0
 
 
 def group_order(communications: Sequence[Communication]) -> Iterator[Edge]:
-    """From each communication to the next on its group; for P2P, on its group with the same peer and direction."""
+    """Yield an edge from each communication to the next on its group. For P2P, peer and direction are the same too."""
     last: dict[tuple[object, ...], int] = {}
     for communication in communications:
         node = runs_as(communication)
         before = last.get(communication.order)
-        if before is not None and before != node:  # several of one launch have one kernel
+        if before is not None and before != node:  # the calls of one launch share a kernel
             yield Edge(before, node, "group_order")
         last[communication.order] = node
 
 
 def runs_as(communication: Communication) -> int:
-    """The node that stands for the communication's own run: its kernel, its Work, or the call."""
+    """Return the node that represents the communication's execution: its kernel, its Work, or the call."""
     if communication.activities:
         return communication.activities[0]
     if communication.work is not None:

@@ -1,13 +1,13 @@
-"""Which Kineto event is which node of the execution trace.
+"""Finds the Kineto event of each node of the execution trace.
 
-Since 2024 both carry the id of the RecordFunction. In older traces each thread's sequence of names is laid along the
-sequence of the Kineto thread that it fits best, at the place where most names agree.
+Since 2024 both have the id of the RecordFunction. For older traces, each thread's sequence of names is compared with
+the Kineto thread that has most names in common. It is shifted to the place where most names agree.
 
-An execution trace names the wrong caller beside an asynchronous range. torch keeps one stack per thread and takes the
-caller from its top. The range of a gloo Work is put on it where the call is made; when the Work ends, another thread
-takes off what is then on top. So for a while the top is an operation that has long ended, and later one that runs is
-missing: what it calls is then given to the one around it. Kineto's times tell who ran around an operation, and who was
-the innermost: `correct_callers` takes that one.
+An execution trace names wrong callers near an asynchronous range. torch keeps one stack per thread and takes the caller
+from its top. A call pushes the range of its gloo Work on this stack. When the Work ends, another thread pops what is
+then on top. So for a while the top is an operation that ended long ago. Later, a running operation is missing, and
+the one around it is named as the caller instead. Kineto's times show which operations ran around another one;
+`correct_callers` takes the innermost.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from crossrank.tools.traces.kineto import HostEvent, KinetoTrace
 
 BY_RF_ID = "record function id"
 BY_SEQUENCE = "sequence of names"
-# Local times of ET and Kineto may be in any two time zones.
+# Local times of the execution trace and the Kineto trace may be in any two time zones.
 _SECONDS_BETWEEN_ZONES = 26 * 3600
-_WORK = 100_000_000
-"""Comparisons of names that looking for the best place of a thread may take."""
+_MAX_COMPARISONS = 100_000_000
+"""Most comparisons of names in the search for the best place of a thread."""
 
 
 @dataclass(kw_only=True)
 class HostMatch:
-    """Nodes and events by their positions in `ExecutionTrace.nodes` and `KinetoTrace.host`; -1 is no match."""
+    """Pairs of nodes and events by their positions in `ExecutionTrace.nodes` and `KinetoTrace.host`; -1 is no match."""
 
     event_of: list[int]
     node_of: list[int]
     method: str
     unmatched: dict[int, str] = field(default_factory=dict)
-    """Node position -> why a node that has a RecordFunction has no event."""
+    """Position of a node with a RecordFunction -> why it has no event."""
     warnings: list[str] = field(default_factory=list)
     of_other_iterations: int = 0
-    """Operations that autograd numbered otherwise in the Kineto trace: it holds another iteration than the execution
-    trace."""
+    """Operations with another autograd number in the Kineto trace, which then holds another step."""
 
     @property
     def matched(self) -> int:
@@ -61,7 +60,7 @@ class HostMatch:
 
 
 def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
-    """Match the host's operations, with the reason for each that has no event."""
+    """Match the host's operations with events. Give a reason for each operation without an event."""
     by_id = any(event.rf_id is not None for event in kineto.host)
     method, find = (BY_RF_ID, _match_by_id) if by_id else (BY_SEQUENCE, _match_by_sequence)
     match = HostMatch(event_of=[-1] * len(et.nodes), node_of=[-1] * len(kineto.host), method=method)
@@ -70,30 +69,30 @@ def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
 
 
 def doubts(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch) -> list[str]:
-    """Signs that the two files are not of one run. One doubt can be an accident, two hardly."""
+    """Return signs that the two files are not of one run. One sign can be an accident, two hardly."""
     found = []
     pids = {event.pid for event in kineto.host}
     if et.pid is not None and kineto.host and et.pid not in pids:
         found.append(f"process {et.pid} in the one, {', '.join(sorted(map(str, pids))[:3])} in the other")
-    seconds = _written(et)
+    seconds = _read_written_time(et)
     if seconds is not None and kineto.host:
         start = (kineto.base_ns + min(event.start for event in kineto.host)) // 10**9
         if abs(seconds - start) > _SECONDS_BETWEEN_ZONES:
-            found.append(f"written {et.time} in the one, {_day(start)} in the other")
-    # Few matches alone also mean that the two files cover different times of one run.
+            found.append(f"written {et.time} in the one, {_format_time(start)} in the other")
+    # Few matches can also mean that the two files cover different times of one run.
     if match.rate < 0.5 and found:
         found.append(f"only {match.matched} of {match.matched + len(match.unmatched)} operations match by name")
     return found
 
 
-def _day(seconds: int) -> str:
+def _format_time(seconds: int) -> str:
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
         return f"{seconds} s after 1970"
 
 
-def _written(et: ExecutionTrace) -> float | None:
+def _read_written_time(et: ExecutionTrace) -> float | None:
     try:
         return datetime.strptime(et.time or "", "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc).timestamp()
     except ValueError:
@@ -103,7 +102,7 @@ def _written(et: ExecutionTrace) -> float | None:
 def _match_by_id(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMatch) -> None:
     event_of_id: dict[int, int] = {}
     doubled = 0
-    # A trace of several processes has the ids of each.
+    # A trace of several processes has the same ids in each.
     known = any(event.pid == et.pid for event in events)
     for index, event in enumerate(events):
         if event.rf_id is not None and (event.pid == et.pid or not known):
@@ -172,11 +171,11 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
 
 
 def best_shift(ours: Sequence[HostOp], theirs: Sequence[HostEvent]) -> tuple[int, int]:
-    """Which element of `theirs` belongs to the first of `ours` (below 0: it lies before them), and how many places fit
-    equally well, of which that is the first.
+    """Return the position in `theirs` of the first element of `ours`, and how many positions fit equally well.
 
-    Names repeat from iteration to iteration. The places at which the rarest common name agrees are tried, and the one
-    that most sequence numbers name. The place with most equal names wins, among those the one with most equal numbers.
+    The position is below 0 if `ours` starts before `theirs`; it is the first that fits. Names repeat from step to step.
+    So two kinds of positions are tried: those where the rarest common name agrees, and the one that most sequence
+    numbers point to. The position with most equal names wins, then the one with most equal numbers.
     """
     codes: dict[str, int] = {}
     a, b = (np.array([codes.setdefault(one.name, len(codes)) for one in side]) for side in (ours, theirs))
@@ -188,7 +187,7 @@ def best_shift(ours: Sequence[HostOp], theirs: Sequence[HostEvent]) -> tuple[int
     place_of = {number: place for place, number in enumerate(numbers[1].tolist()) if number >= 0}
     votes = Counter(place_of[number] - place for place, number in enumerate(numbers[0].tolist()) if number in place_of)
     tried = dict.fromkeys([shift for shift, _ in votes.most_common(1)])
-    tried |= dict.fromkeys(shifts[: 1 + _WORK // min(len(a), len(b))].tolist())
+    tried |= dict.fromkeys(shifts[: 1 + _MAX_COMPARISONS // min(len(a), len(b))].tolist())
     scores = {}
     for shift in sorted(tried):
         mine, its = slice(max(0, -shift), len(b) - shift), slice(max(0, shift), len(a) + shift)
@@ -201,7 +200,7 @@ def best_shift(ours: Sequence[HostOp], theirs: Sequence[HostEvent]) -> tuple[int
 
 
 def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
-    """For every event the node of the innermost event around it, itself included, that has one."""
+    """Return for each event the node of the innermost event around it, or of the event itself, that has a node."""
     nearest = list(match.node_of)
     for event in nesting.order:
         if nearest[event] < 0 and nesting.parent[event] >= 0:
@@ -210,9 +209,9 @@ def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
 
 
 def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) -> list[str]:
-    """Give every operation the caller that ran around it, where the recorded one did not or another ran between them.
+    """Correct the caller of each operation if the recorded caller did not run around it, or another ran in between.
 
-    Changes `HostOp.caller` in place and returns a warning about it.
+    Changes `HostOp.caller` in place. Returns a warning about it.
     """
     op_of = {op.id: op for op in host}
     roots = {op.tid: op.id for op in reversed(host) if is_thread_root(op)}
@@ -242,6 +241,6 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
 
 
 def _is_between(caller: HostOp, around: HostOp, op: HostOp) -> bool:
-    """Whether `around` ran inside `caller`, and `op` inside it: not at its edge, since times may be rounded."""
+    """Return whether `around` ran inside `caller`, and `op` inside `around`, not at its edge: times may be rounded."""
     starts = [one.start_ns or 0 for one in (around, op)]
     return caller.tid == around.tid and starts[0] < starts[1] and op.end_ns < around.end_ns <= caller.end_ns

@@ -1,4 +1,4 @@
-"""Joins the execution trace and the Kineto trace of one rank, step by step, into one graph."""
+"""Joins the execution trace and the Kineto trace of one rank into one graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kineto import KinetoTrace, RuntimeCall, read_kineto
 
-_NAMES = 5
+_MAX_NAMES = 5
 
 
 @paused_gc()
@@ -39,17 +39,17 @@ def link(
 ) -> LinkedTrace:
     """Link one rank's execution trace with its Kineto trace.
 
-    All are paths or fsspec URLs. `comms` is the rank's comms file, where there is one: it gives every communication its
-    whole record. Times of the result are nanoseconds on the clock of the Kineto trace.
+    All are paths or fsspec URLs. `comms` is the rank's comms file, if there is one. It gives each communication its
+    complete record. Times of the result are ns on the clock of the Kineto trace.
 
-    Raises `CrossrankError` where a file cannot be used, or where the two are not of one run.
+    Raise `CrossrankError` if a file is unusable, or if the two are not of one run.
     """
     traces = read_execution_trace(os.fspath(et)), read_kineto(os.fspath(kineto))
     return _Linking(*traces, None if comms is None else os.fspath(comms)).link(rank)
 
 
 class _Linking:
-    """One rank's traces, and what was found about them so far. Positions are those in the lists of the traces."""
+    """One rank's traces and what is known about them so far. Positions are those in the lists of the traces."""
 
     def __init__(self, et: ExecutionTrace, kineto: KinetoTrace, comms: str | None) -> None:
         self.et = et
@@ -71,7 +71,7 @@ class _Linking:
                 op.exclusive_ns = self.nesting.exclusive_ns[index]
         self.comms = None if comms is None else CommsFile(comms)
         ranges = {node.name for node in et.nodes if node.name.startswith(RANGE)}
-        # A job may have made millions of calls outside the window.
+        # Other records are skipped: a job may have made millions of calls outside the window.
         made = self.comms.records() if self.comms else ()
         self.records = {record.id: record for record in made if f"{RANGE}{record.id}" in ranges}
 
@@ -83,7 +83,7 @@ class _Linking:
         found = find_communications(
             self.host,
             activities,
-            _groups(self.comms.groups if self.comms else (), self.et.groups, self.kineto.groups),
+            _merge_groups(self.comms.groups if self.comms else (), self.et.groups, self.kineto.groups),
             world_size=world_size,
             records=self.records,
             event_args=self._event_args,
@@ -128,11 +128,11 @@ class _Linking:
             communications=found.communications,
             groups=sorted(found.groups.values(), key=lambda group: group.pg),
             edges=edges,
-            report=self._report(found, waits, edges, corrections),
+            report=self._make_report(found, waits, edges, corrections),
         )
 
     def _nodes_around(self, call: int) -> list[int]:
-        """Positions of the nodes around a runtime call, the innermost first."""
+        """Return the positions of the nodes around a runtime call, the innermost first."""
         return [node for event in self.nesting.upwards(call) if (node := self.match.node_of[event]) >= 0]
 
     def _event_args(self, position: int) -> msgspec.Raw | None:
@@ -140,7 +140,7 @@ class _Linking:
         return self.kineto.host[index].args if index >= 0 else None
 
     def _wait_edges(self, waits: GpuWaits, ids: dict[int, int]) -> list[Edge]:
-        """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""
+        """Return the edges of `waits`. Set `blocked_ns` of the operations around the waiting calls."""
         kineto = self.kineto
         edges: dict[tuple[int, int, EdgeKind], Edge] = {}
         blocked: dict[int, int] = {}
@@ -150,7 +150,7 @@ class _Linking:
             if kind == "stream_wait":
                 target, start_ns = ids.get(wait.target), kineto.device[wait.target].start
             else:
-                target, start_ns = self._begun_after(call) if call is not None else (None, 0)
+                target, start_ns = self._find_next_op(call) if call is not None else (None, 0)
             ended = kineto.device[wait.source].end
             if wait.source not in ids:
                 waits.unresolved["the activity waited for was launched outside the execution trace"] += 1
@@ -170,8 +170,8 @@ class _Linking:
                 op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns)
         return list(edges.values())
 
-    def _begun_after(self, call: RuntimeCall) -> tuple[int | None, int]:
-        """The id and the start of the operation that the thread of a call began next after it."""
+    def _find_next_op(self, call: RuntimeCall) -> tuple[int | None, int]:
+        """Return id and start of the next operation that the thread of a call starts after it."""
         events = self.nesting.threads.get((call.pid, call.tid), [])
         at = bisect_left(events, call.end, key=lambda event: self.kineto.host[event].start)
         for event in map(events.__getitem__, range(at, len(events))):
@@ -179,7 +179,7 @@ class _Linking:
                 return self.host[node].id, self.kineto.host[event].start
         return None, 0
 
-    def _report(
+    def _make_report(
         self, found: Communications, waits: GpuWaits, edges: Iterable[Edge], corrections: Iterable[str]
     ) -> MatchReport:
         et, kineto, match, launches = self.et, self.kineto, self.match, self.launches
@@ -190,8 +190,8 @@ class _Linking:
             host_nodes=match.matched + len(match.unmatched),
             host_matched={match.method: match.matched} if match.matched else {},
             host_unmatched=dict(Counter(match.unmatched.values())),
-            host_unmatched_names=dict(names.most_common(_NAMES)),
-            kineto_unmatched=_kineto_unmatched(kineto, match),
+            host_unmatched_names=dict(names.most_common(_MAX_NAMES)),
+            kineto_unmatched=_count_unmatched_events(kineto, match),
             activities=dict(Counter(event.category for event in kineto.device)),
             activities_linked=dict(launches.linked),
             activities_unlinked=dict(unlinked),
@@ -204,14 +204,14 @@ class _Linking:
             of_other_iterations=match.of_other_iterations,
             doubts=self.doubts,
             damage=[
-                *_of(et.path, et.damage),
-                *_of(kineto.path, kineto.damage),
-                *(_of(self.comms.path, self.comms.issues.problems) if self.comms else ()),
+                *_with_file(et.path, et.damage),
+                *_with_file(kineto.path, kineto.damage),
+                *(_with_file(self.comms.path, self.comms.issues.problems) if self.comms else ()),
             ],
             unread=dict(sorted(kineto.unread.items())),
             warnings=[
-                *_of("execution trace", et.warnings),
-                *_of("Kineto trace", kineto.warnings),
+                *_with_file("execution trace", et.warnings),
+                *_with_file("Kineto trace", kineto.warnings),
                 *match.warnings,
                 *launches.warnings,
                 *corrections,
@@ -230,16 +230,16 @@ def _sha256(path: str) -> str:
     return digest.hexdigest()
 
 
-def _of(file: str, problems: Iterable[str]) -> list[str]:
+def _with_file(file: str, problems: Iterable[str]) -> list[str]:
     return [f"{file}: {problem}" for problem in problems]
 
 
-def _groups(*sources: Iterable[Group]) -> dict[str, Group]:
-    """Groups by name; earlier sources are trusted more."""
+def _merge_groups(*sources: Iterable[Group]) -> dict[str, Group]:
+    """Return groups by name. Earlier sources are trusted more."""
     return {group.pg: group for source in reversed(sources) for group in reversed(list(source))}
 
 
-def _kineto_unmatched(kineto: KinetoTrace, match: HostMatch) -> dict[str, int]:
+def _count_unmatched_events(kineto: KinetoTrace, match: HostMatch) -> dict[str, int]:
     starts = [kineto.host[index].start for index in match.event_of if index >= 0]
     if not starts:
         return {"no node of the execution trace matched": len(kineto.host)} if kineto.host else {}

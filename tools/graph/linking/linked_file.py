@@ -1,18 +1,18 @@
 """Linked traces as files: an execution trace with times, GPU activities, communications and dependencies added.
 
-The layout is the one that Chakra's converter reads, so its fields keep their names and units (`ts`,
-`inclusive_dur`, `exclusive_dur` in microseconds, here with all three decimals); ids of host nodes are those of the
-execution trace and GPU activities continue them. Beside those fields a node has
+Chakra's converter reads this layout, so its fields keep their names and units: `ts`, `inclusive_dur`, `exclusive_dur`
+in microseconds, here with all three decimals. Host nodes have the ids of the execution trace; GPU activities continue
+them. A node also has these fields:
 
-- `deps`: list of `{"id", "kind"}`, with `"inferred": true` and `slack_ns` where that holds (the caller is
-  `ctrl_deps`); the kinds are those of `graph.EDGE_KINDS`;
+- `deps`: list of `{"id", "kind"}`, with `"inferred": true` and `slack_ns` if they apply. The kinds are those of
+  `graph.EDGE_KINDS`; the caller is `ctrl_deps` instead.
 - `comm`, on the host node of a communication: its record, group, origin and the ids of its kernels, or of its Work.
-  `record.t` is in nanoseconds: of the rank's monotonic clock where `origin` is "comms file", else of the trace;
-- `comm_host`, on a communication kernel: the id of that host node;
-- `blocked_dur`, on a host node: the part of `exclusive_dur` that it waited for the GPU, as far as `deps` say for what;
-- `device`, `correlation`, `args` of an activity as in the Kineto trace, `unlinked`: why it has no host node.
+  Its `record.t` is in ns: of the rank's monotonic clock if `origin` is "comms file", else of the trace.
+- `comm_host`, on a communication kernel: the id of that host node.
+- `blocked_dur`, on a host node: the part of `exclusive_dur` in which it waited for the GPU activities in `deps`.
+- `device`, `correlation`, `args` of an activity as in the Kineto trace. `unlinked`: why it has no host node.
 
-The object `crossrank` says which version linked which inputs, and what matched.
+The object `crossrank` has the version that linked, the inputs, and the report of what matched.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from crossrank.tools.traces.execution_trace import (
 from crossrank.tools.traces.json_document import Document, Shape
 
 _BATCH = 2048
-"""Nodes of a line."""
+"""Nodes in one line of the file."""
 _MOST_US = Decimal(1 << 52)
 _NO_HOST = HostOp(id=0, name="", caller=0, rf_id=0, tid=0)
 _EMPTY = msgspec.Raw(b"[]")
@@ -61,7 +61,7 @@ _NO_ARGS = msgspec.Raw(b"{}")
 
 
 class IncomingEdge(msgspec.Struct, gc=False, omit_defaults=True):
-    """One entry of `deps`: an edge, without the node it belongs to."""
+    """One entry of `deps`: an edge without its target."""
 
     id: Number
     kind: EdgeKind
@@ -70,7 +70,7 @@ class IncomingEdge(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 class Node(msgspec.Struct, gc=False, kw_only=True, omit_defaults=True):
-    """A host operation, or a GPU activity, which has `cat`. Times are microseconds."""
+    """A host operation, or a GPU activity, which has `cat`. Times are in microseconds."""
 
     id: Number
     name: Annotated[str, Privacy.EVENT]
@@ -98,7 +98,7 @@ class Node(msgspec.Struct, gc=False, kw_only=True, omit_defaults=True):
 
 
 class LinkedFile(msgspec.Struct, kw_only=True):
-    """The whole file."""
+    """The content of the file."""
 
     schema: Annotated[str, Privacy.VERSION] = ""
     pid: Annotated[Count, Privacy.NUMBER] | None = None
@@ -113,12 +113,12 @@ _SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nod
 
 
 def write_linked(trace: LinkedTrace, path: str | Path) -> None:
-    """Write `trace` to `path`, compressed as its name says: whole or not at all. The same trace gives the same
-    bytes."""
+    """Write `trace` to `path`, compressed as its name says. The file is complete or does not exist. Equal traces give
+    equal bytes."""
     encode = msgspec.json.Encoder().encode
-    nodes = map(encode, _nodes(trace))
+    nodes = map(encode, _make_nodes(trace))
     with whole_file(path) as temporary, temporary.open("wb") as file, compressed(file, path) as stream:
-        stream.write(encode(_head(trace)).removesuffix(b"]}"))
+        stream.write(encode(_make_head(trace)).removesuffix(b"]}"))
         separator = b""
         while line := b",".join(islice(nodes, _BATCH)):
             stream.write(separator + line)
@@ -126,9 +126,9 @@ def write_linked(trace: LinkedTrace, path: str | Path) -> None:
         stream.write(b"]}\n")
 
 
-def _head(trace: LinkedTrace) -> LinkedFile:
+def _make_head(trace: LinkedTrace) -> LinkedFile:
     return LinkedFile(
-        # Flat nodes were lifted into the next layout, so that is what the file now has.
+        # The reader converts flat nodes to the next layout, so the file has that schema.
         schema=FIRST_NESTED_SCHEMA if trace.schema.startswith(FLAT_SCHEMA) else trace.schema,
         pid=trace.pid,
         time=trace.time,
@@ -138,7 +138,7 @@ def _head(trace: LinkedTrace) -> LinkedFile:
     )
 
 
-def _nodes(trace: LinkedTrace) -> Iterator[Node]:
+def _make_nodes(trace: LinkedTrace) -> Iterator[Node]:
     deps: dict[int, list[IncomingEdge]] = defaultdict(list)
     for edge in trace.edges:
         if edge.kind != "caller":
@@ -146,7 +146,7 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
     by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
-        yield _host_node(op, deps.pop(op.id, []), by_host.get(op.id))
+        yield _make_host_node(op, deps.pop(op.id, []), by_host.get(op.id))
     hosts = {op.id: op for op in trace.host}
     root = next((op.id for op in trace.host if is_thread_root(op)), trace.host[0].id)
     for activity in trace.activities:
@@ -179,11 +179,11 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
         )
 
 
-def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communication | None) -> Node:
+def _make_host_node(op: HostOp, deps: list[IncomingEdge], communication: Communication | None) -> Node:
     out = Node(
         id=op.id,
         name=op.name,
-        ctrl_deps=op.caller or op.id,  # torch's own root is its own parent
+        ctrl_deps=op.caller or op.id,  # torch's root is its own parent
         inputs=op.inputs,
         outputs=op.outputs,
         attrs=attribute_text(op),
@@ -202,7 +202,7 @@ def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communicatio
 
 
 def microseconds(ns: int) -> msgspec.Raw:
-    """Nanoseconds as JSON text in microseconds, with no digit lost, which a double would from 2^53 ns on.
+    """Return nanoseconds as JSON text in microseconds, with all digits. A double would lose some from 2^53 ns on.
 
     >>> bytes(microseconds(1694128201435418123)), bytes(microseconds(4000))
     (b'1694128201435418.123', b'4')
@@ -214,11 +214,11 @@ def microseconds(ns: int) -> msgspec.Raw:
 
 @paused_gc()
 def read_linked(path: str) -> LinkedTrace:
-    """The graph in a linked trace, plain, gzip or zstd.
+    """Read the graph of a linked trace: plain, gzip or zstd.
 
-    Raises `CrossrankError` where the file is damaged or is no linked trace: dependencies of a part would mislead.
+    Raise `CrossrankError` if the file is damaged or no linked trace: dependencies of a part would mislead.
     """
-    graph = _Graph(path)
+    graph = _GraphBuilder(path)
     document = Document(path, _SHAPE, graph.take)
     file, head = document.content, document.content.crossrank
     if head is None:
@@ -234,21 +234,21 @@ def read_linked(path: str) -> LinkedTrace:
         finish_ts=file.finish_ts,
         host=graph.host,
         activities=graph.activities,
-        communications=_in_order(graph),
+        communications=_sort_communications(graph),
         edges=graph.edges,
     )
 
 
-def _in_order(graph: _Graph) -> list[Communication]:
-    """The communications as they were linked: calls by their numbers, and a kernel without a call by its own time."""
+def _sort_communications(graph: _GraphBuilder) -> list[Communication]:
+    """Return the communications as they were linked: calls by number, kernels without a call by their own time."""
     starts: dict[int | None, int | None] = {op.id: op.start_ns for op in graph.host}
     starts |= {activity.id: activity.start_ns for activity in graph.activities}
     calls = sorted(graph.communications, key=lambda one: (one.host is None, one.record.id))
     return by_begin((starts.get(one.activities[0] if one.host is None else one.host), one) for one in calls)
 
 
-class _Graph:
-    """What the nodes of a file make up, as they come."""
+class _GraphBuilder:
+    """Collects the graph from the nodes of a file."""
 
     def __init__(self, path: str) -> None:
         self.host: list[HostOp] = []
@@ -277,7 +277,7 @@ class _Graph:
                 self.edges.append(Edge(op.caller, op.id, "caller"))
 
     def check(self) -> None:
-        """Whether all that is named is there."""
+        """Raise `CrossrankError` if an edge or a communication names a missing node."""
         for edge in self.edges:
             if edge.source not in self._ids or edge.source == edge.target:
                 self._refuse(f"node {edge.target} depends on {edge.source}, which is no other node of the file")
@@ -307,8 +307,8 @@ def _read_host_op(node: Node) -> HostOp:
     )
     read_attributes(op)
     if node.ts is not UNSET:
-        op.start_ns, op.duration_ns = _ns(node.ts), _ns(node.inclusive_dur)
-        op.exclusive_ns, op.blocked_ns = _ns(node.exclusive_dur), _ns(node.blocked_dur)
+        op.start_ns, op.duration_ns = _parse_ns(node.ts), _parse_ns(node.inclusive_dur)
+        op.exclusive_ns, op.blocked_ns = _parse_ns(node.exclusive_dur), _parse_ns(node.blocked_dur)
     return op
 
 
@@ -319,8 +319,8 @@ def _read_activity(node: Node, category: str) -> Activity:
         category=category,
         device=node.device,
         stream=node.stream,
-        start_ns=_ns(node.ts),
-        duration_ns=_ns(node.inclusive_dur),
+        start_ns=_parse_ns(node.ts),
+        duration_ns=_parse_ns(node.inclusive_dur),
         correlation=node.correlation,
         host=node.ctrl_deps if node.unlinked is None else None,
         unlinked=node.unlinked,
@@ -328,8 +328,8 @@ def _read_activity(node: Node, category: str) -> Activity:
     )
 
 
-def _ns(us: msgspec.Raw | UnsetType) -> int:
-    """Raises an error of `BROKEN` for what is no number, or none that 64 bits hold in ns."""
+def _parse_ns(us: msgspec.Raw | UnsetType) -> int:
+    """Return a time in ns. Raise an error of `BROKEN` for text that is no number, or a number above 64 bits in ns."""
     if us is UNSET:
         return 0
     text = bytes(us).decode()
@@ -337,6 +337,6 @@ def _ns(us: msgspec.Raw | UnsetType) -> int:
         time = Decimal(text)
         if -_MOST_US < time < _MOST_US:
             return int(time * 1000)
-    except ArithmeticError:  # no number
+    except ArithmeticError:  # not a number
         pass
     raise ValueError(f"invalid time {text[:40]} us")

@@ -46,24 +46,24 @@ OTHER_ITERATIONS = (
 
 
 class Edge(msgspec.Struct, frozen=True, gc=False):
-    """`target` cannot begin before `source` has ended; for `caller`, `program_order`, `launch`, `forward_backward` and
-    `group_order`, before it has begun."""
+    """`target` cannot start before `source` has ended. For `caller`, `program_order`, `launch`, `forward_backward` and
+    `group_order`: before `source` has started."""
 
     source: int
     target: int
     kind: EdgeKind
     inferred: bool = False
-    """Concluded from times and names rather than recorded."""
+    """Whether it was concluded from times and names, not recorded."""
     slack_ns: int | None = None
-    """How long after the source's end what waited went on: small where it really waited. For a stream, from the end
-    of the source or the launch of the target, whichever is later, to the start of the target."""
+    """Time from the end of the source until what waited continued; small if it really waited. For a stream: from the
+    end of the source or the launch of the target, the later one, to the start of the target."""
 
 
 class Activity(msgspec.Struct, gc=False):
     """A kernel, copy or memset on a GPU."""
 
     id: int
-    """Continues the numbers of the host nodes, in the order of starts."""
+    """Continues the numbers of the host nodes, ordered by start."""
     name: str
     category: str
     """kernel, gpu_memcpy or gpu_memset."""
@@ -73,82 +73,82 @@ class Activity(msgspec.Struct, gc=False):
     duration_ns: int
     correlation: int | None
     host: int | None
-    """Id of the innermost host node around the launch; None where there is none, see `unlinked`."""
+    """Id of the innermost host node around the launch; None if there is none, see `unlinked`."""
     unlinked: str | None
     args: msgspec.Raw
-    """As they stand in the Kineto trace."""
+    """As in the Kineto trace."""
 
 
 class Communication(msgspec.Struct, gc=False, kw_only=True):
-    """One collective or P2P call, whatever recorded it."""
+    """One collective or P2P call, from any source."""
 
     record: CommRecord
-    """`t` is on the clock of the trace, in ns, except where the rank's comms file gave the record."""
+    """`t` is in ns on the clock of the trace, but on the rank's clock if the record is from its comms file."""
     group: Group | None = None
     origin: Annotated[str, Privacy.WORD]
-    """What the record was read from: a key of `communications.SOURCES`."""
+    """The source of the record: a key of `communications.SOURCES`."""
     host: Number | None = None
-    """Id of the host node that the record belongs to; None for a kernel without one."""
+    """Id of the host node of the record; None for a kernel without one."""
     activities: list[Number] = []
     """Ids of the communication kernels launched for it."""
     work: Number | None = None
-    """Id of the host node that is the range of its Work, where a backend without GPU kernels ran it."""
+    """Id of the host node that is the range of its Work, if a backend without GPU kernels ran it."""
     seq_counted: bool = False
-    """`seq` and `p2p_seq` were counted from the start of the trace rather than recorded."""
+    """Whether `seq` and `p2p_seq` were counted from the start of the trace, not recorded."""
 
     @property
     def order(self) -> tuple[object, ...]:
-        """Communications that have this alike follow one another: those of a group; of P2P, those of a group with the
-        same peer and direction."""
+        """Key that is equal for communications in one order: those of a group. For P2P, peer and direction must be
+        equal too."""
         record = self.record
         return (record.pg, record.op, record.peer) if is_p2p(record) else (record.pg,)
 
 
 @dataclass(kw_only=True)
 class MatchReport:
-    """What was matched by which method, and what was not and why. All counts are of this rank and trace."""
+    """What matched by which method, what did not, and why. All counts are of this rank and trace."""
 
     host_nodes: int = 0
     """Nodes of the execution trace that have a RecordFunction, and so could have an event."""
     host_matched: dict[str, int] = field(default_factory=dict)
-    """Method -> nodes."""
+    """Method -> number of nodes."""
     host_unmatched: dict[str, int] = field(default_factory=dict)
-    """Reason -> nodes."""
+    """Reason -> number of nodes."""
     host_unmatched_names: dict[str, int] = field(default_factory=dict)
-    """The most frequent names among them."""
+    """The most frequent names of unmatched nodes."""
     kineto_unmatched: dict[str, int] = field(default_factory=dict)
-    """Reason -> host events of the Kineto trace without a node."""
+    """Reason -> number of host events in the Kineto trace without a node."""
     activities: dict[str, int] = field(default_factory=dict)
-    """Category -> GPU activities in the Kineto trace."""
+    """Category -> number of GPU activities in the Kineto trace."""
     activities_linked: dict[str, int] = field(default_factory=dict)
-    """Method -> activities that have a host node."""
+    """Method -> number of activities with a host node."""
     activities_unlinked: dict[str, int] = field(default_factory=dict)
-    """Reason -> activities of this trace without a host node. They are kept in the graph."""
+    """Reason -> number of activities of this trace without a host node. The graph has them."""
     activities_outside: dict[str, int] = field(default_factory=dict)
-    """Reason -> activities that have no part in this trace. They are not in the graph."""
+    """Reason -> number of activities that do not belong to this trace. The graph does not have them."""
     communications: dict[str, int] = field(default_factory=dict)
-    """Source -> communications."""
+    """Source -> number of communications."""
     communication_kernels_alone: int = 0
-    """Communication kernels of which only the name is known."""
+    """Communication kernels without a call around them."""
     syncs: dict[str, int] = field(default_factory=dict)
-    """Kind of synchronisation -> events (or calls, where inferred)."""
+    """Kind of synchronization -> number of events, or of calls if inferred."""
     syncs_unresolved: dict[str, int] = field(default_factory=dict)
-    """Reason -> synchronisations that gave no edge."""
+    """Reason -> number of synchronizations without an edge."""
     edges: dict[str, int] = field(default_factory=dict)
-    """Kind, with `inferred ` before it where it is -> edges."""
+    """Kind of edge, with the prefix `inferred ` if it is -> number of edges."""
     of_other_iterations: int = 0
-    """Operations whose times are those of another iteration than the execution trace's."""
+    """Operations whose times are from another step than the execution trace."""
     doubts: list[str] = field(default_factory=list)
     """Signs that the two files are not of one run."""
     damage: list[str] = field(default_factory=list)
-    """What of the files could not be read."""
+    """Damaged parts of the files, which were skipped."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Category -> Kineto events that have no part in the graph."""
+    """Category -> number of Kineto events that are not part of the graph."""
     warnings: list[str] = field(default_factory=list)
 
     @property
     def caveats(self) -> list[str]:
-        """What every number that is made of the trace has to say."""
+        """Caveats for every number from this trace."""
         left_out = [
             f"{count} GPU activities {reason} are left out" for reason, count in self.activities_outside.items()
         ]
@@ -166,7 +166,7 @@ class MatchReport:
 
 
 class Provenance(msgspec.Struct, kw_only=True):
-    """Where a linked trace comes from, as its file has it."""
+    """The origin of a linked trace, as its file has it."""
 
     version: Annotated[str, Privacy.VERSION] = crossrank.__version__
     rank: Number | None
@@ -174,11 +174,11 @@ class Provenance(msgspec.Struct, kw_only=True):
     schema: Annotated[str, Privacy.VERSION] = msgspec.field(name="et_schema")
     """Schema of the execution trace."""
     base_ns: Annotated[Int, Privacy.WALL] = msgspec.field(name="base_time_ns")
-    """Nanoseconds since 1970 at time 0 of the trace."""
+    """ns since 1970 at time 0 of the trace."""
     iterations: list[tuple[Number, Annotated[Int, Privacy.WALL]]] = msgspec.field(
         name="iterations_ns", default_factory=list
     )
-    """(iteration, when it began on the clock of the trace) as the profiler marked them, and the end of the last."""
+    """(step, its start on the clock of the trace) as the profiler marked them, and the end of the last step."""
     inputs: dict[Annotated[str, Privacy.FILE], Annotated[str, Privacy.DIGEST]]
     """File name -> SHA-256 of its uncompressed content."""
     groups: list[Group]
@@ -191,26 +191,26 @@ class Provenance(msgspec.Struct, kw_only=True):
 
 
 class LinkedTrace(Provenance, kw_only=True):
-    """Everything that one rank did in one window, in one graph."""
+    """Everything that one rank did in one window, as one graph."""
 
     kineto_rank: int | None = None
-    """What the Kineto trace's `distributedInfo` says."""
+    """The rank in the Kineto trace's `distributedInfo`."""
     pid: int | None
     time: str | None
     start_ts: int | None
     finish_ts: int | None
     host: list[HostOp]
-    """In ascending order of ids."""
+    """Ordered by id."""
     activities: list[Activity]
-    """In ascending order of ids, and of starts."""
+    """Ordered by id and by start."""
     communications: list[Communication]
     edges: list[Edge]
     text: str = ""
-    """Why it is empty, where nothing was linked."""
+    """Why the trace is empty, if nothing was linked."""
 
     @classmethod
     def nothing(cls, rank: int, why: str) -> LinkedTrace:
-        """An empty graph, which says why."""
+        """Return an empty graph with the reason `why`."""
         none: dict[str, Any] = dict.fromkeys(("world_size", "pid", "time", "start_ts", "finish_ts"))
         empty: dict[str, Any] = {name: [] for name in ("groups", "host", "activities", "communications", "edges")}
         return cls(**none, **empty, rank=rank, schema="", base_ns=0, inputs={}, report=MatchReport(), text=why)
@@ -224,8 +224,8 @@ class LinkedTrace(Provenance, kw_only=True):
 
 
 def by_begin(calls: Iterable[tuple[int | None, Communication]]) -> list[Communication]:
-    """Communications with their times in ns, in the order in which they began. `calls` is in the order of the calls,
-    kernels without one last; one without a time began when the one before it did."""
+    """Order communications by their times in ns. `calls` is in the order of the calls, with kernels without a call
+    last. A communication without a time gets the time of the one before it."""
     begun, time = [], 0
     for start, communication in calls:
         time = time if start is None else start

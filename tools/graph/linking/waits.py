@@ -1,20 +1,20 @@
-"""Who waits for the GPU: the host at synchronising calls, and a stream for another one's event.
+"""Finds waits for the GPU: of the host in synchronizing calls, and of a stream for another stream's event.
 
-CUPTI's `cuda_sync` events (`enable_cuda_sync_events=True`) say it, by kind:
+CUPTI's `cuda_sync` events (`enable_cuda_sync_events=True`) have one of these kinds:
 
-- Context Sync (cudaDeviceSynchronize): the host waits for the last activity of every stream of the device.
-- Stream Sync (cudaStreamSynchronize): for the last one of one stream.
-- Event Sync (cudaEventSynchronize, cudaEventQuery): for the last one launched on the event's stream before the
-  call that recorded the event.
-- Stream Wait Event (cudaStreamWaitEvent): the next activity launched on the waiting stream waits for that one.
+- Context Sync (cudaDeviceSynchronize): the host waits for the last activity of each stream of the device.
+- Stream Sync (cudaStreamSynchronize): the host waits for the last activity of one stream.
+- Event Sync (cudaEventSynchronize, cudaEventQuery): the host waits for the last activity that was launched on the
+  event's stream before the call that recorded the event.
+- Stream Wait Event (cudaStreamWaitEvent): the next activity launched on the waiting stream waits for that activity.
 
-A trace without such events still has the calls, and what they waited for is inferred and marked so. A blocking call
-waited for what ended last while it lasted. cudaStreamWaitEvent names neither stream nor event in such a trace, but
-around a communication both are known: its own call lets the communication's stream wait for the stream that the caller
-computes on, and a `wait` node of `record_param_comms`, which names the sequence number, lets that stream wait for the
-communication. DDP's reducer waits for the all-reduces of its buckets in their order, on the thread that made them and
-outside any operation. Any other call is counted and left alone: guessing by times draws edges that other ranks of the
-same job refute.
+A trace without such events still has the calls. What they waited for is then inferred, and marked as inferred. A
+blocking call waited for the activity that ended last during the call. The trace has neither stream nor event of a
+cudaStreamWaitEvent, but both are known near a communication. Within the call of a communication, its stream waits for
+the stream that the caller computes on. Within a `wait` node of `record_param_comms`, which has the sequence number,
+that stream waits for the communication. DDP's reducer waits for the all-reduces of its buckets in their order, on the
+thread that called them and outside any operation. Other calls are counted but get no edge: edges guessed from times
+contradict other ranks of the same job.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from crossrank.tools.traces.kineto import Id, KinetoTrace, RuntimeCall
 from crossrank.tools.traces.param_comms import ParamComms
 
 CLOCK_NS = 2_000
-"""Host and device clocks are joined, and times rounded, to about this much."""
+"""Host and device clocks agree to about this much, and times are rounded to it."""
 
-_Lane = tuple[Id, Id]
+_StreamOrThread = tuple[Id, Id]
 """A stream of a device, or a thread of a process."""
 _WAIT_EVENT = "StreamWaitEvent"
 """Part of the names of cudaStreamWaitEvent, hipStreamWaitEvent, …"""
@@ -43,14 +43,14 @@ _ONE_STREAM = ("StreamSynchronize", "EventSynchronize")
 
 @dataclass(frozen=True)
 class GpuWait:
-    """Positions in `KinetoTrace.device` and `KinetoTrace.calls`."""
+    """One wait. Numbers are positions in `KinetoTrace.device` and `KinetoTrace.calls`."""
 
     source: int
     """The activity that is waited for."""
     call: int
-    """The call that waits, or that makes a stream wait; -1 where it is not in the trace."""
+    """The call that waits, or that makes a stream wait; -1 if it is not in the trace."""
     target: int = -1
-    """The activity that waits; -1 where the host does."""
+    """The activity that waits; -1 if the host waits."""
     inferred: bool = False
     slack_ns: int | None = None
 
@@ -62,9 +62,9 @@ def find_waits(
     issuing: Mapping[int, tuple[CommRecord, Sequence[int]]] = MappingProxyType({}),
     waiting: Mapping[int, ParamComms] = MappingProxyType({}),
 ) -> GpuWaits:
-    """`launch_call` gives the launching call of each activity, -1 where it is not known. `nodes_around` gives the nodes
-    around a call, the innermost first; `issuing` the communication that a node issues, with its kernels; `waiting` the
-    arguments of a `wait` node. Nodes, activities and calls are positions in the traces."""
+    """Find all waits. Nodes, activities and calls are positions in the traces. `launch_call` has each activity's
+    launching call, -1 if unknown; `nodes_around` returns the nodes around a call, the innermost first; `issuing` maps a
+    node to the communication that it issues and its kernels; `waiting` maps a `wait` node to its arguments."""
     search = GpuWaits(
         kineto=kineto, launch_call=launch_call, nodes_around=nodes_around, issuing=issuing, waiting=waiting
     )
@@ -78,7 +78,7 @@ def find_waits(
 
 @dataclass(kw_only=True)
 class GpuWaits:
-    """All waits of a trace, as far as they are found."""
+    """The waits of a trace found so far."""
 
     kineto: KinetoTrace
     launch_call: Sequence[int]
@@ -87,24 +87,24 @@ class GpuWaits:
     waiting: Mapping[int, ParamComms]
     waits: list[GpuWait] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
-    """Kind -> synchronisations looked at."""
+    """Kind -> number of synchronizations."""
     unresolved: Counter[str] = field(default_factory=Counter)
-    """Reason -> synchronisations that gave no wait."""
+    """Reason -> number of synchronizations without a wait."""
 
     def __post_init__(self) -> None:
         self._stream_of = [(activity.device, activity.stream) for activity in self.kineto.device]
         calls = self.kineto.calls
         self._launched = {index: calls[call].start for index, call in enumerate(self.launch_call) if call >= 0}
 
-    def _by_stream(self, times: Iterable[tuple[int, int]]) -> Mapping[_Lane, Ordered]:
+    def _by_stream(self, times: Iterable[tuple[int, int]]) -> Mapping[_StreamOrThread, Ordered]:
         return ordered_by((self._stream_of[index], time, index) for index, time in times)
 
     @cached_property
-    def _by_launch(self) -> Mapping[_Lane, Ordered]:
+    def _by_launch(self) -> Mapping[_StreamOrThread, Ordered]:
         return self._by_stream(self._launched.items())
 
     def _launch_time(self, index: int) -> int:
-        """When an activity was launched; its start where that is not known."""
+        """Return when an activity was launched; its start if that is unknown."""
         return self._launched.get(index, self.kineto.device[index].start)
 
     def take_recorded(self) -> None:
@@ -156,7 +156,7 @@ class GpuWaits:
                     sources = [max(inside, key=lambda source: device[source].end)] if inside else []
             elif "Memcpy" in call.name and call.correlation in launched:
                 sources = [launched[call.correlation]]
-                # A copy that its call outlives, or that is synchronous by name, blocked the host.
+                # A copy that ends before its call, or whose name is not Async, blocked the host.
                 if "Async" in call.name and device[sources[0]].end > call.end + CLOCK_NS:
                     continue
             else:
@@ -172,9 +172,11 @@ class GpuWaits:
         by_number: dict[int | None, list[tuple[str, Sequence[int]]]] = defaultdict(list)
         for record, kernels in self.issuing.values():
             by_number[record.seq if record.seq is not None else record.p2p_seq].append((record.pg, kernels))
-        waited_for = {node: _named(wait, by_number.get(wait.seq, [])) for node, wait in self.waiting.items()}
-        buckets = self._buckets({kernel for named in waited_for.values() for kernel in named})
-        computing = self._computing({kernel for _, kernels in self.issuing.values() for kernel in kernels})
+        waited_for = {
+            node: _find_named_kernels(wait, by_number.get(wait.seq, [])) for node, wait in self.waiting.items()
+        }
+        buckets = self._find_buckets({kernel for named in waited_for.values() for kernel in named})
+        computing = self._find_computing_stream({kernel for _, kernels in self.issuing.values() for kernel in kernels})
         for index, call in sorted(enumerate(self.kineto.calls), key=lambda entry: entry[1].start):
             if _WAIT_EVENT not in call.name:
                 continue
@@ -188,18 +190,18 @@ class GpuWaits:
                 if target < 0:
                     self.unresolved["it is a communication's own, after its launch"] += 1
                     continue
-                pairs = [(computing(call).last_until(call.start), target)]
+                edges = [(computing(call).last_until(call.start), target)]
             elif node is not None or (not nodes and bucket and bucket[0][0] <= call.start):
                 # The stream that the caller computes on waits for a communication.
                 kernels = waited_for[node] if node is not None else bucket.popleft()[1]
                 if not kernels:
                     self.unresolved["the communication that it waits for is not in the trace"] += 1
                 target = computing(call).first_from(call.start)
-                pairs = [(kernel, target) for kernel in kernels]
+                edges = [(kernel, target) for kernel in kernels]
             else:
                 self.unresolved["a stream waits for an event, but the trace does not say which"] += 1
                 continue
-            for source, target in pairs:
+            for source, target in edges:
                 if source < 0 or target < 0 or source == target:
                     self.unresolved["nothing runs on the stream before or after"] += 1
                     continue
@@ -207,9 +209,9 @@ class GpuWaits:
                 slack = max(0, self.kineto.device[target].start - begins)
                 self.waits.append(GpuWait(source, index, target, inferred=True, slack_ns=slack))
 
-    def _buckets(self, waited_for: set[int]) -> Mapping[_Lane, deque[tuple[int, Sequence[int]]]]:
-        """By thread: the all-reduces that no `wait` node names, as (launch, kernels) in the order of their launches."""
-        buckets: dict[_Lane, deque[tuple[int, Sequence[int]]]] = defaultdict(deque)
+    def _find_buckets(self, waited_for: set[int]) -> Mapping[_StreamOrThread, deque[tuple[int, Sequence[int]]]]:
+        """Return, for each thread, the all-reduces that no `wait` node names: (launch, kernels), ordered by launch."""
+        buckets: dict[_StreamOrThread, deque[tuple[int, Sequence[int]]]] = defaultdict(deque)
         reduces = [kernels for record, kernels in self.issuing.values() if record.op == "all_reduce"]
         launched = [kernels for kernels in reduces if kernels and kernels[0] in self._launched]
         for kernels in sorted(launched, key=lambda kernels: self._launched[kernels[0]]):
@@ -218,9 +220,9 @@ class GpuWaits:
                 buckets[call.pid, call.tid].append((call.start, kernels))
         return buckets
 
-    def _computing(self, communicate: set[int]) -> Callable[[RuntimeCall], Ordered]:
-        """Gives what is launched on the stream that the thread of a call computes on then; on the trace's busiest where
-        the thread has none yet."""
+    def _find_computing_stream(self, communicate: set[int]) -> Callable[[RuntimeCall], Ordered]:
+        """Return a function from a call to the activities of the stream that its thread computes on at that time. If
+        the thread has launched nothing yet, it takes the busiest stream of the trace."""
         calls = self.kineto.calls
         computes = {index: calls[self.launch_call[index]] for index in self._launched if index not in communicate}
         by_thread = ordered_by(((call.pid, call.tid), call.start, index) for index, call in computes.items())
@@ -235,7 +237,7 @@ class GpuWaits:
         return stream_of
 
 
-def _named(wait: ParamComms, numbered: Sequence[tuple[str, Sequence[int]]]) -> Sequence[int]:
-    """The kernels of the communication that a `wait` node names, of those with its number."""
+def _find_named_kernels(wait: ParamComms, numbered: Sequence[tuple[str, Sequence[int]]]) -> Sequence[int]:
+    """Return the kernels of the communication that a `wait` node names, among those with its number."""
     kernels = [kernels for pg, kernels in numbered if pg == wait.pg] or [kernels for _, kernels in numbered]
     return kernels[0] if len(kernels) == 1 else ()

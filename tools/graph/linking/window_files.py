@@ -1,6 +1,6 @@
-"""Which files belong together: the execution trace, the Kineto trace and the comms file of each rank and window.
+"""Finds which files belong together: the execution trace, Kineto trace and comms file of each rank and window.
 
-What a command makes of them, and writes, is a `RankOutput`.
+A command returns a `RankOutput` for each.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class RankInput:
     kineto: str
     comms: str | None = None
     linked: str | None = None
-    """A linked trace, which takes the place of the others."""
+    """A linked trace, which replaces the other files."""
 
 
 @dataclass(kw_only=True)
 class RankOutput:
-    """What became of one rank and window."""
+    """The result for one rank and window."""
 
     rank: int | None
     window: int
@@ -50,20 +50,20 @@ class Inputs:
 
     pairs: list[RankInput]
     problems: list[str]
-    """Why the rest cannot."""
+    """Why the rest cannot be linked."""
     notes: list[str] = field(default_factory=list)
-    """What else was found and left out."""
+    """Files that were found and skipped, with the reason."""
 
 
 def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> Inputs:
-    """The pairs among `paths`: one folder, or the two files of one rank in either order.
+    """Return the pairs among `paths`: one folder, or the two files of one rank in either order.
 
-    Only `ranks` are looked for, where they are given. Raises `CrossrankError` where there is nothing to link.
+    `ranks` selects ranks, if given. Raise `CrossrankError` if there is nothing to link.
     """
     if len(paths) == 2:
         if ranks is not None:
             raise CrossrankError("--ranks chooses from a folder; two files are one rank")
-        return Inputs(pairs=[_two_files(paths[0], paths[1])], problems=[])
+        return Inputs(pairs=[_pair_two_files(paths[0], paths[1])], problems=[])
     files = discover(paths)
     if not is_folder(paths[0]):
         raise CrossrankError(f"{paths[0]} is one file; name its other half beside it, or the folder of both")
@@ -83,7 +83,7 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
 
 
 def pairs_of(files: Sequence[FoundFile]) -> Inputs:
-    """The pairs among files that were found, and what cannot be linked."""
+    """Return the pairs among the files that were found, and what cannot be linked."""
     problems = [
         f"{file.path}: cannot be linked, it {file.problem}; remove it or record it anew"
         for file in files
@@ -107,17 +107,17 @@ def pairs_of(files: Sequence[FoundFile]) -> Inputs:
                 RankInput(rank=rank, window=key[2], et=et, kineto=kineto, comms=comms[0].path if comms else None)
             )
         elif ets or kinetos:
-            problems.append(_no_pair(ets, kinetos))
+            problems.append(_explain_missing_pair(ets, kinetos))
     return Inputs(pairs=pairs, problems=problems, notes=notes)
 
 
 def _may_be_trace(file: FoundFile) -> bool:
-    """Whether what a file is called lets one miss it."""
+    """Return whether a file could be a trace, by its name."""
     cut_off = f".{EXECUTION_TRACE}." in file.name or f".{KINETO}." in file.name
     return cut_off if file.partial else file.name.endswith((".json", ".gz", ".zst"))
 
 
-def _no_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> str:
+def _explain_missing_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> str:
     first = (ets + kinetos)[0]
     who = f"rank {first.rank}" if first.rank is not None else "files without a rank in their names"
     who += "" if first.window == 1 else f", window {first.window}"
@@ -128,7 +128,7 @@ def _no_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> str:
     return f"{who}: {len(ets)} execution traces and {len(kinetos)} Kineto traces ({names}); name the two files to link"
 
 
-def _two_files(first: str, second: str) -> RankInput:
+def _pair_two_files(first: str, second: str) -> RankInput:
     found = [look(path) for path in (first, second)]
     by_kind = {file.kind: file for file in found}
     if EXECUTION_TRACE not in by_kind or KINETO not in by_kind:
@@ -140,7 +140,7 @@ def _two_files(first: str, second: str) -> RankInput:
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Turn what goes wrong with the disk into a `CrossrankError` that names `path`."""
+    """Turn an error of the disk into a `CrossrankError` that names `path`."""
     try:
         yield
     except OSError as error:
