@@ -1,9 +1,9 @@
-"""The graph between a linked trace and a Chakra file: nodes on threads and streams, edges with their reasons, groups.
+"""The graph between a linked trace and a Chakra file: nodes on threads and streams, edges with reasons, groups.
 
-Process groups have numbers: the feeders take a group's name for an integer, with 0 for the world. The world is torch's
-default group; another one of all ranks orders its communications by itself and has a number. A number is made from the
-group's name and members alone, so that ranks converted apart, on different machines or days, agree on it. Groups that
-old traces name by an address, which differs between ranks, go by their members.
+The feeders read a group's name as an integer, with 0 for the world. The world is torch's default group. Another group
+of all ranks orders its own communications, so it has its own number. A number depends only on the name and the
+members of the group. So ranks that are converted on different machines or days agree on it. Old traces name groups by
+an address, which differs between ranks. For these, only the members count.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from crossrank.tools.traces.execution_trace import HostOp
 from crossrank.tools.traces.param_comms import named_by_address
 
 RunsOn = tuple[str, object]
-"""What runs one thing after the other: ("thread", tid) or ("stream", (device, stream)); a communication that runs
-elsewhere has one of its own, ("communication", its id)."""
+"""Executes nodes one after the other: ("thread", tid) or ("stream", (device, stream)). A communication that runs
+elsewhere has its own: ("communication", its id)."""
 
-# Names of nodes that stand for no operation of the trace.
+# Names of nodes that represent no operation of the trace.
 PAUSE = "host between operations"
 LATE = "until its rank began"
 MESSAGES_END = "end of the messages"
 WORLD = "0"
-_LARGEST = (1 << 31) - 1
-"""The feeders read an int."""
+_MAX_INT = (1 << 31) - 1
+"""The feeders read a 32-bit int."""
 
 
 class NumberedGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A group as the traces and `comm_groups.json` have it, and what it was called."""
+    """A group as the traces and `comm_groups.json` have it, with its original name."""
 
     number: str
     ranks: tuple[int, ...]
@@ -45,7 +45,7 @@ class NumberedGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Dependency(msgspec.Struct, frozen=True, gc=False):
-    """Why a node waits for `source`."""
+    """Reason why a node waits for `source`."""
 
     source: int
     kind: EdgeKind
@@ -53,36 +53,36 @@ class Dependency(msgspec.Struct, frozen=True, gc=False):
 
 
 class Comm(msgspec.Struct, frozen=True, gc=False):
-    """What a communication node says to a simulator."""
+    """The communication of a node, for a simulator."""
 
     record: CommRecord
     group: NumberedGroup
     runs_as: CommRecord | None = None
-    """What the simulator is to run instead of `record`, which it cannot run."""
+    """What the simulator runs instead of `record`, if it cannot run that."""
 
 
 class ChakraNode(msgspec.Struct, gc=False):
-    """A node to be. Times are nanoseconds on the clock of the trace."""
+    """A node to write. Times are ns on the clock of the trace."""
 
     id: int
     name: str
     runs_on: RunsOn
     start_ns: int
     duration_ns: int
-    """On a thread: exclusive, because the operations it calls are nodes of their own; and after `cut_waits` only
-    until the next node of the thread."""
+    """On a thread, the exclusive duration, since called operations are nodes too. After `cut_waits`, it ends at the
+    latest when the next node of the thread starts."""
     is_cpu: bool = False
     dependencies: list[Dependency] = []
     comm: Comm | None = None
     rf_id: int = 0
     tensor_bytes: int = 0
-    """Of what its operation takes and gives; 0 = not known."""
+    """Bytes of its operation's inputs and outputs; 0 if unknown."""
     flop: int | None = None
-    """Floating-point operations; None = not known."""
+    """Floating-point operations; None if unknown."""
     op: HostOp | None = None
-    """The host operation whose inputs and outputs are written with it."""
+    """The host operation whose inputs and outputs are written with the node."""
     is_pause: bool = False
-    """Stands for what a thread did before a node that no node has: a computation on the host named `PAUSE`."""
+    """Whether the node, named `PAUSE`, represents what a thread did before a node that no other node covers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,26 +90,26 @@ class Options:
     """What of a trace is written, and how."""
 
     deps: Literal["all", "data"] = "all"
-    """all: `data_deps` hold every dependency; data: what is only the order of a thread stands in `ctrl_deps` alone."""
+    """all: `data_deps` has every dependency. data: the order of a thread is only in `ctrl_deps`."""
     nodes: Literal["all", "gpu"] = "all"
-    """gpu: GPU and communication nodes only; the host then takes no time."""
+    """gpu: only GPU and communication nodes. The host then takes no time."""
     pauses: bool = True
     """Write what a thread did between its operations as nodes."""
     lower: bool = False
-    """Turn communications that ASTRA-sim cannot run into ones that it runs."""
+    """Replace communications that ASTRA-sim cannot run with ones that it can run."""
     messages: bool = False
-    """With `lower`: an all_to_all with splits is its sends and receives."""
+    """With `lower`: write an all_to_all with splits as its sends and receives."""
     roofline: bool = False
-    """With `lower`: what has no number of operations keeps its time in a simulator whose roofline needs one of every
-    computation on a GPU."""
+    """With `lower`: nodes without a number of operations keep their time in a simulator whose roofline needs this
+    number for every computation on a GPU."""
     group_node: bool = False
-    """Write the process groups as a metadata node too, at which ASTRA-sim stops."""
+    """Write the process groups as a metadata node too. ASTRA-sim stops at such a node."""
     strict: bool = False
     """Refuse dependencies that form a cycle."""
 
 
 def number_group(group: Group, world_size: int | None) -> NumberedGroup:
-    """The group with its number. Raises `CrossrankError` where its members are not known."""
+    """Return the group with its number. Raise `CrossrankError` if its members are unknown."""
     if not group.ranks:
         raise CrossrankError(
             f"process group {group.pg!r} has no known members, and a simulator needs them; link with the comms file of "
@@ -117,25 +117,25 @@ def number_group(group: Group, world_size: int | None) -> NumberedGroup:
         )
     ranks = tuple(group.ranks)
     by_address = named_by_address(group.pg)
-    number = str(1 + zlib.crc32(msgspec.json.encode(["" if by_address else group.pg, ranks])) % _LARGEST)
+    number = str(1 + zlib.crc32(msgspec.json.encode(["" if by_address else group.pg, ranks])) % _MAX_INT)
     if (by_address or group.pg == "0" or group.desc == "default_pg") and world_size is not None:
         number = WORLD if ranks == tuple(range(world_size)) else number
     return NumberedGroup(number=number, ranks=ranks, pg=group.pg, desc=group.desc)
 
 
 def number_groups(trace: LinkedTrace) -> dict[str, NumberedGroup]:
-    """The groups that communications use, by their names."""
+    """Return the groups that communications use, by name."""
     used = {one.record.pg: one.group for one in reversed(trace.communications) if one.group is not None}
     return {pg: number_group(group, trace.world_size) for pg, group in used.items()}
 
 
-def merge(of_ranks: Iterable[Iterable[NumberedGroup]]) -> dict[str, list[int]]:
-    """`comm_groups.json`: number -> global ranks of every group but the world.
+def merge(groups_by_rank: Iterable[Iterable[NumberedGroup]]) -> dict[str, list[int]]:
+    """Return the content of `comm_groups.json`: number -> global ranks, for every group except the world.
 
-    Raises `CrossrankError` where one number stands for two groups.
+    Raise `CrossrankError` if two groups have the same number.
     """
     merged: dict[str, NumberedGroup] = {}
-    for groups in of_ranks:
+    for groups in groups_by_rank:
         for group in groups:
             other = merged.setdefault(group.number, group)
             if other.ranks != group.ranks and group.number != WORLD:

@@ -1,4 +1,4 @@
-"""Converts one rank's linked trace to a Chakra file: the steps in their order."""
+"""Converts one rank's linked trace to a Chakra file. `convert` shows the order of the work."""
 
 from __future__ import annotations
 
@@ -26,60 +26,60 @@ from crossrank.tools.graph.linking import LinkedTrace
 
 @dataclass(kw_only=True)
 class Converted:
-    """What a conversion gave."""
+    """The result of a conversion."""
 
     nodes: dict[str, int] = field(default_factory=dict)
-    """computation on the host or on a GPU, pause of the host, or the operation of a communication -> nodes."""
+    """Number of nodes by kind: computation on the host or on a GPU, pause of the host, operation of a communication."""
     dependencies: dict[str, int] = field(default_factory=dict)
-    """Kind -> edges written."""
+    """Kind -> number of written edges."""
     gpu_ns: int = 0
     """Time of the computations on a GPU."""
     counted_ns: int = 0
-    """Of it, what has a number of floating-point operations."""
+    """The part of `gpu_ns` with a number of floating-point operations."""
     implied: int = 0
-    """Edges left out because the order of threads and streams implies them."""
+    """Edges that are not written because the order of threads and streams implies them."""
     lowered: dict[str, int] = field(default_factory=dict)
-    """What was turned into something else that ASTRA-sim runs -> how often."""
+    """What was replaced for ASTRA-sim -> how often."""
     begin_ns: int = 0
-    """First start, since 1970."""
+    """First start, in ns since 1970."""
     length_ns: int = 0
-    """From there to the last end, as measured."""
+    """Measured time from the first start to the last end."""
     world_size: int | None = None
-    """Ranks of the job, where the trace says so."""
+    """Ranks of the job, if the trace has this number."""
     groups: list[NumberedGroup] = field(default_factory=list)
     collectives: dict[str, list[str]] = field(default_factory=dict)
-    """Number of a group -> its collectives in order, each as its operation and size."""
+    """Number of a group -> operation and size of each collective, in order."""
     communications: list[Comm] = field(default_factory=list)
-    """As recorded, those of one group in their order."""
+    """Communications as recorded, in order within each group."""
     warnings: list[str] = field(default_factory=list)
     size: int = 0
     """Bytes of the file."""
     graph: RankGraph | None = None
-    """For the simulation, where it is asked for."""
+    """Graph for the simulation, if `keep_graph` is set."""
 
 
-_DEFAULT = Options()
+_DEFAULT_OPTIONS = Options()
 
 
 def convert(
     trace: LinkedTrace,
     path: str | Path | None,
-    options: Options = _DEFAULT,
+    options: Options = _DEFAULT_OPTIONS,
     *,
     keep_graph: bool = False,
     copies: CopiesOf | None = None,
 ) -> Converted:
-    """Write `trace` to `path`, unless that is None, and keep its graph for a simulation where that is wanted. With
-    `copies` write each of those in its place.
+    """Write `trace` to `path`, unless `path` is None. With `keep_graph`, keep its graph for a simulation. With
+    `copies`, write each of the copies instead.
 
-    Raises `CrossrankError` for a group that nobody defines and a cycle of facts."""
+    Raise `CrossrankError` for a group without a definition, and for a cycle of dependencies that are facts."""
     groups = number_groups(trace)
     nodes = convert_nodes(trace)
     warnings: list[str] = []
-    several = convert_communications(trace, nodes, groups, warnings)
-    draw_dependencies(trace, nodes, several)
+    nodes_by_kernel = convert_communications(trace, nodes, groups, warnings)
+    draw_dependencies(trace, nodes, nodes_by_kernel)
     wait_for_threads(nodes, {op.id for op in trace.host if op.scope == USER_SCOPE})
-    # Cycles are broken before edges are left out: one that goes may be all that implied another.
+    # Break cycles before edges are removed: an edge of a cycle may be the only one that implies another edge.
     ordered, dropped = in_order(nodes, strict=options.strict)
     if options.nodes == "gpu":
         nodes = device_nodes(ordered)
@@ -98,7 +98,7 @@ def convert(
     result.communications = [comm for _, comm in in_group_order(communicates)]
     for comm in result.communications:
         if not is_p2p(comm.record):
-            # Members of an uneven all_to_all put in different amounts.
+            # Members of an uneven all_to_all contribute different amounts.
             size = "" if comm.record.op == "all_to_all" else f" of {comm.record.bytes} B"
             result.collectives.setdefault(comm.group.number, []).append(comm.record.op + size)
     recorded = [node.comm for node in communicates if node.comm is not None]
@@ -112,7 +112,7 @@ def convert(
     if options.lower:
         result.lowered = lower(ordered, first, roofline=options.roofline, messages=options.messages)
     if copies is not None and copies.folder is not None:
-        # Lowering has made computations of some.
+        # Lowering has turned some communications into computations.
         kept = [(comm, node.comm) for comm, node in zip(recorded, communicates, strict=True) if node.comm is not None]
         result.groups, result.size = write_copies(trace, ordered, kept, result.groups, copies, copies.folder, options)
     elif copies is None and path is not None:
@@ -120,12 +120,12 @@ def convert(
     on_gpu = [node for node in ordered if node.comm is None and node.runs_on[0] == "stream"]
     result.gpu_ns = sum(node.duration_ns for node in on_gpu)
     result.counted_ns = sum(node.duration_ns for node in on_gpu if node.flop is not None)
-    result.nodes = dict(Counter(_kind(node) for node in ordered))
+    result.nodes = dict(Counter(_kind_of(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
     return result
 
 
-def _kind(node: ChakraNode) -> str:
+def _kind_of(node: ChakraNode) -> str:
     if node.comm is not None:
         return node.comm.record.op
     if node.is_pause:

@@ -1,4 +1,4 @@
-"""Converts all ranks of a recording, writes the group file, and compares what the ranks communicate."""
+"""Converts all ranks of a recording, writes the group file, and compares the communication of the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAME = re.compile(r"chakra(?:-w\d+)?\.(\d+)\.et")
 
 @dataclass(kw_only=True)
 class ConvertedRank(RankOutput):
-    """What converting one rank gave."""
+    """The result of converting one rank."""
 
     size: int = 0
     """Bytes of the output."""
@@ -49,7 +49,7 @@ class Grown:
 
     growth: JobGrowth
     recorded: list[ConvertedRank]
-    """What its own ranks are, in the order of the inputs."""
+    """The converted ranks of the recorded job, in the order of the inputs."""
 
     def __str__(self) -> str:
         recorded, written = self.growth.recorded, self.growth.written
@@ -69,12 +69,11 @@ def convert_ranks(
     grown: Grown | None = None,
     dedupe: bool = False,
 ) -> list[ConvertedRank]:
-    """Convert every rank into `folder`, with the file of groups, or into nothing; one that fails has its error in its
-    result, and the others are converted all the same. With `grown` write the ranks of that job in the place of those
-    whose work they do.
+    """Convert every rank and write the group file into `folder`, or write nothing if that is None.
 
-    What the other ranks put into a collective shows when all are converted. Where it is not the same, lowered files are
-    written anew, with messages that say how much goes from each to each."""
+    The result of a rank that fails has its error; the other ranks are converted all the same. With `grown`, write the
+    ranks of that job instead of the recorded ones. If ranks contribute different amounts to an all_to_all, the lowered
+    files are written a second time, with messages. This is only known once all ranks are converted."""
     given = list(inputs)
     copies: dict[tuple[int | None, int], CopiesOf] = {}
     if grown is not None:
@@ -87,10 +86,10 @@ def convert_ranks(
             for key, late_ns in late.items()
         }
 
-    def made(options: Options, keep_linked: bool) -> list[ConvertedRank]:
+    def convert_all(options: Options, keep_linked: bool) -> list[ConvertedRank]:
         return map_ranks(
             partial(
-                _convert_one,
+                _convert_rank,
                 folder=folder,
                 options=options,
                 keep_linked=keep_linked,
@@ -103,9 +102,9 @@ def convert_ranks(
             what="reading" if folder is None else "converting",
         )
 
-    results = made(options, keep_linked)
-    if options.lower and folder is not None and not copies and _puts_in_different_amounts(results):
-        results = made(replace(options, messages=True), False)
+    results = convert_all(options, keep_linked)
+    if options.lower and folder is not None and not copies and _have_different_amounts(results):
+        results = convert_all(replace(options, messages=True), False)
     good = [result for result in results if result.error is None]
     if folder is not None and good:
         _write_groups(good, folder)
@@ -114,8 +113,8 @@ def convert_ranks(
     return results
 
 
-def _puts_in_different_amounts(results: Iterable[ConvertedRank]) -> bool:
-    """Whether the ranks of a group put different amounts into one of its all_to_alls."""
+def _have_different_amounts(results: Iterable[ConvertedRank]) -> bool:
+    """Return whether the ranks of a group contribute different amounts to one of its all_to_alls."""
     amounts: dict[tuple[int, str], set[tuple[int, ...]]] = defaultdict(set)
     for result in results:
         of_groups: dict[str, list[int]] = defaultdict(list)
@@ -127,7 +126,7 @@ def _puts_in_different_amounts(results: Iterable[ConvertedRank]) -> bool:
     return any(len(different) > 1 for different in amounts.values())
 
 
-def _convert_one(
+def _convert_rank(
     given: RankInput,
     folder: str | None,
     options: Options,
@@ -161,9 +160,9 @@ def _convert_one(
 
 
 def grow_ranks(recorded: Sequence[ConvertedRank], dims: Mapping[str, int] | None, ranks: int, name: str) -> JobGrowth:
-    """How the job of the `recorded` ranks becomes one of `ranks`, by growing the dimension `name`.
+    """Return how the job of the `recorded` ranks becomes a job of `ranks`, by growing the dimension `name`.
 
-    Raises `CrossrankError` where ranks are missing, or nothing says what a new one does."""
+    Raise `CrossrankError` if ranks are missing, or if it is unknown what a new rank does."""
     ranks_of_groups = [rank for one in recorded for group in one.converted.groups for rank in group.ranks]
     sizes = [one.converted.world_size or 0 for one in recorded]
     world = max(1, *sizes, *(1 + rank for rank in (*ranks_of_groups, *(one.rank or 0 for one in recorded))))
@@ -183,7 +182,7 @@ def grow_ranks(recorded: Sequence[ConvertedRank], dims: Mapping[str, int] | None
 
 
 def _write_groups(results: Sequence[ConvertedRank], folder: str) -> None:
-    """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
+    """Write `comm_groups.json` of all converted ranks: `{"1": [0, 1], …}`, without the world."""
     groups = merge(result.converted.groups for result in results)
     path = join(folder, GROUPS)
     with writing(path), whole_file(path) as temporary:
@@ -191,27 +190,27 @@ def _write_groups(results: Sequence[ConvertedRank], folder: str) -> None:
 
 
 def late_starts(results: Sequence[ConvertedRank]) -> tuple[dict[tuple[int | None, int], int], list[int]]:
-    """(rank and window -> ns after which it begins, windows whose ranks begin together for want of common clocks)"""
+    """Return (rank and window -> delay of its start in ns, windows whose ranks start together for lack of clocks)."""
     late: dict[tuple[int | None, int], int] = {}
-    apart = []
+    windows_without_clocks = []
     for window in sorted({result.window for result in results}):
         ranks = [result for result in results if result.window == window]
         starts, by_clocks = offsets([(rank.converted.begin_ns, rank.converted.length_ns) for rank in ranks])
         if not by_clocks:
-            apart.append(window)
+            windows_without_clocks.append(window)
         late.update(((rank.rank, window), late_ns) for rank, late_ns in zip(ranks, starts, strict=True))
-    return late, apart
+    return late, windows_without_clocks
 
 
 def older_files(folder: str, ranks: int) -> int:
-    """How many Chakra traces of ranks that a job of `ranks` does not have are in a local folder."""
+    """Return the number of Chakra traces in a local folder of ranks that a job of `ranks` does not have."""
     names = [path.name for path in Path(folder).glob("chakra*.et")] if not is_url(folder) else []
     found = [match for name in names if (match := _NAME.fullmatch(name))]
     return sum(int(match[1]) >= ranks for match in found)
 
 
 def _delay_starts(results: Sequence[ConvertedRank]) -> None:
-    """Let every rank begin when it began by its clock."""
+    """Delay every rank to its start by its clock."""
     late, _ = late_starts(results)
     for result in results:
         if result.output is not None:
@@ -220,7 +219,7 @@ def _delay_starts(results: Sequence[ConvertedRank]) -> None:
 
 
 def disagreements(results: Sequence[ConvertedRank]) -> list[str]:
-    """Groups whose members made different sequences of collectives: group, rank, place and what differs."""
+    """Return groups whose members made different sequences of collectives: group, rank, position and difference."""
     sequences: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
     members = {group.number: group.ranks for result in results for group in result.converted.groups}
     for result in results:

@@ -1,4 +1,4 @@
-"""The stream of messages that a Chakra file is: `<varint length><message>` to the end, plain, gzip or zstd."""
+"""The framing of a Chakra file: a stream of `<varint length><message>`, plain, gzip or zstd."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ KINDS = {
     **dict.fromkeys(("comm_src", "comm_dst", "comm_tag"), "int32_val"),
     **dict.fromkeys(("tensor_size", "pid", "start_ts", "finish_ts"), "uint64_val"),
 }
-"""Attribute -> the kind of number that the older feeder reads without looking; the newer one converts."""
+"""Attribute -> the kind of number that the older feeder assumes. The newer one converts."""
 _VARINT_BYTES = 5
-"""As many as Chakra's own readers take for a length."""
-_LARGEST = 1 << 30
+"""Most bytes of a length, as in Chakra's own readers."""
+_MAX_LENGTH = 1 << 30
 
 
 def write_message(file: BinaryIO, message: bytes) -> None:
-    """Append one serialised message."""
-    file.write(_prefix(len(message)) + message)
+    """Append one serialized message."""
+    file.write(_encode_length(len(message)) + message)
 
 
-_prefix = lru_cache(maxsize=4096)(varint)
+_encode_length = lru_cache(maxsize=4096)(varint)
 
 
 def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
-    """The metadata of a file and its nodes, one by one, each with the offset of its length in the uncompressed file.
+    """Return the metadata of a file and an iterator over (offset, node). The offset is in the uncompressed file.
 
-    Raises `CrossrankError` naming file, node and offset where the file is cut off or is no Chakra trace; for the
-    nodes, when the iterator comes to that place.
+    Raise `CrossrankError` with file, node and offset if the file is cut off or is no Chakra trace. For the nodes, the
+    iterator raises it when it reaches that place.
     """
-    messages = _messages(path)
+    messages = _read_messages(path)
     first = next(messages, None)
     if first is None:
         raise CrossrankError(f"{path}: is empty; a Chakra trace begins with its metadata")
@@ -49,10 +49,10 @@ def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
         raise CrossrankError(f"{path}: the first message is no Chakra metadata; name a Chakra .et file") from error
     if first[1] and not metadata.version and not metadata.attr:
         raise CrossrankError(f"{path}: does not begin with Chakra metadata but with something else; convert it anew")
-    return metadata, _nodes(path, messages)
+    return metadata, _read_nodes(path, messages)
 
 
-def _nodes(path: str, messages: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, Node]]:
+def _read_nodes(path: str, messages: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, Node]]:
     for number, (offset, message) in enumerate(messages, start=1):
         node = Node()
         try:
@@ -64,7 +64,7 @@ def _nodes(path: str, messages: Iterator[tuple[int, bytes]]) -> Iterator[tuple[i
         yield offset, node
 
 
-def _messages(path: str) -> Iterator[tuple[int, bytes]]:
+def _read_messages(path: str) -> Iterator[tuple[int, bytes]]:
     issues = ReadIssues(path)
     buffer = bytearray()
     start = 0  # of the buffer in the file
@@ -73,7 +73,7 @@ def _messages(path: str) -> Iterator[tuple[int, bytes]]:
         del buffer[:at]
         start, at = start + at, 0
         buffer += chunk
-        while (found := _length(path, buffer, at, start)) is not None:
+        while (found := _read_length(path, buffer, at, start)) is not None:
             length, after = found
             if after + length > len(buffer):
                 break
@@ -86,8 +86,8 @@ def _messages(path: str) -> Iterator[tuple[int, bytes]]:
         raise CrossrankError(f"{path}: cut off in the message at byte {start + at}{why}; convert it anew")
 
 
-def _length(path: str, buffer: bytearray, at: int, start: int) -> tuple[int, int] | None:
-    """(length, position after it) of the message at a position; None where it is not whole yet."""
+def _read_length(path: str, buffer: bytearray, at: int, start: int) -> tuple[int, int] | None:
+    """Return (length, position after it) of the message at a position; None if it is not complete yet."""
     length = 0
     for i in range(_VARINT_BYTES):
         if at + i >= len(buffer):
@@ -95,7 +95,7 @@ def _length(path: str, buffer: bytearray, at: int, start: int) -> tuple[int, int
         byte = buffer[at + i]
         length |= (byte & 0x7F) << (7 * i)
         if byte < 0x80:
-            if length > _LARGEST:
+            if length > _MAX_LENGTH:
                 break
             return length, at + i + 1
     raise CrossrankError(f"{path}: no message length at byte {start + at}; the file is broken or no Chakra trace")

@@ -1,16 +1,16 @@
-"""A job of R ranks, written for N: what each communication of a rank is in the larger job, or the smaller one.
+"""A job of R ranks, written for N: the communication of each rank in the larger or smaller job.
 
-Data parallelism alone can be grown from a trace: every rank does the same on a batch of its own. A new rank does what
-the recorded rank does that has its place in all other dimensions; in the grown one the first stays the first, for it
-alone may save checkpoints or broadcast, and the others follow each other in turns. What a call carries then:
+Only data parallelism can grow from a trace: each rank does the same with its own batch. A new rank does what the
+recorded rank with the same place in all other dimensions does. In the dimension that grows, the first rank stays the
+first, since only it may save checkpoints or broadcast. The others follow in turns. The size of a call then:
 
-* all_reduce, reduce, broadcast, all_to_all: as many bytes. Gradients keep their size, and so do batches of a rank.
-* reduce_scatter: as many, S being the whole; each rank gets a smaller shard of it.
-* all_gather into one tensor on a group that also has reduce_scatter (FSDP, ZeRO): as many, of smaller shards.
-* any other all_gather, gather, scatter: as many for each member, so S grows with the group.
+* all_reduce, reduce, broadcast, all_to_all: unchanged. Gradients and batches of a rank keep their size.
+* reduce_scatter: unchanged, since S is the whole. Each rank gets a smaller shard.
+* all_gather into one tensor on a group that also has reduce_scatter (FSDP, ZeRO): unchanged, with smaller shards.
+* any other all_gather, gather, scatter: unchanged for each member, so S grows with the group.
 
-S of shards is rounded up so that each rank's has whole elements. FSDP pads each parameter, which a trace does not show:
-of parameters that do not divide S is larger in truth.
+S of shards is rounded up so that each rank's shard has whole elements. FSDP pads each parameter, which a trace does not
+show. For parameters that do not divide evenly, the true S is larger.
 """
 
 from __future__ import annotations
@@ -36,29 +36,31 @@ _WHY_NOT = {
     "cp": "each rank would have a shorter part of the sequence, and shapes do not say which extent that is",
     "ep": "each rank would have fewer experts, and shapes do not say which extent counts them",
 }
-"""Dimension -> why it is not grown."""
-_WHOLE = frozenset(("_allgather_base_", "allgather_into_tensor_coalesced_", "_allgather_into_tensor_coalesced_"))
-"""Of c10d, the forms of all_gather whose output is one tensor."""
+"""Dimension -> why it cannot grow."""
+_SINGLE_TENSOR_GATHERS = frozenset(
+    ("_allgather_base_", "allgather_into_tensor_coalesced_", "_allgather_into_tensor_coalesced_")
+)
+"""The c10d forms of all_gather whose output is one tensor."""
 
 
 @dataclass
 class JobGrowth:
-    """How a job of `recorded` becomes one of `written`, which differ in the size of one dimension."""
+    """How a job of `recorded` becomes one of `written`. They differ in the size of one dimension."""
 
     recorded: Mesh
     written: Mesh
     place: int
-    """Of the dimension that grows."""
+    """Position of the dimension that grows."""
     sharded: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
     """Name and members of the groups that have reduce_scatter."""
     shards: frozenset[int] = frozenset()
-    """Bytes that a rank has of the reduce_scatters along the dimension that grows."""
+    """Bytes of one rank in the reduce_scatters along the dimension that grows."""
     _groups: dict[tuple[str, frozenset[int], int], NumberedGroup] = field(default_factory=dict, repr=False)
-    _overs: dict[tuple[str, tuple[int, ...]], frozenset[int]] = field(default_factory=dict, repr=False)
-    """Description and members of a recorded group -> the dimensions it is over, which each call on it asks for."""
+    _dimensions_by_group: dict[tuple[str, tuple[int, ...]], frozenset[int]] = field(default_factory=dict, repr=False)
+    """Description and members of a recorded group -> its dimensions. A cache, since each call needs them."""
 
     def source(self, rank: int) -> int:
-        """The recorded rank that does what `rank` of the written job does."""
+        """Return the recorded rank that does what `rank` of the written job does."""
         coordinates = list(self.written.coordinates(rank))
         at, had = coordinates[self.place], self.recorded.dimensions[self.place].size
         coordinates[self.place] = at if at < had else 1 + (at - 1) % (had - 1) if had > 1 else 0
@@ -66,16 +68,16 @@ class JobGrowth:
 
     @cached_property
     def copies(self) -> dict[int, list[int]]:
-        """Recorded rank -> the ranks of the written job that do what it does."""
+        """Recorded rank -> the ranks of the written job that do the same."""
         found: dict[int, list[int]] = {}
         for rank in range(self.written.size):
             found.setdefault(self.source(rank), []).append(rank)
         return found
 
     def group(self, group: NumberedGroup, rank: int) -> NumberedGroup:
-        """The group of the written job in which `rank` is where its source is in `group`."""
+        """Return the group of the written job in which `rank` has the place of its source in `group`."""
         fixed = list(self.written.coordinates(rank))
-        over = self._over(group)
+        over = self._dimensions_of(group)
         for place in over:
             fixed[place] = 0
         key = (group.pg, over, self.written.rank(tuple(fixed)))
@@ -91,10 +93,10 @@ class JobGrowth:
         return found
 
     def comm(self, comm: Comm, rank: int) -> Comm:
-        """What `comm` of the recorded rank that is the source of `rank` is on `rank`. `runs_as` stays."""
+        """Return the communication of `rank` for `comm` of its source, a recorded rank. `runs_as` stays."""
         group, record = self.group(comm.group, rank), comm.record
         if is_p2p(record):
-            record = msgspec.structs.replace(record, peer=self._peer(record.peer, rank))
+            record = msgspec.structs.replace(record, peer=self._grown_peer(record.peer, rank))
         else:
             root = record.root
             if root is not None and root in comm.group.ranks:
@@ -109,23 +111,23 @@ class JobGrowth:
         return Comm(record, group, comm.runs_as)
 
     def size_of(self, record: CommRecord, group: NumberedGroup) -> int:
-        """S of a call on a recorded group, in the written job."""
+        """Return S of a call on a recorded group in the written job."""
         had, size = len(group.ranks), self.size(group)
         if self.is_shard(record, group):
             shards = self.written.dimensions[self.place].size
-            return _rounded_up(record.bytes * self.recorded.dimensions[self.place].size, shards, record) // shards
+            return _round_up(record.bytes * self.recorded.dimensions[self.place].size, shards, record) // shards
         if size == had:
             return record.bytes
         if record.op in ("gather", "scatter") or (record.op == "all_gather" and not self.keeps_whole(record, group)):
             return record.bytes // had * size
         if record.op in ("all_gather", "reduce_scatter"):
-            return _rounded_up(record.bytes, size, record)
+            return _round_up(record.bytes, size, record)
         return record.bytes
 
     def is_shard(self, record: CommRecord, group: NumberedGroup) -> bool:
-        """Whether a call on a group that does not grow is of shards that shrink: what each rank has of a reduce_scatter
-        along the dimension is reduced over the replicas (HSDP)."""
-        over = self._over(group)
+        """Return whether a call reduces shards over replicas (HSDP). Its group does not grow, but its data is what each
+        rank has of a reduce_scatter along the dimension that grows, so it shrinks."""
+        over = self._dimensions_of(group)
         return (
             self.place not in over
             and all(self.recorded.dimensions[place].kind == "dp" for place in over)
@@ -133,7 +135,7 @@ class JobGrowth:
         )
 
     def rules(self, of_ranks: Iterable[Iterable[Comm]]) -> dict[str, int]:
-        """What becomes of the sizes of calls on groups that have another number of members -> calls of all ranks."""
+        """Return how the sizes of calls change on groups with another number of members -> calls of all ranks."""
         found: Counter[str] = Counter()
         for comm in chain.from_iterable(of_ranks):
             had, size, record = len(comm.group.ranks), self.size(comm.group), comm.record
@@ -155,30 +157,30 @@ class JobGrowth:
         return dict(found.most_common())
 
     def keeps_whole(self, record: CommRecord, group: NumberedGroup) -> bool:
-        """Whether an all_gather puts shards together, which shrink, and not what each rank has of its own."""
-        return record.c10d in _WHOLE and (group.pg, tuple(group.ranks)) in self.sharded
+        """Return whether an all_gather joins shards, which shrink, not each rank's own data."""
+        return record.c10d in _SINGLE_TENSOR_GATHERS and (group.pg, tuple(group.ranks)) in self.sharded
 
     def size(self, group: NumberedGroup) -> int:
-        """How many members a recorded group has in the written job."""
-        return prod(self.written.dimensions[place].size for place in self._over(group))
+        """Return the number of members of a recorded group in the written job."""
+        return prod(self.written.dimensions[place].size for place in self._dimensions_of(group))
 
-    def _over(self, group: NumberedGroup) -> frozenset[int]:
+    def _dimensions_of(self, group: NumberedGroup) -> frozenset[int]:
         key = (group.desc, tuple(group.ranks))
-        found = self._overs.get(key)
+        found = self._dimensions_by_group.get(key)
         if found is None:
             found = self.recorded.over(group.ranks, group.desc)
             if found is None:
                 raise CrossrankError(
                     f"the group {list(group.ranks)} is not all ranks of some dimensions of {self.recorded}"
                 )
-            self._overs[key] = found
+            self._dimensions_by_group[key] = found
         return found
 
     def _counterpart(self, rank: int, group: NumberedGroup) -> int:
-        """The first member of `group` that does what a recorded rank does."""
+        """Return the first member of `group` that does what a recorded rank does."""
         return next((one for one in group.ranks if self.source(one) == rank), group.ranks[0])
 
-    def _peer(self, peer: int | None, rank: int) -> int | None:
+    def _grown_peer(self, peer: int | None, rank: int) -> int | None:
         if peer is None:
             return None
         moved = list(self.recorded.coordinates(peer))
@@ -188,20 +190,20 @@ class JobGrowth:
 
 @dataclass(frozen=True, kw_only=True)
 class CopiesOf:
-    """The ranks of a larger job, or a smaller one, that do what one recorded rank does."""
+    """The ranks of a larger or smaller job that do what one recorded rank does."""
 
     growth: JobGrowth
     folder: str | None
-    """None: nothing is written."""
+    """None: write nothing."""
     window: int
     late_ns: int
-    """How long after the first rank the recorded one began."""
+    """Delay of the recorded rank's start after the first rank."""
     dedupe: bool
-    """Write files that are equal once, under several names."""
+    """Write equal files once, under several names."""
 
 
 def _resplit(splits: list[int] | None, size: int) -> list[int] | None:
-    """Rows for each member of a group of another size, as many in all, in the same proportions.
+    """Return the rows for each member of a group of another size. Their sum and proportions stay the same.
 
     >>> _resplit([4, 2], 4), _resplit([1, 1, 2], 1)
     ([2, 2, 1, 1], [4])
@@ -219,9 +221,9 @@ def _resplit(splits: list[int] | None, size: int) -> list[int] | None:
 
 
 def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) -> JobGrowth:
-    """The growth of the dimension `name` until the job has `ranks` ranks.
+    """Return the growth of the dimension `name` to a job of `ranks` ranks.
 
-    Raises `CrossrankError` where a trace does not say what a rank would do then.
+    Raise `CrossrankError` if the trace does not show what a rank would do then.
     """
     place = mesh.index(name)
     dimension = mesh.dimensions[place]
@@ -246,7 +248,7 @@ def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) 
             f"--grow {name}: the recorded job has one rank of it, which exchanges nothing along it; record it with two"
         )
     for group in used:
-        _refuse(mesh, place, group)
+        _refuse_growth(mesh, place, group)
     larger = replace(dimension, size=ranks // others)
     written = Mesh((*mesh.dimensions[:place], larger, *mesh.dimensions[place + 1 :]))
     sharded = frozenset(
@@ -262,15 +264,15 @@ def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) 
     return JobGrowth(mesh, written, place, sharded, shards)
 
 
-def _rounded_up(size: int, ranks: int, record: CommRecord) -> int:
-    """Bytes of which each rank has whole elements."""
+def _round_up(size: int, ranks: int, record: CommRecord) -> int:
+    """Return the bytes, rounded up so that each rank has whole elements."""
     dtype = dtype_of(record.dtype) if record.dtype is not None else None
     step = ranks * (dtype.size if dtype is not None else 1)
     return -(-size // step) * step
 
 
-def _refuse(mesh: Mesh, place: int, group: UsedGroup) -> None:
-    """Raise where the calls on a group that grows say by their number or ends how many ranks there are."""
+def _refuse_growth(mesh: Mesh, place: int, group: UsedGroup) -> None:
+    """Raise if calls on a group that grows depend on the number of ranks, by their count or their peers."""
     name = mesh.dimensions[place].name
     over = mesh.over(group.ranks, group.desc) or frozenset()
     if place not in over:
@@ -288,7 +290,7 @@ def _refuse(mesh: Mesh, place: int, group: UsedGroup) -> None:
 
 
 def used_groups(of_ranks: Mapping[int, Iterable[tuple[CommRecord, NumberedGroup]]]) -> list[UsedGroup]:
-    """The groups that the ranks call on; rank -> its calls, each with its group."""
+    """Return the groups with calls. `of_ranks` maps a rank to its calls, each with its group."""
     found: dict[tuple[str, tuple[int, ...]], UsedGroup] = {}
     for rank, calls in of_ranks.items():
         for record, group in calls:

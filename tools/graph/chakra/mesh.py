@@ -1,8 +1,8 @@
-"""The dimensions of a job: how its ranks are laid out for data, tensor, pipeline, context and expert parallelism.
+"""The dimensions of a job: the layout of its ranks for data, tensor, pipeline, context and expert parallelism.
 
-The members of its groups say where one dimension ends and the next begins: with the groups [0, 1], [2, 3] and [0, 2],
-[1, 3] of four ranks the inner dimension has two ranks beside each other, the outer one two ranks two apart. What a
-dimension is for, its groups' descriptions say, or else what is called on them.
+The members of the groups show where one dimension ends and the next starts. Four ranks with the groups [0, 1], [2, 3]
+and [0, 2], [1, 3] have an inner dimension of two neighboring ranks, and an outer one of two ranks at distance two. The
+groups' descriptions, or else their calls, show the purpose of a dimension.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _DESCRIPTIONS = (
     ("tp", r"tensor|(?<![a-z])tp(?![a-z])"),
     ("pp", r"pipe|(?<![a-z])pp(?![a-z])"),
 )
-"""Dimension -> what the description of its groups has: torch's `mesh_tp`, Megatron's `TENSOR_MODEL_PARALLEL_GROUP`.
-Gradients go over data and context parallelism together (`mesh_dp_shard_cp`), so the first that fits is taken."""
+"""Dimension -> pattern of its groups' descriptions: torch's `mesh_tp`, Megatron's `TENSOR_MODEL_PARALLEL_GROUP`. The
+first match counts, since gradients use data and context parallelism together (`mesh_dp_shard_cp`)."""
 _COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _DESCRIPTIONS)
 
 
@@ -44,11 +44,11 @@ class Dimension:
     """One dimension of a job."""
 
     name: str
-    """`dp`, `tp`, …; `dp_shard` and `dp_replicate` where data parallelism has two; `dim0` where nothing says what it
-    is for."""
+    """`dp`, `tp`, …; `dp_shard` and `dp_replicate` if data parallelism has two dimensions; `dim0` if the purpose is
+    unknown."""
     size: int
     because: str
-    """What says so."""
+    """The reason for the name."""
 
     @property
     def kind(self) -> str:
@@ -61,7 +61,7 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The dimensions, the outermost first: neighbours in the last one have neighbouring ranks."""
+    """The dimensions, the outermost first. Neighbors in the last dimension have neighboring ranks."""
 
     dimensions: tuple[Dimension, ...]
 
@@ -88,7 +88,7 @@ class Mesh:
         return rank
 
     def spanned(self, members: Sequence[int]) -> frozenset[int] | None:
-        """The places of the dimensions over which a group stretches; None where it is not all ranks of some dimensions,
+        """Return the positions of the dimensions that a group spans; None if it is not all ranks of some dimensions
         with the others fixed."""
         found = [self.coordinates(rank) for rank in members]
         over = frozenset(
@@ -98,8 +98,8 @@ class Mesh:
         return over if len(set(found)) == len(members) == whole else None
 
     def over(self, members: Sequence[int], desc: str) -> frozenset[int] | None:
-        """As `spanned`, with those dimensions of one rank that a group stretches over: the one that its description
-        names; all of them where it is of all ranks and its description names none."""
+        """Return `spanned` and the dimensions of one rank that the group also spans. These are the one in its
+        description; if the description has none and the group has all ranks, all of them."""
         over = self.spanned(members)
         if over is None:
             return None
@@ -109,7 +109,7 @@ class Mesh:
         return over | alone if named is not None or len(members) == self.size else over
 
     def index(self, name: str) -> int:
-        """The place of a dimension. Raises `CrossrankError` where there is none of this name."""
+        """Return the position of a dimension. Raise `CrossrankError` if none has this name."""
         for place, one in enumerate(self.dimensions):
             if one.name == name:
                 return place
@@ -123,13 +123,13 @@ class Mesh:
 
 @dataclass
 class UsedGroup:
-    """A group, and what is called on it."""
+    """A group and the calls on it."""
 
     pg: str
     ranks: tuple[int, ...]
     desc: str
     calls: list[CommRecord] = field(default_factory=list)
-    """Of all its ranks."""
+    """Calls of all its ranks."""
     messages: set[tuple[int, int]] = field(default_factory=set)
     """(rank, peer) of sends and receives."""
 
@@ -140,20 +140,20 @@ class UsedGroup:
 
 
 def find_mesh(world_size: int, groups: Collection[UsedGroup], named: Mapping[str, int] | None = None) -> Mesh:
-    """The dimensions of a job of `world_size` ranks; `named` are names and sizes as the user says them.
+    """Return the dimensions of a job of `world_size` ranks. `named` has the names and sizes from the user.
 
-    Raises `CrossrankError` where groups cannot be of one mesh, or what the user says does not fit them.
+    Raise `CrossrankError` if the groups fit no mesh, or do not fit the user's dimensions.
     """
     if named is not None:
         if prod(named.values()) != world_size:
             given = ",".join(f"{name}={size}" for name, size in named.items())
             raise CrossrankError(f"--dims {given} makes {prod(named.values())} ranks; the job has {world_size}")
         mesh = Mesh(tuple(Dimension(name=name, size=size, because="--dims") for name, size in named.items()))
-        _check(mesh, groups)
+        _check_groups(mesh, groups)
         return mesh
     ends = {1, world_size}
     for group in groups:
-        ends.update(_ends(group.ranks))
+        ends.update(_find_ends(group.ranks))
     cuts = sorted(ends)
     for inner, outer in pairwise(cuts):
         if outer % inner:
@@ -165,14 +165,14 @@ def find_mesh(world_size: int, groups: Collection[UsedGroup], named: Mapping[str
     mesh = Mesh(tuple(Dimension(name=f"dim{at}", size=size, because="") for at, size in enumerate(sizes)))
     if world_size == 1:
         return Mesh((Dimension(name="dp", size=1, because="a job of one rank"),))
-    _check(mesh, groups)
-    return _named(mesh, groups)
+    _check_groups(mesh, groups)
+    return _name_dimensions(mesh, groups)
 
 
-def _ends(ranks: Sequence[int]) -> set[int]:
-    """After how many ranks the dimensions of a group, and those inside them, end.
+def _find_ends(ranks: Sequence[int]) -> set[int]:
+    """Return after how many ranks the dimensions of a group, and those inside them, end.
 
-    >>> sorted(_ends([0, 2, 4, 6])), sorted(_ends([0, 1, 4, 5])), sorted(_ends([3]))
+    >>> sorted(_find_ends([0, 2, 4, 6])), sorted(_find_ends([0, 1, 4, 5])), sorted(_find_ends([3]))
     ([2, 8], [1, 2, 4, 8], [])
     """
     found = set[int]()
@@ -189,7 +189,7 @@ def _ends(ranks: Sequence[int]) -> set[int]:
     return found
 
 
-def _check(mesh: Mesh, groups: Collection[UsedGroup]) -> None:
+def _check_groups(mesh: Mesh, groups: Collection[UsedGroup]) -> None:
     for group in groups:
         if group.calls and mesh.spanned(group.ranks) is None:
             raise CrossrankError(
@@ -198,8 +198,8 @@ def _check(mesh: Mesh, groups: Collection[UsedGroup]) -> None:
             )
 
 
-def _named(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
-    """The mesh, with a name for each dimension that one group has for itself, and for one that no group has so."""
+def _name_dimensions(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
+    """Return the mesh with a name for each dimension that has groups of its own, or that only larger groups span."""
     own: dict[int, list[UsedGroup]] = defaultdict(list)
     for group in groups:
         over = mesh.spanned(group.ranks)
@@ -208,12 +208,12 @@ def _named(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
     used = [mesh.spanned(group.ranks) or frozenset() for group in groups if group.calls]
     found = []
     for place, one in enumerate(mesh.dimensions):
-        name, because = _name(own.get(place, ()), len(mesh.dimensions) == 1)
+        name, because = _find_name(own.get(place, ()), len(mesh.dimensions) == 1)
         because = because or "neither the descriptions of its groups nor what is called on them say it"
         if not any(place in over for over in used):
             because = "nothing communicates along it"
         found.append(replace(one, name=name or one.name, because=because))
-    # What no group has for itself, but groups of all ranks stretch over, is where all do the same: data parallelism.
+    # All ranks do the same along a dimension that only groups over more dimensions span: data parallelism.
     if not any(one.kind == "dp" for one in found):
         for place, one in enumerate(found):
             if one.name.startswith("dim") and place not in own and any(place in over for over in used):
@@ -225,7 +225,7 @@ def _named(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
             replace(one, name=f"{one.name}{place}") if names.count(one.name) > 1 else one
             for place, one in enumerate(found)
         ]
-    # Where there is no dp besides, its one part is all of it.
+    # If there is only one part of dp, it is all of dp.
     parts = [one for one in found if one.kind == "dp"]
     if len(parts) == 1:
         found = [replace(one, name="dp") if one in parts else one for one in found]
@@ -233,7 +233,7 @@ def _named(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
 
 
 def name_in(desc: str) -> str | None:
-    """The dimension that the description of a group names.
+    """Return the dimension that the description of a group names.
 
     >>> name_in("mesh_tp"), name_in("DATA_PARALLEL_GROUP"), name_in("default_pg")
     ('tp', 'dp', None)
@@ -241,7 +241,7 @@ def name_in(desc: str) -> str | None:
     return next((name for name, pattern in _COMPILED if pattern.search(desc.lower())), None)
 
 
-def _name(groups: Collection[UsedGroup], is_all: bool) -> tuple[str | None, str]:
+def _find_name(groups: Collection[UsedGroup], is_all: bool) -> tuple[str | None, str]:
     for group in groups:
         if (name := name_in(group.desc)) is not None:
             return name, f"its groups are called {group.desc!r}"

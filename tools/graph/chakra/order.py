@@ -1,4 +1,4 @@
-"""Puts nodes into an order in which all that a node waits for comes before it, and breaks cycles."""
+"""Sorts nodes so that each follows its dependencies, and breaks cycles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Dependency
 
-# A cycle is broken at the edge that is least sure: (kind, inferred). What is not here is a fact of the trace.
+# A cycle is broken at its least certain edge: (kind, inferred). Kinds that are not listed are facts of the trace.
 WEAKEST_FIRST = (
     ("inter_thread", True),
     ("sync", True),
@@ -16,32 +16,32 @@ WEAKEST_FIRST = (
     ("group_order", False),
     ("forward_backward", False),
 )
-_SHOWN = 6
+_MAX_SHOWN = 6
 
 
 def in_order(nodes: Mapping[int, ChakraNode], *, strict: bool = False) -> tuple[list[ChakraNode], list[str]]:
-    """The nodes, those that can start first by their times, and what had to be dropped to make that possible.
+    """Return the nodes in order, the earliest first among those that can start, and the edges that were dropped.
 
-    Raises `CrossrankError` for a cycle of facts, and with `strict` for any, naming its nodes and kinds.
+    Raise `CrossrankError` for a cycle of facts, and with `strict` for any cycle. The error names its nodes and kinds.
     """
     dropped: list[str] = []
     while True:
-        ordered = _sorted(nodes)
+        ordered = _sort_nodes(nodes)
         if len(ordered) == len(nodes):
             return ordered, dropped
-        cycle = _cycle(nodes, {node.id for node in ordered})
-        found = _description(nodes, cycle)
+        cycle = _find_cycle(nodes, {node.id for node in ordered})
+        found = _describe_cycle(nodes, cycle)
         weakest = min(cycle, key=lambda edge: _weakness(edge[1]))
         if strict or _weakness(weakest[1]) == len(WEAKEST_FIRST):
             why = "--strict refuses to break it" if strict else "no edge of it is inferred, so none can be dropped"
             raise CrossrankError(f"dependencies form a cycle: {found}; {why}")
         node, dependency = weakest
         nodes[node].dependencies.remove(dependency)
-        dropped.append(f"dropped the {_kind(dependency)} edge {dependency.source} -> {node} of a cycle: {found}")
+        dropped.append(f"dropped the {_kind_of(dependency)} edge {dependency.source} -> {node} of a cycle: {found}")
 
 
 def is_in_order(nodes: Iterable[ChakraNode]) -> bool:
-    """Whether all that each node waits for comes before it."""
+    """Return whether each node follows its dependencies."""
     before: set[int] = set()
     for node in nodes:
         for dependency in node.dependencies:
@@ -51,8 +51,8 @@ def is_in_order(nodes: Iterable[ChakraNode]) -> bool:
     return True
 
 
-def _sorted(nodes: Mapping[int, ChakraNode]) -> list[ChakraNode]:
-    """Kahn's order, earliest start first; without the nodes on cycles and those behind them."""
+def _sort_nodes(nodes: Mapping[int, ChakraNode]) -> list[ChakraNode]:
+    """Return Kahn's order, earliest start first, without nodes on cycles and nodes that wait for them."""
     waits: dict[int, int] = {}
     dependents: dict[int, list[int]] = {}
     ready = []
@@ -75,8 +75,8 @@ def _sorted(nodes: Mapping[int, ChakraNode]) -> list[ChakraNode]:
     return ordered
 
 
-def _cycle(nodes: Mapping[int, ChakraNode], done: set[int]) -> list[tuple[int, Dependency]]:
-    """One cycle among the nodes that are not `done`, as (node, what it waits for)."""
+def _find_cycle(nodes: Mapping[int, ChakraNode], done: set[int]) -> list[tuple[int, Dependency]]:
+    """Return one cycle among the nodes that are not `done`, as (node, what it waits for)."""
     at = next(node_id for node_id in nodes if node_id not in done)
     path: list[tuple[int, Dependency]] = []
     place: dict[int, int] = {}
@@ -93,13 +93,14 @@ def _weakness(dependency: Dependency) -> int:
     return WEAKEST_FIRST.index(key) if key in WEAKEST_FIRST else len(WEAKEST_FIRST)
 
 
-def _kind(dependency: Dependency) -> str:
+def _kind_of(dependency: Dependency) -> str:
     return f"inferred {dependency.kind}" if dependency.inferred else dependency.kind
 
 
-def _description(nodes: Mapping[int, ChakraNode], cycle: list[tuple[int, Dependency]]) -> str:
+def _describe_cycle(nodes: Mapping[int, ChakraNode], cycle: list[tuple[int, Dependency]]) -> str:
     steps = [
-        f"{node} ({nodes[node].name[:40]}) waits by {_kind(dependency)} for" for node, dependency in cycle[:_SHOWN]
+        f"{node} ({nodes[node].name[:40]}) waits by {_kind_of(dependency)} for"
+        for node, dependency in cycle[:_MAX_SHOWN]
     ]
-    more = f" … {len(cycle) - _SHOWN} more … " if len(cycle) > _SHOWN else " "
+    more = f" … {len(cycle) - _MAX_SHOWN} more … " if len(cycle) > _MAX_SHOWN else " "
     return " ".join(steps) + more + str(cycle[0][0])

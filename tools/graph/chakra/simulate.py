@@ -1,12 +1,12 @@
-"""Plays converted traces of one or more ranks: what runs when, if nothing but their dependencies held it back.
+"""Simulates converted traces of one or more ranks: when each node runs if only its dependencies delay it.
 
-A node begins when all that it waits for has ended. The members of a collective, and both sides of a send, begin
-together when the last of them is ready, and take the shortest of their measured times: the longer ones contain the
-waiting for the last. What a thread did between its nodes has nodes of its own.
-Ranks begin when they began by their clocks, or all at 0 where these are too far apart to be of one window.
+A node starts when all its dependencies have ended. The members of a collective, and both ends of a transfer, start
+together when the last of them is ready. They take the shortest of their measured times, since the longer ones contain
+the wait for the last rank. The host's pauses are nodes too. Ranks start at the time of their clocks, or all at 0 if
+these are too far apart for one window.
 
-What if: `cost` says how long a communication takes on another network, `compute` by how much longer the computation
-takes: that on GPUs, or, of a job without any, the operations on the host.
+What if: `cost` returns the duration of a communication on another network. `compute` is the factor for computation on
+GPUs or, in a job without GPUs, for operations on the host.
 """
 
 from __future__ import annotations
@@ -28,87 +28,87 @@ HOST = "operations on the host"
 GPU = "computation on a GPU"
 COMMUNICATION = "communication"
 JoinKey = tuple[str, tuple[int, int] | None, int | None]
-"""Group, source and destination of a P2P message, and its number: what all members of a communication have."""
+"""Group, ends of a P2P transfer, and number. All members of a communication have the same key."""
 
 
 class Transfer(msgspec.Struct, frozen=True, gc=False):
-    """What a network has to do for a communication."""
+    """A communication, as input to a network model."""
 
     op: str
     bytes: int
-    """S of nccl-tests; of an uneven all_to_all the larger of what the rank sends and receives."""
+    """S of nccl-tests; for an uneven all_to_all, the larger of what the rank sends and receives."""
     members: tuple[int, ...]
-    """Global ranks: of a send or receive, its two ends."""
+    """Global ranks; for a send or receive, its two ends."""
     locality: Locality
 
 
 Cost = Callable[[Transfer], float | None]
-"""ns of a communication; None where it is not known."""
+"""Returns the ns of a communication; None if unknown."""
 
 
 class RankNode(msgspec.Struct, gc=False):
-    """A node as the simulation takes it, and, after `transfer`, what the last one made of it."""
+    """A node of the simulation. The fields after `transfer` are results of the last simulation."""
 
     name: str
     runs_on: str
     category: str
     start_ns: int
-    """As measured, since the first start of the rank."""
+    """Measured, since the first start of the rank."""
     duration_ns: int
-    """As measured."""
+    """Measured."""
     sources: list[int]
     """Positions of the nodes that it waits for."""
     join: JoinKey | None
     transfer: Transfer | None = None
-    """None for what is no communication."""
+    """None for a node that is no communication."""
     spent_ns: int = 0
-    """How long the simulation lets it run, before members of a communication are joined."""
+    """Duration in the simulation, before the members of a communication are joined."""
     by_cost: bool = False
-    """`spent_ns` was not measured."""
+    """Whether `spent_ns` comes from `cost`, not from a measurement."""
     ready: int = 0
     waits: int = 0
-    """For how many nodes it still waits."""
+    """Number of nodes that it still waits for."""
     begin: int = -1
     end: int = 0
     dependents: list[RankNode] | None = None
     because: RankNode | None = None
-    """The node whose end let it begin."""
+    """The node whose end allowed this one to start."""
 
 
 class RankGraph(msgspec.Struct, gc=False, kw_only=True):
-    """One rank's nodes, in an order in which all that a node waits for comes before it."""
+    """One rank's nodes. Each follows the nodes that it waits for."""
 
     rank: int
     begin_ns: int
-    """First start, since 1970."""
+    """First start, in ns since 1970."""
     end_ns: int
-    """Last end as measured, since `begin_ns`."""
+    """Last measured end, since `begin_ns`."""
     nodes: list[RankNode]
 
 
 @dataclass(kw_only=True)
 class Simulation:
-    """What came out. Times are nanoseconds."""
+    """The result of a simulation. Times are ns."""
 
     makespan_ns: int
     measured_ns: int
-    """From the first measured start of any rank to the last end."""
+    """From the first measured start of any rank to the last measured end."""
     by_clocks: bool = True
-    """Whether the ranks began when they began by their clocks; otherwise all began at 0."""
+    """Whether the ranks started at the time of their clocks; otherwise all started at 0."""
     busy_ns: dict[tuple[int, str], int] = field(default_factory=dict)
-    """(rank, thread or stream) -> time in which it ran something."""
+    """(rank, thread or stream) -> time in which it ran nodes."""
     critical_ns: dict[str, int] = field(default_factory=dict)
-    """What the critical path consists of -> time."""
+    """Category of nodes on the critical path -> time."""
     waiting_ns: dict[int, int] = field(default_factory=dict)
     """Rank -> time in which its communications were ready and waited for other ranks."""
     joined: int
-    """Collectives and messages of which several members were played together."""
+    """Collectives and transfers with several members."""
     alone: int
-    """Communications that one rank played alone: the others are not there, or never came."""
+    """Communications with one member: the other ranks are missing, or never made the call."""
     runs_ns: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """Rank -> when each node begins, and how long it runs."""
+    """Rank -> (start, duration) of each node."""
     measured_ops: dict[str, int] = field(default_factory=dict)
-    """Operations of which `cost` knew nothing, and which take their measured times -> communications of ranks."""
+    """Operation without a result of `cost`, which takes its measured time -> number of calls."""
 
     @property
     def error(self) -> float:
@@ -117,9 +117,9 @@ class Simulation:
 
 
 def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns: int) -> RankGraph:
-    """A rank's nodes, which are in order, as the simulation takes them.
+    """Return a rank's nodes, which are in order, as input of the simulation.
 
-    `begin_ns` is their first start since 1970, `length_ns` how long they took as measured.
+    `begin_ns` is their first start since 1970, `length_ns` their measured duration.
     """
     position = {node.id: index for index, node in enumerate(nodes)}
     begin = min((node.start_ns for node in nodes), default=0)
@@ -128,7 +128,7 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     numbers: Counter[str] = Counter()
     for node, comm in in_group_order(nodes):
         record, group = comm.record, comm.group.number
-        transfers[node.id] = _transfer(comm, rank)
+        transfers[node.id] = _make_transfer(comm, rank)
         if is_p2p(record):
             joins[node.id] = (group, message_ends(record, rank), record.p2p_seq)
         else:
@@ -137,8 +137,8 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     played = [
         RankNode(
             node.name,
-            _runs_on_text(node.runs_on),
-            _category(node),
+            _describe_runs_on(node.runs_on),
+            _category_of(node),
             node.start_ns - begin,
             node.duration_ns,
             [position[dependency.source] for dependency in node.dependencies],
@@ -150,7 +150,7 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     return RankGraph(rank=rank, begin_ns=begin_ns, end_ns=length_ns, nodes=played)
 
 
-def _transfer(comm: Comm, rank: int) -> Transfer:
+def _make_transfer(comm: Comm, rank: int) -> Transfer:
     record, members = comm.record, tuple(comm.group.ranks)
     if is_p2p(record):
         members = (rank,) if record.peer is None else (rank, record.peer)
@@ -160,14 +160,14 @@ def _transfer(comm: Comm, rank: int) -> Transfer:
     return Transfer(record.op, size, members, record.locality)
 
 
-def _category(node: ChakraNode) -> str:
+def _category_of(node: ChakraNode) -> str:
     if node.comm is not None:
         return COMMUNICATION
     return PAUSE if node.is_pause else HOST if node.is_cpu else GPU
 
 
 @lru_cache
-def _runs_on_text(runs_on: RunsOn) -> str:
+def _describe_runs_on(runs_on: RunsOn) -> str:
     kind, place = runs_on
     if isinstance(place, tuple):
         return f"device {place[0]} stream {place[1]}"
@@ -175,13 +175,13 @@ def _runs_on_text(runs_on: RunsOn) -> str:
 
 
 def in_group_order(nodes: Iterable[ChakraNode]) -> list[tuple[ChakraNode, Comm]]:
-    """The communications, those of one group by their sequence numbers where these are known, else by their starts."""
+    """Return the communications, ordered by sequence number; those without one by their starts."""
     found = [(node, node.comm) for node in nodes if node.comm is not None]
     return sorted(found, key=lambda entry: (entry[1].record.seq or 0, entry[0].start_ns, entry[0].id))
 
 
 def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
-    """When each rank begins after the first one, and whether their clocks say so. `spans` are (begin, length)."""
+    """Return each rank's delay after the first rank, and whether it comes from clocks. `spans`: (begin, length)."""
     first = min(begin for begin, _ in spans)
     late = [begin - first for begin, _ in spans]
     if max(late) > max(length for _, length in spans):
@@ -191,7 +191,7 @@ def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
 
 @paused_gc()
 def simulate(graphs: Sequence[RankGraph], cost: Cost | None = None, compute: float = 1.0) -> Simulation:
-    """Play all ranks together."""
+    """Simulate all ranks together."""
     late, by_clocks = offsets([(graph.begin_ns, graph.end_ns) for graph in graphs])
     scaled = GPU if any(node.category == GPU for graph in graphs for node in graph.nodes) else HOST
     measured_ops: Counter[str] = Counter()
@@ -205,16 +205,16 @@ def simulate(graphs: Sequence[RankGraph], cost: Cost | None = None, compute: flo
         return round(node.duration_ns * compute) if node.category == scaled else node.duration_ns, False
 
     for graph, offset in zip(graphs, late, strict=True):
-        _prepare(graph, offset, duration)
+        _reset_nodes(graph, offset, duration)
     runs = [run for graph in graphs for run in graph.nodes]
-    joined = _play(runs)
-    # Of those that end last together, the last.
+    joined = _run_nodes(runs)
+    # If several end last together, take the last one.
     last = max(reversed(runs), key=lambda run: run.end, default=None)
     result = Simulation(
         makespan_ns=last.end if last else 0,
         measured_ns=max(graph.end_ns + offset for graph, offset in zip(graphs, late, strict=True)),
         by_clocks=by_clocks,
-        critical_ns=_critical_path(last),
+        critical_ns=_sum_critical_path(last),
         joined=sum(members > 1 for members in joined),
         alone=joined.count(1),
         measured_ops=dict(measured_ops.most_common()),
@@ -229,8 +229,8 @@ def simulate(graphs: Sequence[RankGraph], cost: Cost | None = None, compute: flo
     return result
 
 
-def _prepare(graph: RankGraph, offset: int, duration: Callable[[RankNode], tuple[int, bool]]) -> None:
-    """Let every node of a rank wait for its sources, and for `offset` ns."""
+def _reset_nodes(graph: RankGraph, offset: int, duration: Callable[[RankNode], tuple[int, bool]]) -> None:
+    """Let each node of a rank wait for its sources, and for `offset` ns."""
     dependents: list[list[RankNode]] = []
     for node in graph.nodes:
         sources = set(node.sources)
@@ -242,8 +242,8 @@ def _prepare(graph: RankGraph, offset: int, duration: Callable[[RankNode], tuple
             dependents[source].append(node)
 
 
-def _play(runs: Sequence[RankNode]) -> list[int]:
-    """Let all begin and end. Returns of how many members each communication was played."""
+def _run_nodes(runs: Sequence[RankNode]) -> list[int]:
+    """Run all nodes. Return for each communication the number of its members."""
     members: dict[JoinKey, list[RankNode]] = {}
     arrived: Counter[JoinKey] = Counter()
     queue: deque[RankNode] = deque()
@@ -254,7 +254,7 @@ def _play(runs: Sequence[RankNode]) -> list[int]:
 
     def begin(together: Sequence[RankNode]) -> None:
         last = max(together, key=lambda run: run.ready)
-        # Measured times of all but the last to arrive contain waiting for it. Else the busiest member says how long.
+        # All measured times but the last rank's contain waiting, so take the shortest. With `cost`, take the busiest.
         of_members = max if together[0].by_cost else min
         duration = of_members(run.spent_ns for run in together)
         for run in together:
@@ -283,7 +283,7 @@ def _play(runs: Sequence[RankNode]) -> list[int]:
             is_ready(run)
     while queue or arrived:
         if not queue:
-            # Members that never come: the ranks disagree, or the trace of one is cut. The others go on without.
+            # The ranks disagree, or one trace is cut: some members never come. The others continue without them.
             join(next(iter(arrived)))
         ended = queue.popleft()
         for run in ended.dependents or ():
@@ -295,12 +295,12 @@ def _play(runs: Sequence[RankNode]) -> list[int]:
     return joined
 
 
-def _critical_path(at: RankNode | None) -> dict[str, int]:
-    """The chain that ends with `at`, by what its time was spent on."""
+def _sum_critical_path(at: RankNode | None) -> dict[str, int]:
+    """Return the time by category along the chain of nodes that ends with `at`."""
     spent: Counter[str] = Counter()
     while at is not None:
         before = at.because
-        # A member of a collective that waited for another one: the path goes through that one, at the same time.
+        # If a member of a collective waited for another, the path continues at that member, at the same time.
         if before is None or at.join is None or before.begin != at.begin:
             spent[at.category] += at.end - at.begin
             if before is None and at.ready:

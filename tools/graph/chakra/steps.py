@@ -1,13 +1,13 @@
-"""From a linked trace to the nodes of a Chakra file, step by step.
+"""Converts a linked trace to the nodes of a Chakra file, step by step.
 
-Nodes. A host operation becomes a computation on its thread with its exclusive time, less what it waited for the GPU:
-that is what its dependencies are for. A GPU activity becomes a computation on its stream. A communication becomes one
-communication node: its kernel, or the range of its Work where a backend without kernels ran it, or its call where
-neither is known. A kernel that runs a batch of sends and receives becomes one node for each of them. Roots of
-processes and threads are removed; they wait for nothing, so nothing is lost with them.
+Nodes: a host operation becomes a computation on its thread. It takes its exclusive time without waits for the GPU,
+since its dependencies represent these. A GPU activity becomes a computation on its stream. A communication becomes one
+node: its kernel, or the range of its Work if the backend has no kernels, or else its call. A kernel for a batch of
+sends and receives becomes one node for each of them. Roots of processes and threads are removed. They wait for nothing,
+so no dependency is lost.
 
-Dependencies. Everything on one thread or stream follows what comes before it there; every other edge of the linked
-trace is kept, unless those orders imply it, and what ran through the host where that is left out.
+Dependencies: each node on a thread or stream follows the one before it. All other edges of the linked trace stay unless
+this order implies them. If the host is removed, waits through host nodes become direct edges.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from crossrank.tools.traces.param_comms import tensor_bytes
 
 
 def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
-    """One node for everything that takes time, without dependencies, by id."""
+    """Return one node by id for each operation and activity, without dependencies."""
     nodes: dict[int, ChakraNode] = {}
     begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
     last_start: dict[int, int] = {}
@@ -37,8 +37,8 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     counts = counts_by_activity(trace)
     for op in in_program_order(trace.host):
         if is_group_node(op.name):
-            continue  # the groups stand in a metadata node
-        # An operation without a time began after the one before it.
+            continue  # the groups are in a metadata node
+        # An operation without a time starts with the one before it.
         start = op.start_ns if op.start_ns is not None else last_start.get(op.tid, begin)
         last_start[op.tid] = start
         nodes[op.id] = ChakraNode(
@@ -67,14 +67,14 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
 def convert_communications(
     trace: LinkedTrace, nodes: dict[int, ChakraNode], groups: Mapping[str, NumberedGroup], warnings: list[str]
 ) -> dict[int, list[int]]:
-    """Turn the runs of communications into communication nodes.
+    """Turn the kernels, Works or calls of communications into communication nodes.
 
-    Returns which nodes stand for a node that became several: kernel -> one node for each call of its batch.
+    Return kernel -> its nodes, one for each call, for kernels of a batch.
     """
-    fresh = count(1 + max([0, *(op.id for op in trace.host), *(activity.id for activity in trace.activities)]))
+    new_ids = count(1 + max([0, *(op.id for op in trace.host), *(activity.id for activity in trace.activities)]))
     ops = {op.id: op for op in trace.host}
     several: dict[int, list[int]] = {}
-    batch: list[Communication] = []  # sends and receives whose kernel is not launched yet
+    batch: list[Communication] = []  # sends and receives whose kernel has not appeared yet
     unknown = 0
     launched: dict[int, list[Communication]] = defaultdict(list)  # kernel -> the calls that it runs
     for communication in trace.communications:
@@ -83,8 +83,10 @@ def convert_communications(
 
     def add(communication: Communication) -> None:
         op = ops.get(communication.work or 0)
-        node = _without_kernel(communication, op, op.id if op else next(fresh), nodes.get(communication.host or 0))
-        node.comm = _comm(communication, groups)
+        node = _make_node_without_kernel(
+            communication, op, op.id if op else next(new_ids), nodes.get(communication.host or 0)
+        )
+        node.comm = _make_comm(communication, groups)
         nodes[node.id] = node
 
     for communication in trace.communications:
@@ -93,21 +95,21 @@ def convert_communications(
             known = operation is not None and not (communication.host is None and communication.group is None)
             calls = launched.pop(communication.activities[0], [])
             if not calls:
-                continue  # the node of the first has become one for each
+                continue  # the node of the first call has become one for each call
             calls = calls if known else []
             if not known or (operation is not None and operation.p2p):
                 calls, batch = batch + calls, []
             unknown += not calls
             run = nodes[communication.activities[0]]
-            several[run.id] = [run.id, *(next(fresh) for _ in calls[1:])]
+            several[run.id] = [run.id, *(next(new_ids) for _ in calls[1:])]
             for node_id, call in zip(several[run.id], calls, strict=False):
                 nodes[node_id] = msgspec.structs.replace(
                     run,
                     id=node_id,
-                    name=run.name if len(calls) == 1 else _name(call),
-                    runs_on=run.runs_on if node_id == run.id else _on_its_own(node_id),
+                    name=run.name if len(calls) == 1 else _name_of(call),
+                    runs_on=run.runs_on if node_id == run.id else _own_place(node_id),
                     dependencies=[],
-                    comm=_comm(call, groups),
+                    comm=_make_comm(call, groups),
                 )
         elif communication.work is None and operation is None:
             unknown += 1
@@ -125,15 +127,15 @@ def convert_communications(
     return several
 
 
-def _without_kernel(
+def _make_node_without_kernel(
     communication: Communication, op: HostOp | None, node_id: int, call: ChakraNode | None
 ) -> ChakraNode:
-    """A communication that `op` ran. Where nothing but the `call` is known it takes no time beyond the call's own."""
+    """Return a communication that `op` ran. If only the `call` is known, it takes no time."""
     start = call.start_ns if call is not None else communication.record.t
     node = ChakraNode(
         id=node_id,
-        name=_name(communication),
-        runs_on=_on_its_own(node_id),
+        name=_name_of(communication),
+        runs_on=_own_place(node_id),
         start_ns=start,
         duration_ns=0,
         dependencies=[],
@@ -146,16 +148,16 @@ def _without_kernel(
     return node
 
 
-def _name(communication: Communication) -> str:
+def _name_of(communication: Communication) -> str:
     return communication.record.c10d or communication.record.op
 
 
-def _on_its_own(node_id: int) -> RunsOn:
-    """A communication outside the streams follows others only by its edges."""
+def _own_place(node_id: int) -> RunsOn:
+    """Return a place of its own: a communication outside the streams follows others only by its edges."""
     return ("communication", node_id)
 
 
-def _comm(communication: Communication, groups: Mapping[str, NumberedGroup]) -> Comm:
+def _make_comm(communication: Communication, groups: Mapping[str, NumberedGroup]) -> Comm:
     record = communication.record
     group = groups.get(record.pg)
     if group is None:
@@ -169,12 +171,11 @@ def _comm(communication: Communication, groups: Mapping[str, NumberedGroup]) -> 
 def draw_dependencies(
     trace: LinkedTrace, nodes: Mapping[int, ChakraNode], several: Mapping[int, Sequence[int]]
 ) -> None:
-    """Give every node what it waits for.
+    """Add the dependencies of every node.
 
-    A node that became several passes its dependencies to each, and what depends on it depends on each. Edges from
-    roots, which wait for nothing themselves, go with them. Communications of one group that ran at the same time (a
-    gloo group has several threads) keep the order of their calls alone: a dependency here means that the source has
-    ended.
+    A kernel that became several nodes passes its dependencies to each, and its dependents wait for each. Edges from
+    roots are dropped: roots wait for nothing. Communications of one group that ran at the same time (a gloo group has
+    several threads) get no edge: a dependency means that the source has ended.
     """
     for edge in trace.edges:
         ends: Iterable[tuple[int, int]] = ((edge.source, edge.target),)
@@ -186,20 +187,20 @@ def draw_dependencies(
                 continue
             # Communications of a group that ran at the same time do not wait for each other.
             if edge.kind != "group_order" or source.start_ns + source.duration_ns <= target.start_ns:
-                # Whoever makes the call launches what runs outside its thread.
+                # The caller launches what does not run on its thread.
                 kind: EdgeKind = "launch" if edge.kind == "caller" and not target.is_cpu else edge.kind
                 target.dependencies.append(Dependency(source_id, kind, edge.inferred))
 
 
 def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
-    """Drop the edges that the order of threads and streams implies, and double ones. Returns how many went.
+    """Remove duplicate edges, and edges that the order of threads and streams implies. Return their number.
 
-    Along a thread or stream every node waits for the one before it. So of several edges from one of them the last
-    source implies the others, and an edge is implied by one that an earlier node of the target's has.
+    Along a thread or stream each node waits for the one before it. So among several edges from one thread or stream,
+    the last source implies the others. An edge of an earlier node of the target's implies the same edge of a later one.
     """
     places: dict[int, tuple[RunsOn, int]] = {}
     in_order: dict[RunsOn, list[ChakraNode]] = defaultdict(list)
-    # On a thread by the start of the RecordFunction.
+    # On a thread, order by the start of the RecordFunction.
     for node in sorted(nodes.values(), key=lambda n: (n.rf_id,) if n.is_cpu else (n.start_ns, n.id)):
         places[node.id] = node.runs_on, len(in_order[node.runs_on])
         in_order[node.runs_on].append(node)
@@ -209,7 +210,7 @@ def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
         for place, node in enumerate(members):
             best: dict[RunsOn, tuple[int, Dependency]] = {}
             callers: list[Dependency] = []
-            # The caller is often the one before, so its edge alone does not say the order.
+            # The caller is often the node before, and a caller edge alone does not state the order.
             kept = [Dependency(members[place - 1].id, _ORDER_OF[runs_on[0]])] if place else []
             for dependency in node.dependencies:
                 other, at = places[dependency.source]
@@ -219,7 +220,7 @@ def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
                     if other not in best or at > best[other][0]:
                         best[other] = at, dependency
                 elif at > place:
-                    kept.append(dependency)  # against the order: the search for cycles tells
+                    kept.append(dependency)  # against the order; the search for cycles reports it
             for other, (at, dependency) in best.items():
                 if at > reached.get(other, -1):
                     reached[other] = at
@@ -233,11 +234,11 @@ _ORDER_OF: dict[str, EdgeKind] = {"thread": "program_order", "stream": "stream"}
 
 
 def device_nodes(nodes: Sequence[ChakraNode]) -> dict[int, ChakraNode]:
-    """The nodes of `nodes`, which are in order, that no thread runs, by id.
+    """Return the nodes that no thread runs, by id. `nodes` are in order.
 
-    Each waits for what it waited for itself, and for the nodes that its chain of host nodes waited for: a kernel
-    launched after the host has waited for another one waits for that one. Of what the host waited for on one stream
-    only the last is kept, and nothing that another one of them waits for.
+    Each waits for its own dependencies, and for those of its chain of host nodes: a kernel that is launched after the
+    host waited for another kernel waits for that kernel. For each stream that the host waited for, only the last node
+    stays, and none that another one of these waits for.
     """
     kept: dict[int, ChakraNode] = {}
     waits: dict[int, dict[int, Dependency]] = {}
