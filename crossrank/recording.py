@@ -516,7 +516,5 @@ class CommsFile:
                 getattr(self, several).append(content)
         if line.end is not None:
             self.end = {name: value for name, value in line.end.items() if not _is_impossible(value)}
-            if impossible_fields := line.end.keys() - self.end.keys():
-                self.issues.problems.append(
-                    f"the last line has impossible numbers ({', '.join(sorted(impossible_fields))})"
-                )
+            if impossible := line.end.keys() - self.end.keys():
+                self.issues.problems.append(f"the last line has impossible numbers ({', '.join(sorted(impossible))})")

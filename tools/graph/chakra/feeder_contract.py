@@ -45,9 +45,7 @@ _RANK_ATTRIBUTES = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NO
 """Type of a message -> the attributes with this rank and the other rank."""
 _COMMUNICATION_TYPES = frozenset((pb.COMM_COLL_NODE, *_RANK_ATTRIBUTES))
 _LOWER_HINT = "convert with --lower astra-sim"
-_ON_HOST_NOTE = (
-    "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
-)
+_HOST_NOTE = "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
 _INTEGER = re.compile(r"(?:u?int|s?fixed|sint)(?:32|64)_val")
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
 _IDS_PER_RUN = 512
@@ -133,10 +131,10 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         if node.type != pb.COMP_NODE:
             _check_attributes(node, rank, groups, result, where)
         elif any(attribute.bool_val for attribute in node.attr if attribute.name == "is_cpu_op"):
-            result.notes[_ON_HOST_NOTE] += 1
+            result.notes[_HOST_NOTE] += 1
     for source, where in later.items():
         result.fault("a dependency names a node that is not in the file", f"{where} waits for {source}")
-    for where in open_ends.values() if _ON_HOST_NOTE in result.notes else ():
+    for where in open_ends.values() if _HOST_NOTE in result.notes else ():
         result.fault(
             "a message that nothing waits for, in a file with host nodes: ASTRA-sim stops where a rank ends with "
             f"one; {_LOWER_HINT}, or with --nodes gpu",

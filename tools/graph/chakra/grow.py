@@ -37,9 +37,7 @@ _WHY_NOT = {
     "ep": "each rank would have fewer experts, and shapes do not say which extent counts them",
 }
 """Dimension -> why it cannot grow."""
-_SINGLE_TENSOR_GATHERS = frozenset(
-    ("_allgather_base_", "allgather_into_tensor_coalesced_", "_allgather_into_tensor_coalesced_")
-)
+_ONE_TENSOR = frozenset(("_allgather_base_", "allgather_into_tensor_coalesced_", "_allgather_into_tensor_coalesced_"))
 """The c10d forms of all_gather whose output is one tensor."""
 
 
@@ -158,7 +156,7 @@ class JobGrowth:
 
     def keeps_whole(self, record: CommRecord, group: NumberedGroup) -> bool:
         """Return whether an all_gather joins shards, which shrink, not each rank's own data."""
-        return record.c10d in _SINGLE_TENSOR_GATHERS and (group.pg, tuple(group.ranks)) in self.sharded
+        return record.c10d in _ONE_TENSOR and (group.pg, tuple(group.ranks)) in self.sharded
 
     def size(self, group: NumberedGroup) -> int:
         """Return the number of members of a recorded group in the written job."""

@@ -101,8 +101,8 @@ def _make_messages(comm: Comm, rank: int, calls: Counter[str]) -> list[CommRecor
     dtype = dtype_of(record.dtype) if record.dtype is not None else None
     if record.op != "all_to_all" or dtype is None or rank not in ranks:
         return None
-    sent = _bytes_per_member(record.in_split, record.inputs, dtype.size, len(ranks))
-    received = _bytes_per_member(record.out_split, record.outputs, dtype.size, len(ranks))
+    sent = _split_bytes(record.in_split, record.inputs, dtype.size, len(ranks))
+    received = _split_bytes(record.out_split, record.outputs, dtype.size, len(ranks))
     if sent is None or received is None:
         return None
     calls[comm.group.number] += 1
@@ -116,9 +116,7 @@ def _make_messages(comm: Comm, rank: int, calls: Counter[str]) -> list[CommRecor
     ]
 
 
-def _bytes_per_member(
-    split: list[int] | None, shapes: Sequence[Sequence[int]], item: int, members: int
-) -> list[int] | None:
+def _split_bytes(split: list[int] | None, shapes: Sequence[Sequence[int]], item: int, members: int) -> list[int] | None:
     """Return the bytes for each member; None if neither splits nor shapes show them."""
     if split is not None and len(split) == members:
         row = total_bytes(shapes, item) // max(1, sum(split))

@@ -16,7 +16,7 @@ WEAKEST_FIRST = (
     ("group_order", False),
     ("forward_backward", False),
 )
-_MAX_SHOWN = 6
+_SHOWN = 6
 
 
 def in_order(nodes: Mapping[int, ChakraNode], *, strict: bool = False) -> tuple[list[ChakraNode], list[str]]:
@@ -37,7 +37,7 @@ def in_order(nodes: Mapping[int, ChakraNode], *, strict: bool = False) -> tuple[
             raise CrossrankError(f"dependencies form a cycle: {found}; {why}")
         node, dependency = weakest
         nodes[node].dependencies.remove(dependency)
-        dropped.append(f"dropped the {_kind_of(dependency)} edge {dependency.source} -> {node} of a cycle: {found}")
+        dropped.append(f"dropped the {_kind(dependency)} edge {dependency.source} -> {node} of a cycle: {found}")
 
 
 def is_in_order(nodes: Iterable[ChakraNode]) -> bool:
@@ -93,14 +93,13 @@ def _weakness(dependency: Dependency) -> int:
     return WEAKEST_FIRST.index(key) if key in WEAKEST_FIRST else len(WEAKEST_FIRST)
 
 
-def _kind_of(dependency: Dependency) -> str:
+def _kind(dependency: Dependency) -> str:
     return f"inferred {dependency.kind}" if dependency.inferred else dependency.kind
 
 
 def _describe_cycle(nodes: Mapping[int, ChakraNode], cycle: list[tuple[int, Dependency]]) -> str:
     steps = [
-        f"{node} ({nodes[node].name[:40]}) waits by {_kind_of(dependency)} for"
-        for node, dependency in cycle[:_MAX_SHOWN]
+        f"{node} ({nodes[node].name[:40]}) waits by {_kind(dependency)} for" for node, dependency in cycle[:_SHOWN]
     ]
-    more = f" … {len(cycle) - _MAX_SHOWN} more … " if len(cycle) > _MAX_SHOWN else " "
+    more = f" … {len(cycle) - _SHOWN} more … " if len(cycle) > _SHOWN else " "
     return " ".join(steps) + more + str(cycle[0][0])

@@ -83,9 +83,7 @@ def convert_communications(
 
     def add(communication: Communication) -> None:
         op = ops.get(communication.work or 0)
-        node = _make_node_without_kernel(
-            communication, op, op.id if op else next(new_ids), nodes.get(communication.host or 0)
-        )
+        node = _make_node(communication, op, op.id if op else next(new_ids), nodes.get(communication.host or 0))
         node.comm = _make_comm(communication, groups)
         nodes[node.id] = node
 
@@ -127,9 +125,7 @@ def convert_communications(
     return several
 
 
-def _make_node_without_kernel(
-    communication: Communication, op: HostOp | None, node_id: int, call: ChakraNode | None
-) -> ChakraNode:
+def _make_node(communication: Communication, op: HostOp | None, node_id: int, call: ChakraNode | None) -> ChakraNode:
     """Return a communication that `op` ran. If only the `call` is known, it takes no time."""
     start = call.start_ns if call is not None else communication.record.t
     node = ChakraNode(

@@ -79,7 +79,7 @@ def write_chakra(
 
     Return the number of bytes."""
     with whole_file(path) as temporary, temporary.open("wb") as file:
-        write_message(file, _encode_metadata(trace, groups, trace.rank, trace.world_size))
+        write_message(file, _metadata(trace, groups, trace.rank, trace.world_size))
         for message in _encode_first_nodes(nodes, groups, options, 0):
             write_message(file, message)
         for head, node, tail in _encode_nodes(trace, nodes, options):
@@ -128,9 +128,7 @@ def write_copies(
             os.link(written[content], path)
             continue
         with whole_file(path) as temporary, temporary.open("wb") as file:
-            write_message(
-                file, _encode_metadata(trace, list(own.values()), None if dedupe else rank, growth.written.size)
-            )
+            write_message(file, _metadata(trace, list(own.values()), None if dedupe else rank, growth.written.size))
             for message in _encode_first_nodes(nodes, list(own.values()), options, copies.late_ns):
                 write_message(file, message)
             for place, message in enumerate(messages):
@@ -176,7 +174,7 @@ def _encode_nodes(
             raise CrossrankError(
                 f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
             ) from error
-        tail = _encode_common_attributes(node.runs_on, node.is_cpu, node.tensor_bytes, node.flop, node.comm is not None)
+        tail = _encode_common(node.runs_on, node.is_cpu, node.tensor_bytes, node.flop, node.comm is not None)
         yield head, node, tail
 
 
@@ -199,9 +197,7 @@ def _encode_attributes(message: pb.Node | pb.GlobalMetadata, values: Mapping[str
     return message.SerializeToString()
 
 
-def _encode_metadata(
-    trace: LinkedTrace, groups: Sequence[NumberedGroup], rank: int | None, world_size: int | None
-) -> bytes:
+def _metadata(trace: LinkedTrace, groups: Sequence[NumberedGroup], rank: int | None, world_size: int | None) -> bytes:
     inputs = {os.path.basename(path): digest for path, digest in trace.inputs.items()}
     values = {
         "schema": trace.schema,
@@ -286,9 +282,7 @@ def _encode_node(node: ChakraNode, template: _Template, trace: LinkedTrace, mode
 
 
 @lru_cache(maxsize=1 << 14)
-def _encode_common_attributes(
-    runs_on: RunsOn, is_cpu: bool, tensor_bytes: int, flop: int | None, communicates: bool
-) -> bytes:
+def _encode_common(runs_on: RunsOn, is_cpu: bool, tensor_bytes: int, flop: int | None, communicates: bool) -> bytes:
     """Return the attributes that are equal for many nodes."""
     values: dict[str, object] = {"is_cpu_op": is_cpu}
     kind, place = runs_on

@@ -172,9 +172,7 @@ class GpuWaits:
         by_number: dict[int | None, list[tuple[str, Sequence[int]]]] = defaultdict(list)
         for record, kernels in self.issuing.values():
             by_number[record.seq if record.seq is not None else record.p2p_seq].append((record.pg, kernels))
-        waited_for = {
-            node: _find_named_kernels(wait, by_number.get(wait.seq, [])) for node, wait in self.waiting.items()
-        }
+        waited_for = {node: _find_kernels(wait, by_number.get(wait.seq, [])) for node, wait in self.waiting.items()}
         buckets = self._find_buckets({kernel for named in waited_for.values() for kernel in named})
         computing = self._find_computing_stream({kernel for _, kernels in self.issuing.values() for kernel in kernels})
         for index, call in sorted(enumerate(self.kineto.calls), key=lambda entry: entry[1].start):
@@ -237,7 +235,7 @@ class GpuWaits:
         return stream_of
 
 
-def _find_named_kernels(wait: ParamComms, numbered: Sequence[tuple[str, Sequence[int]]]) -> Sequence[int]:
+def _find_kernels(wait: ParamComms, numbered: Sequence[tuple[str, Sequence[int]]]) -> Sequence[int]:
     """Return the kernels of the communication that a `wait` node names, among those with its number."""
     kernels = [kernels for pg, kernels in numbered if pg == wait.pg] or [kernels for _, kernels in numbered]
     return kernels[0] if len(kernels) == 1 else ()
