@@ -1,1 +1,1 @@
-"""What a job would take elsewhere: on another network, faster or slower devices, other numbers of ranks."""
+"""Predicts times of a job elsewhere: on another network, on faster or slower devices, with other numbers of ranks."""

@@ -1,8 +1,8 @@
-"""Runs ASTRA-sim's analytical backend on traces that were converted for it, on the network of a prediction.
+"""Runs ASTRA-sim's analytical backend on converted traces, with the network of a prediction.
 
-Its network has one dimension of links, or two where the ranks of a node are known: inside a node and between nodes.
-Without a network it plays each communication for as long as it was measured. It ends with 0 although ranks did not
-finish, so those are counted.
+The network has one dimension of links, or two if the ranks of a node are known: inside a node and between nodes.
+Without a network, ASTRA-sim plays each communication for its measured time. Its exit code is 0 even if ranks do not
+finish, so crossrank counts the finished ranks.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ _IMPLEMENTATIONS: dict[Algorithm, dict[str, str]] = {
     | {"all-to-all": "direct1"},
     "direct": dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter", "all-to-all"), "direct"),
 }
-"""Algorithm -> how collectives are made there; `direct1` exchanges with one rank after the other."""
-_GB = 1e9 / 2**30
-"""What its GB is of ours."""
-_FASTEST = 1e6
-"""GB/s of a link of which only the latency is known."""
+"""Algorithm -> ASTRA-sim's name for each collective. `direct1` exchanges with one rank after the other."""
+_ASTRA_GB = 1e9 / 2**30
+"""crossrank's GB (1e9 B) in ASTRA-sim's (2^30 B)."""
+_UNKNOWN_RATE = 1e6
+"""GB/s of a link whose rate is unknown."""
 _ENDPOINT_NS = 10
 _FINISHED = re.compile(r"finished, (\d+) cycles")
-_SECONDS = 600
+_TIMEOUT_S = 600
 
 
 @dataclass(frozen=True, kw_only=True)
 class AstraRun:
-    """What ASTRA-sim said of a window."""
+    """ASTRA-sim's result for a window."""
 
     window: int
     ranks: int
     finished: int
     last_ns: int
-    """When the last of them did; a cycle is 1 ns."""
+    """When the last of the finished ranks ended. A cycle is 1 ns."""
     network: str
-    """What it was given: the links of each dimension, the innermost first."""
+    """The simulated network: the links of each dimension, the innermost first."""
     why: str = ""
-    """What it said where it stopped."""
+    """Why ASTRA-sim stopped, if it did."""
 
 
 def run_astra_sim(
     binary: str, prefix: Path, window: int, ranks: int, network: Network | None, per_node: int | None
 ) -> AstraRun:
-    """Run ASTRA-sim on `prefix`.RANK.et, which lie beside their comm_groups.json; the configuration goes there too.
+    """Run ASTRA-sim on the files `prefix`.RANK.et. Write its configuration next to them and to comm_groups.json.
 
-    Raises `CrossrankError` where it cannot be run. What it says where it stops is in the result."""
+    Raise `CrossrankError` if it cannot run. If it runs and stops, the result has its message."""
     folder = prefix.parent
-    dimensions = _dimensions(network, ranks, per_node)
+    dimensions = _find_dimensions(network, ranks, per_node)
     algorithm = network.algorithm if network is not None else "ring"
-    # Its links know no congestion: those of a rank that sends to all at once share the rank's rate. Through a switch a
-    # message takes two of them.
+    # Its links have no congestion: the links of a rank that sends to all at once share the rank's rate. A message
+    # through a switch uses two links.
     direct = algorithm == "direct"
     topology, hops = ("FullyConnected", 1) if direct else ("Switch", 2)
     system = {
@@ -80,11 +80,14 @@ def run_astra_sim(
         "topology": [topology] * len(dimensions),
         "npus_count": [count for count, _ in dimensions],
         "bandwidth": [
-            min(link.rate, _FASTEST) * _GB / (max(1, count - 1) if direct else 1) for count, link in dimensions
+            min(link.rate, _UNKNOWN_RATE) * _ASTRA_GB / (max(1, count - 1) if direct else 1)
+            for count, link in dimensions
         ],
         "latency": [link.latency_ns / hops for _, link in dimensions],
     }
-    (folder / "network.yml").write_text("".join(f"{name}: [ {_listed(values)} ]\n" for name, values in listed.items()))
+    (folder / "network.yml").write_text(
+        "".join(f"{name}: [ {_join_values(values)} ]\n" for name, values in listed.items())
+    )
     command = [
         binary,
         f"--workload-configuration={prefix}",
@@ -96,13 +99,13 @@ def run_astra_sim(
     ]
     given = "as measured" if network is None else " and ".join(f"{count} x {link}" for count, link in dimensions)
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:
         raise CrossrankError(
             f"{binary}: cannot be run ({error.strerror}); name AstraSim_Analytical_Congestion_Unaware"
         ) from error
     except subprocess.TimeoutExpired:
-        return AstraRun(window=window, ranks=ranks, finished=0, last_ns=0, network=given, why=f"ran for {_SECONDS} s")
+        return AstraRun(window=window, ranks=ranks, finished=0, last_ns=0, network=given, why=f"ran for {_TIMEOUT_S} s")
     cycles = [int(found) for found in _FINISHED.findall((done.stdout + done.stderr).decode(errors="replace"))]
     last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     if done.returncode and not (done.stdout or done.stderr):
@@ -119,8 +122,8 @@ def run_astra_sim(
     )
 
 
-def _dimensions(network: Network | None, ranks: int, per_node: int | None) -> list[tuple[int, Link]]:
-    """Ranks along each dimension of the network, the innermost first, and its links."""
+def _find_dimensions(network: Network | None, ranks: int, per_node: int | None) -> list[tuple[int, Link]]:
+    """Return the number of ranks along each dimension of the network and its links, the innermost first."""
     if network is None:
         return [(ranks, Link(rate=50.0))]
     intra, inter = network.link("intra_node"), network.link("cross_node")
@@ -132,5 +135,5 @@ def _dimensions(network: Network | None, ranks: int, per_node: int | None) -> li
     return [(ranks, link)]
 
 
-def _listed(values: Sequence[object]) -> str:
+def _join_values(values: Sequence[object]) -> str:
     return ", ".join(f"{one:.6f}" if isinstance(one, float) else str(one) for one in values)

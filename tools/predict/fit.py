@@ -1,8 +1,7 @@
-"""The network of a recording, from the times of its own collectives; and how well it predicts one that it has not seen.
+"""Fits a network to the times of a recording's collectives, and measures how well it predicts other collectives.
 
-For each operation and locality the two numbers of `Link` are those with which the median times of its sizes are off
-least, by the squares of the relative errors; an operation of one size alone takes what all operations of its locality
-give together.
+Each operation and locality has its own `Link`. Its two numbers minimize the squares of the relative errors of the
+median times per size. An operation with only one size uses the link that fits all operations of its locality.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ class MeasuredKind:
     bytes: int
     """S of nccl-tests."""
     bus_bytes: float
-    """Mean of them: of an uneven all_to_all those of the busiest rank, which differ."""
+    """Mean bytes on the busiest link. In an uneven all_to_all, those of the busiest rank, which vary by call."""
     count: int
     time_ns: float
-    """The median, from the last arrival."""
+    """Median, from the last arrival."""
     predicted_ns: float | None = None
-    """What all other kinds say that it takes; None where they say nothing: there is no other one of its locality."""
+    """Prediction from all other kinds; None if no other kind has this locality."""
 
     @property
     def error(self) -> float | None:
@@ -44,15 +43,15 @@ class MeasuredKind:
         return None if self.predicted_ns is None else self.predicted_ns / self.time_ns - 1
 
 
-def measured_kinds(found: JobTables) -> list[MeasuredKind]:
-    """What the collectives of a job took, those left out whose time or size is not known or an upper bound."""
-    frame = found.about(found.timed.filter(~pl.col("is_upper_bound")), "label", "group", "locality")
+def measured_kinds(tables: JobTables) -> list[MeasuredKind]:
+    """Return the times of a job's collectives, except those with an unknown time or size, or an upper bound."""
+    frame = tables.about(tables.timed.filter(~pl.col("is_upper_bound")), "label", "group", "locality")
     times: dict[tuple[str, int, Locality, int], list[tuple[float, float]]] = defaultdict(list)
     columns = ("label", "group", "locality", "bytes", "time_ns", "busbw_gb_per_s")
     for op, group, locality, size, time, busbw in frame.select(columns).iter_rows():
         name = "send" if op == SEND_RECV else op
-        if time and size is not None and name in OPERATIONS and found.job.groups[group].size > 1:
-            times[name, found.job.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
+        if time and size is not None and name in OPERATIONS and tables.job.groups[group].size > 1:
+            times[name, tables.job.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
     return [
         MeasuredKind(
             op=op,
@@ -68,7 +67,7 @@ def measured_kinds(found: JobTables) -> list[MeasuredKind]:
 
 
 def fit_network(kinds: Iterable[MeasuredKind], algorithm: Algorithm) -> Network:
-    """The network on which the collectives take what they took, if they were made by `algorithm`."""
+    """Return the network on which collectives of `algorithm` take their measured times."""
     of_operations: dict[tuple[str, Locality], list[MeasuredKind]] = defaultdict(list)
     of_localities: dict[Locality, list[MeasuredKind]] = defaultdict(list)
     for kind in kinds:
@@ -76,18 +75,18 @@ def fit_network(kinds: Iterable[MeasuredKind], algorithm: Algorithm) -> Network:
         of_localities[kind.locality].append(kind)
     return Network(
         is_measured=True,
-        links={locality: _fit(found, algorithm) for locality, found in of_localities.items()},
+        links={locality: _fit_link(tables, algorithm) for locality, tables in of_localities.items()},
         algorithm=algorithm,
         of_operations={
-            key: (_fit(found, algorithm), algorithm)
-            for key, found in of_operations.items()
-            if len({kind.bus_bytes for kind in found}) > 1
+            key: (_fit_link(tables, algorithm), algorithm)
+            for key, tables in of_operations.items()
+            if len({kind.bus_bytes for kind in tables}) > 1
         },
     )
 
 
-def _fit(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Link:
-    """The latency and the time per byte, neither below 0, with the least squares of relative errors."""
+def _fit_link(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Link:
+    """Return the link with the least squares of relative errors. Latency and time per byte are not below 0."""
     rows = [(steps(k.op, k.size, algorithm) / k.time_ns, k.bus_bytes / k.time_ns, k.count) for k in kinds]
     ss = sum(w * s * s for s, _, w in rows)
     sb = sum(w * s * b for s, b, w in rows)
@@ -106,10 +105,10 @@ def _fit(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Link:
 
 
 def leave_one_out(kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> list[MeasuredKind]:
-    """Each kind, predicted by the network that fits all the others."""
-    found = []
+    """Return each kind with the prediction of the network that fits all other kinds."""
+    tables = []
     for place, kind in enumerate(kinds):
         network = fit_network([*kinds[:place], *kinds[place + 1 :]], algorithm)
         predicted_ns = network.duration_ns(kind.op, kind.size, kind.bus_bytes, kind.locality)
-        found.append(replace(kind, predicted_ns=predicted_ns))
-    return found
+        tables.append(replace(kind, predicted_ns=predicted_ns))
+    return tables

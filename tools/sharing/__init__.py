@@ -1,1 +1,1 @@
-"""Recordings made fit to be handed on: a part of one, or one without names."""
+"""Makes recordings ready to share: a part of one, or one without names."""

@@ -1,8 +1,7 @@
-"""A recording, or other people's traces, without the names in them: hosts, paths, lines of source, functions, modules.
+"""Writes a recording, or other traces, without names: of hosts, paths, source lines, functions and modules.
 
-Every file is read, its fields replaced by the rules for its kind (`kinds.py`), and written under a name that says kind
-and rank alone. What has no rule is left out and counted: a file of an unknown kind, a field nobody thought of, a file
-that is damaged.
+The rules for each kind of file (`kinds.py`) replace its fields. The new file name has only kind and rank. Everything
+without a rule is skipped and counted: files of an unknown kind, unknown fields, damaged files.
 """
 
 from __future__ import annotations
@@ -50,40 +49,40 @@ from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 _PICKLE = b"\x80"
 _MOST_RANKS = 1 << 16
 _encode = msgspec.json.Encoder(decimal_format="number").encode
-_exact = msgspec.json.Decoder(float_hook=Decimal).decode
-"""Decodes so that numbers keep all their digits."""
+_decode_exactly = msgspec.json.Decoder(float_hook=Decimal).decode
+"""Decode JSON so that numbers keep all their digits."""
 
 
 @dataclass(kw_only=True)
 class AnonymousFile:
-    """What became of one file."""
+    """The result for one file."""
 
     kind: str
     rank: int | None
     window: int = 1
     output: str | None = None
-    """None where it was left out."""
+    """None if the file was skipped."""
     why: str | None = None
-    """Why it was left out."""
+    """Why the file was skipped."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Fields that have no rule -> how often they were left out."""
+    """Field without a rule -> how often it was skipped."""
     replaced: dict[str, str] = field(default_factory=dict)
-    """Texts that were replaced -> what stands in their places."""
+    """Replaced text -> its pseudonym."""
     passed: set[str] = field(default_factory=set)
-    """Texts that stay, because anyone's traces have them."""
+    """Texts that stay, because they are in anyone's traces."""
     damage: list[str] = field(default_factory=list)
-    """What of it could not be read; the rest was written."""
+    """Damaged parts that were not read. The rest was written."""
     is_loss: bool = True
-    """It was left out because it could not be read, and not because it is made from others, or is no trace."""
+    """Whether a skipped file is a loss: it could not be read. No loss: it is derived from others, or is no trace."""
 
 
 @dataclass(kw_only=True)
 class Anonymous:
-    """What became of all files."""
+    """The result for all files."""
 
     files: list[AnonymousFile]
     shift_ns: int
-    """What was taken from all times since 1970."""
+    """Subtracted from all times since 1970."""
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -96,84 +95,86 @@ class Anonymous:
 
 
 def anonymize(paths: Sequence[str], folder: str, fleet: Fleet, *, coarse: bool = False) -> Anonymous:
-    """Write what is at `paths` to `folder`, which is new or empty. Raises `CrossrankError` where it is not, and where
-    nothing can be written."""
+    """Write the files at `paths` to `folder`, which must be new or empty. Raise `CrossrankError` if it is not, or if
+    there is nothing to write."""
     refuse_full(folder)
-    # A larger number in a name is more likely that of a job.
+    # A larger number in a file name is more likely the number of a job.
     found = [
         replace(file, rank=None) if file.rank is not None and file.rank >= _MOST_RANKS else file
         for file in discover(paths)
     ]
-    if not any(file.kind in (*_HANDLED, NSIGHT) and not file.problem for file in found):
+    if not any(file.kind in (*_SCRUBBERS, NSIGHT) and not file.problem for file in found):
         kinds = ", ".join(sorted({WHAT.get(file.kind, file.kind) for file in found})) or "nothing"
         raise CrossrankError(f"{paths[0]}: has nothing that can be anonymized, but {kinds}")
-    _refuse_doubles(found)
+    _refuse_duplicates(found)
     key = secrets.token_bytes(32)
     ranks = [file.rank for file in found if file.rank is not None]
     world = 1 + max(ranks, default=0)
-    work = partial(_one_file, key=key, folder=folder, world=world, coarse=coarse)
-    # A linked trace says what the two files of its window say; it is written where one of them was not.
-    linked = [item for item in _numbered(found) if item[0].kind == LINKED]
-    others = [item for item in _numbered(found) if item[0].kind != LINKED]
-    files = _all(work, others, fleet)
+    work = partial(_anonymize_file, key=key, folder=folder, world=world, coarse=coarse)
+    # A linked trace repeats the two files of its window. It is written only if one of them is missing.
+    linked = [item for item in _number_files(found) if item[0].kind == LINKED]
+    others = [item for item in _number_files(found) if item[0].kind != LINKED]
+    files = _anonymize_all(work, others, fleet)
     pairs = [
         {(file.rank, file.window) for file in files if file.kind == kind and file.output}
         for kind in (KINETO, EXECUTION_TRACE)
     ]
     needed = [item for item in linked if not all((item[0].rank, item[0].window) in pair for pair in pairs)]
     files += [
-        _result(one, f"{one.path}: `crossrank link` makes it anew", is_loss=False)
+        _make_result(one, f"{one.path}: `crossrank link` makes it anew", is_loss=False)
         for one, number in linked
         if (one, number) not in needed
     ]
-    files += _all(work, needed, fleet)
+    files += _anonymize_all(work, needed, fleet)
     if any(is_folder(path) and exists(join(path, VERDICT)) for path in paths):
         why = f"{VERDICT}: `crossrank diagnose` makes it anew"
         files.append(AnonymousFile(kind="", rank=None, why=why, is_loss=False))
     return Anonymous(files=files, shift_ns=Pseudonyms(key).shift_ns)
 
 
-def _all(
+def _anonymize_all(
     work: Callable[[tuple[FoundFile, int]], AnonymousFile],
     items: Sequence[tuple[FoundFile, int]],
     fleet: Fleet,
 ) -> list[AnonymousFile]:
-    return map_ranks(work, items, fleet, failed=lambda item, error: _result(item[0], str(error)), what="anonymizing")
+    return map_ranks(
+        work, items, fleet, failed=lambda item, error: _make_result(item[0], str(error)), what="anonymizing"
+    )
 
 
-def _result(file: FoundFile, why: str | None = None, *, is_loss: bool = True) -> AnonymousFile:
+def _make_result(file: FoundFile, why: str | None = None, *, is_loss: bool = True) -> AnonymousFile:
     return AnonymousFile(kind=file.kind, rank=file.rank, window=file.window, why=why, is_loss=is_loss)
 
 
-def _refuse_doubles(found: Iterable[FoundFile]) -> None:
-    """Two inputs of one kind, rank and window would be one file."""
+def _refuse_duplicates(found: Iterable[FoundFile]) -> None:
+    """Raise `CrossrankError` if two inputs have the same kind, rank and window, and so the same new name."""
     seen: dict[tuple[str, int | None, int], FoundFile] = {}
     for file in found:
-        if file.kind in _HANDLED and file.rank is not None and not file.problem:
+        if file.kind in _SCRUBBERS and file.rank is not None and not file.problem:
             other = seen.setdefault((file.kind, file.rank, file.window), file)
             if other is not file:
                 raise CrossrankError(f"{other.path} and {file.path} are both of rank {file.rank}; name one of them")
 
 
-def _numbered(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
-    """Each file with a number among those of its kind that say no rank."""
+def _number_files(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
+    """Yield each file with its number among the files of its kind that have no rank."""
     nameless: Counter[str] = Counter()
     for file in found:
         nameless[file.kind] += file.rank is None or file.kind == NSIGHT
         yield file, nameless[file.kind]
 
 
-def _one_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, coarse: bool) -> AnonymousFile:
+def _anonymize_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, coarse: bool) -> AnonymousFile:
     file, number = item
-    make = _HANDLED.get(file.kind)
+    make = _SCRUBBERS.get(file.kind)
     if file.problem:
-        return _result(file, f"{file.path}: {file.problem}", is_loss=not file.left_out)
+        return _make_result(file, f"{file.path}: {file.problem}", is_loss=not file.left_out)
     if make is None and file.kind != NSIGHT:
-        return _result(file, f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", is_loss=False)
+        return _make_result(file, f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", is_loss=False)
     scrubber = Scrubber(Pseudonyms(key), coarse=coarse)
     place = folder
     suffix = "sqlite" if file.kind == NSIGHT else "json.zst"
-    # No number: that would be the file's rank.
+    # Letters, not a number: a reader would take a number for the rank.
     name = f"{file.kind}-{'x' * number}.{suffix}"
     if file.rank is not None and file.kind == NSIGHT:
         name = f"{file.kind}-{'x' * number}-rank-{file.rank}.{suffix}"
@@ -190,14 +191,14 @@ def _one_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, 
             with temporary.open("wb") as target, compress.stream_writer(target, closefd=False) as stream:
                 for part in make(file, scrubber):
                     stream.write(part)
-    result = _result(file)
+    result = _make_result(file)
     result.output, result.left_out = output, dict(scrubber.left_out)
     result.replaced, result.passed = scrubber.names.replaced, scrubber.names.passed
     result.damage = scrubber.damage
     return result
 
 
-def _comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
+def _scrub_comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     issues = ReadIssues(file.path)
     for line in read_lines(file.path, issues):
         try:
@@ -221,28 +222,28 @@ def _comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     scrubber.damage += [f"{file.path}: {problem}" for problem in issues.problems]
 
 
-def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
-    """A file of many rows, which are decoded one by one."""
+def _scrub_rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
+    """Yield the content of a file with many rows, which are decoded one by one."""
     name, rule = kinds.ROWS[file.kind]
     issues = ReadIssues(file.path)
     data = b"".join(read_chunks(file.path, issues))
     if issues.problems:
         raise CrossrankError(f"{file.path}: {issues.problems[0]}; it is left out")
     try:
-        if b"NaN" in data or b"Infinity" in data:  # which torch writes, and JSON does not know
-            data = _NO_NUMBER.sub(rb"\1null", data)
+        if b"NaN" in data or b"Infinity" in data:  # torch writes them, but JSON has no such values
+            data = _NOT_A_NUMBER.sub(rb"\1null", data)
         head = msgspec.json.decode(data, type=dict[str, msgspec.Raw] | list[msgspec.Raw])
         listed = msgspec.json.decode(head[name], type=list[msgspec.Raw]) if isinstance(head, dict) else head
     except (*BROKEN, KeyError) as error:
         raise CrossrankError(
             f"{file.path}: is not {WHAT[file.kind]} as a whole ({one_line(error)}); it is left out"
         ) from error
-    move = _new_base(head, scrubber) if file.kind == KINETO and isinstance(head, dict) else None
+    move = _replace_base(head, scrubber) if file.kind == KINETO and isinstance(head, dict) else None
     made: dict[str, Any] = {}
     for field_name, raw in head.items() if isinstance(head, dict) else ():
         if field_name != name:
             known = kinds.HEADS[file.kind].get(field_name)
-            value = _applied(known, raw, scrubber) if known is not None else LEFT_OUT
+            value = _apply_rule(known, raw, scrubber) if known is not None else LEFT_OUT
             if value is LEFT_OUT:
                 scrubber.left_out[field_name if is_public(field_name) else "…"] += 1
             else:
@@ -250,7 +251,7 @@ def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     yield _encode(made)[:-1] + (b"," if made else b"") + f'"{name}":['.encode()
     separator = b"\n"
     for raw in listed:
-        row = _applied(rule, raw, scrubber)
+        row = _apply_rule(rule, raw, scrubber)
         if isinstance(row, dict):
             if move is not None and isinstance(row.get("ts"), int | Decimal):
                 row["ts"] += move
@@ -264,9 +265,9 @@ def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
 _DAY_NS = 86_400 * 10**9
 
 
-def _new_base(head: dict[str, msgspec.Raw], scrubber: Scrubber) -> Decimal | None:
-    """Gives a Kineto trace another time from which its times count: the begin of a day after the shift. Kineto's own is
-    a multiple of about three months, from which the shift could be told. Returns what is added to the times, us."""
+def _replace_base(head: dict[str, msgspec.Raw], scrubber: Scrubber) -> Decimal | None:
+    """Replace the base time of a Kineto trace with the start of a day after the shift. Kineto's base is a multiple of
+    about three months, which would reveal the shift. Return the µs to add to the times."""
     name = "baseTimeNanoseconds"
     try:
         base = msgspec.json.decode(head[name], type=int)
@@ -274,21 +275,21 @@ def _new_base(head: dict[str, msgspec.Raw], scrubber: Scrubber) -> Decimal | Non
         return None
     moved = scrubber.names.wall(base)
     new = moved - moved % _DAY_NS
-    # What the rule for it takes away again.
+    # The rule for this field subtracts the shift again.
     head[name] = msgspec.Raw(str(new + (base - moved)).encode())
     return Decimal(moved - new) / 1000
 
 
-def _applied(rule: Rule, raw: Any, scrubber: Scrubber) -> Any:
-    """What becomes of a field or row as it stands in the file."""
+def _apply_rule(rule: Rule, raw: Any, scrubber: Scrubber) -> Any:
+    """Return the result of a rule for a field or row in its JSON form."""
     try:
-        return rule(_exact(raw), scrubber)
+        return rule(_decode_exactly(raw), scrubber)
     except BROKEN:
         return LEFT_OUT
 
 
-def _flight(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
-    """A dump, which is JSON whatever it was."""
+def _scrub_flight(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
+    """Yield a dump as JSON, from any of its formats."""
     issues = ReadIssues(file.path)
     data = b"".join(read_chunks(file.path, issues))
     if issues.problems:
@@ -303,24 +304,24 @@ def _flight(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     yield _encode(made)
 
 
-_HANDLED: Mapping[str, Callable[[FoundFile, Scrubber], Iterator[bytes]]] = {
-    COMMS: _comms,
-    KINETO: _rows,
-    EXECUTION_TRACE: _rows,
-    LINKED: _rows,
-    FLIGHT: _flight,
+_SCRUBBERS: Mapping[str, Callable[[FoundFile, Scrubber], Iterator[bytes]]] = {
+    COMMS: _scrub_comms,
+    KINETO: _scrub_rows,
+    EXECUTION_TRACE: _scrub_rows,
+    LINKED: _scrub_rows,
+    FLIGHT: _scrub_flight,
 }
-"""Kind of file -> how it is made anew."""
+"""Kind of file -> function that writes it without names."""
 _TEXTS = re.compile(rb'"((?:[^"\\]|\\.)*)"')
-_NO_NUMBER = re.compile(rb"([\[:,]\s*)(?:NaN|-?Infinity)(?=\s*[,\]}])")
+_NOT_A_NUMBER = re.compile(rb"([\[:,]\s*)(?:NaN|-?Infinity)(?=\s*[,\]}])")
 _WORD = re.compile(r"\w+")
 
 
 def verify(result: Anonymous) -> dict[str, str]:
-    """Texts that were replaced and stand in the result all the same -> a file in which they do.
+    """Return each replaced text that is still in the result, with a file that contains it.
 
-    Looked for are whole words of four characters or more in all, in every text of every file. A single word that is
-    part of a text that stays is none: `wrapper` may be the name of a function of the user's, and of one of torch's.
+    The search covers every text of every file. It looks for whole words, in texts of at least four characters. A
+    single word in a text that stays does not count: `wrapper` may be a function of the user and of torch.
     """
     wanted: dict[str, list[str]] = {}
     for text in searched(result):
@@ -339,12 +340,12 @@ def verify(result: Anonymous) -> dict[str, str]:
 
 
 def searched(result: Anonymous) -> list[str]:
-    """The replaced texts that `verify` looks for: shorter ones stand everywhere by chance."""
-    return [text for text in result.replaced if len(text) >= _SHORTEST and _WORD.search(text)]
+    """Return the replaced texts that `verify` looks for. Shorter texts occur everywhere by chance."""
+    return [text for text in result.replaced if len(text) >= _MIN_LENGTH and _WORD.search(text)]
 
 
 def _texts_in(path: str) -> Iterator[str]:
-    """Every text of a file, once."""
+    """Yield every text of a file once."""
     if path.endswith(".sqlite"):
         yield from texts_in(path)
         return
@@ -354,5 +355,5 @@ def _texts_in(path: str) -> Iterator[str]:
             yield msgspec.json.decode(b'"' + raw + b'"', type=str)
 
 
-_SHORTEST = 4
-"""Characters of a text that is looked for."""
+_MIN_LENGTH = 4
+"""Least characters of a text to look for."""

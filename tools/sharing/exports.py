@@ -1,4 +1,4 @@
-"""An export of Nsight Systems without names: of the tables that are read here the columns that have a rule."""
+"""Writes an export of Nsight Systems without names: from known tables, only the columns with a rule."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from crossrank.tools.traces.nsight.export import (
     open_export,
 )
 
-_MARKER = inner_json(MARKER)
+_MARKER_RULE = inner_json(MARKER)
 
 
-def _text(value: Any, scrubber: Scrubber) -> Any:
-    """The text of a range, the name of a kernel or of a function of CUDA."""
+def _scrub_text(value: Any, scrubber: Scrubber) -> Any:
+    """Replace the text of a range, or the name of a kernel or CUDA function."""
     if isinstance(value, str) and value.startswith("{"):
-        made = _MARKER(value, scrubber)
+        made = _MARKER_RULE(value, scrubber)
         return scrubber.names.name("name", value) if made is LEFT_OUT else made
     return rule_of_class(Privacy.EVENT)(value, scrubber)
 
@@ -57,23 +57,23 @@ _COLUMNS: dict[str, Names] = {
     "EXPORT_META_DATA": _VERSION,
     "ANALYSIS_DETAILS": {Privacy.NUMBER: "duration", Privacy.WALL: "startTime, stopTime"},
 }
-"""Table -> its columns, but for those with texts of ranges."""
+"""Table -> its columns by class, without columns that have texts of ranges."""
 TABLES: dict[str, dict[str, Rule]] = {table: listed(columns) for table, columns in _COLUMNS.items()}
-"""Table -> its columns, each with a rule."""
-TABLES[STRINGS]["value"] = _text
-TABLES[NVTX] |= {"text": _text, "jsonText": _text}
-_FACTS = {
+"""Table -> rule of each column."""
+TABLES[STRINGS]["value"] = _scrub_text
+TABLES[NVTX] |= {"text": _scrub_text, "jsonText": _scrub_text}
+_ROW_CONDITIONS = {
     "TARGET_INFO_SYSTEM_ENV": "name = 'Hostname'",
     "META_DATA_EXPORT": "name LIKE 'EXPORT_SCHEMA_VERSION%'",
     "EXPORT_META_DATA": "name LIKE 'EXPORT_SCHEMA_VERSION%'",
     "ENUM_NSYS_EVENT_TYPE": "name LIKE 'Nvtx%'",
 }
-"""Table -> which of its rows are taken."""
+"""Table -> condition for the rows to keep."""
 
 
 def write_export(path: str, output: Path, scrubber: Scrubber) -> None:
-    """Write what is taken of the export at `path` to `output`, an empty file. Raises `CrossrankError` where it cannot
-    be read."""
+    """Write the known parts of the export at `path` to `output`, an empty file. Raise `CrossrankError` if the export is
+    unreadable."""
     target = sqlite3.connect(output)
     try:
         with open_export(path) as export:
@@ -89,33 +89,33 @@ def write_export(path: str, output: Path, scrubber: Scrubber) -> None:
                 if not columns:
                     continue
                 listed = ", ".join(f'"{column}"' for column in columns)
-                where = f"WHERE {_FACTS[table]}" if table in _FACTS else ""
+                where = f"WHERE {_ROW_CONDITIONS[table]}" if table in _ROW_CONDITIONS else ""
                 target.execute(f'CREATE TABLE "{table}" ({listed})')
                 rows = export.rows(f'SELECT rowid, {listed} FROM "{table}" {where} ORDER BY rowid')
                 marks = ", ".join("?" * (1 + len(columns)))
                 target.executemany(
                     f'INSERT INTO "{table}" (rowid, {listed}) VALUES ({marks})',
-                    _made(rows, [rules[column] for column in columns], scrubber),
+                    _scrub_rows(rows, [rules[column] for column in columns], scrubber),
                 )
         target.commit()
     finally:
         target.close()
 
 
-def _made(rows: Iterator[tuple[object, ...]], rules: list[Rule], scrubber: Scrubber) -> Iterator[list[object]]:
+def _scrub_rows(rows: Iterator[tuple[object, ...]], rules: list[Rule], scrubber: Scrubber) -> Iterator[list[object]]:
     for rowid, *values in rows:
         found = [rule(value, scrubber) for rule, value in zip(rules, values, strict=True)]
         yield [rowid, *map(_storable, found)]
 
 
 def _storable(value: object) -> object:
-    """A value as SQLite takes it; nothing in the place of one that was left out, or that 64 bits do not hold."""
+    """Return a value for SQLite; None for a skipped value or an integer above 64 bits."""
     value = int(value) if isinstance(value, Decimal) else value
     return None if value is LEFT_OUT or (isinstance(value, int) and abs(value) >= 1 << 63) else value
 
 
 def texts_in(path: str) -> Iterator[str]:
-    """Every text of a written export, once."""
+    """Yield every text of a written export once."""
     connection = sqlite3.connect(path)
     try:
         tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]

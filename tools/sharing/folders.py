@@ -1,4 +1,4 @@
-"""The folder that a recording to be handed on is written to."""
+"""The output folder of a recording to share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crossrank.recording import VERDICT, is_folder, list_recording
 
 
 def refuse_full(folder: str) -> None:
-    """Raise `CrossrankError` where there is something in a folder: it would become part of what is written."""
+    """Raise `CrossrankError` if a folder has content, which would become part of the output."""
     if is_folder(folder):
         there = list_recording(folder)
         names = (there.files, there.partial, there.unrecognized, there.folders, there.special)
@@ -19,9 +19,9 @@ def refuse_full(folder: str) -> None:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file at a path or URL."""
+    """Return whether there is a file at a path or URL."""
     try:
         file_system, there = fsspec.core.url_to_fs(path)
         return bool(file_system.exists(there))
-    except Exception:  # every kind of file system has errors of its own
+    except Exception:  # each kind of file system has its own errors
         return False

@@ -1,5 +1,5 @@
-"""The rules for every kind of file, from the classes on the fields of the readers' structs, and of those that no struct
-has. A field that is in neither has no rule: it is left out, and counted."""
+"""The rules for every kind of file: from the classes on the fields of the readers' structs, and from the tables below.
+A field in neither has no rule. It is skipped and counted."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from crossrank.tools.traces.nsight.markers import MarkerText
 from crossrank.tools.traces.nsight.nccl import Payload
 from crossrank.tools.traces.param_comms import CollectiveArgs
 
-_TENSOR = 6
-"""Values that an execution trace has of a tensor."""
+_TENSOR_VALUES = 6
+"""Number of values of a tensor in an execution trace."""
 Names = Mapping[Privacy, str]
-"""Class -> names of fields, between which there are commas."""
+"""Class -> names of fields, separated by commas."""
 
-_UNREAD: dict[type, Names] = {
+_EXTRA_FIELDS: dict[type, Names] = {
     Header: {Privacy.API: "ops"},
     Entry: {
         Privacy.NUMBER: "timeout_ms, thread_id",
@@ -81,7 +81,7 @@ _UNREAD: dict[type, Names] = {
     MarkerText: {Privacy.NUMBER: "CUDA device", Privacy.SIZE: "inputs, outputs"},
     Payload: {Privacy.NUMBER: "Root", Privacy.REDUCTION: "Reduction operation"},
 }
-"""Fields that files have beside those of a struct."""
+"""Struct -> fields of files that the struct does not have."""
 _OBJECTS: dict[str, Names] = {
     "window": {Privacy.NUMBER: "window, step, t, threads, start, stop, every", Privacy.EDGE: "edge"},
     "clock": {Privacy.NUMBER: "t", Privacy.WALL: "wall"},
@@ -117,7 +117,7 @@ _OBJECTS: dict[str, Names] = {
     },
     "step": {Privacy.NUMBER: "step, t"},
 }
-"""`MIXED` fields that are objects, by their names, and what is in them."""
+"""Name of a `MIXED` field that is an object -> its fields."""
 _ATTRIBUTES: Names = {
     Privacy.NUMBER: """rf_id, fw_parent, seq_id, scope, tid, fw_tid, tensor_range, pg_size, global_rank_start,
     global_rank_stride""",
@@ -129,20 +129,20 @@ _ATTRIBUTES: Names = {
     Privacy.API: "collective_name",
     Privacy.DTYPE: "dtype",
 }
-_COUNTED_AS = {
+_COUNTER_NAMES = {
     CommRecord: "call",
     MarkerText: "marker",
     Ran: "wait",
     Raised: "exception",
     DistributedInfo: "distributedInfo",
 }
-"""Under which name fields of a struct are counted that have no rule, where it is not its own."""
+"""Struct -> name under which its fields without a rule are counted. Default: the struct's own name."""
 WITHOUT_CLASS: list[str] = []
-"""Fields of structs that say no class, and so have no rule. There should be none."""
+"""Fields of structs without a class, which have no rule. There should be none."""
 
 
 def listed(names: Names) -> dict[str, Rule]:
-    """The rules of fields that no struct has.
+    """Return the rules of fields that no struct has.
 
     >>> list(listed({Privacy.NUMBER: "a b,  c"}))
     ['a b', 'c']
@@ -155,10 +155,10 @@ def listed(names: Names) -> dict[str, Rule]:
 
 
 def declared(*several: type[msgspec.Struct], inside: Sequence[type] = ()) -> dict[str, Rule]:
-    """The rules of the fields of structs, in which those of `inside` contain them."""
+    """Return the rules of the fields of structs. `inside` are the structs that contain these."""
     rules: dict[str, Rule] = {}
     for struct in several:
-        rules |= listed(_UNREAD.get(struct, {}))
+        rules |= listed(_EXTRA_FIELDS.get(struct, {}))
         for one in structs.fields(struct):
             rule = _rule_of(one.type, one.encode_name, (*inside, struct))
             if rule is None:
@@ -169,11 +169,11 @@ def declared(*several: type[msgspec.Struct], inside: Sequence[type] = ()) -> dic
 
 
 def _rule_of(kind: Any, name: str, inside: Sequence[type] = ()) -> Rule | None:
-    """The rule for values of the type `kind` in a field of that name; None where nothing says their class."""
+    """Return the rule for values of type `kind` in a field `name`; None if their class is unknown."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        if inside.count(kind) > 1:  # members of a call have none
+        if inside.count(kind) > 1:  # members of a call have no members
             return lambda value, scrubber: LEFT_OUT
-        return fields(_COUNTED_AS.get(kind, kind.__name__.lower()), declared(kind, inside=inside))
+        return fields(_COUNTER_NAMES.get(kind, kind.__name__.lower()), declared(kind, inside=inside))
     if kind is bool:
         return rule_of_class(Privacy.NUMBER)
     outer, inner = get_origin(kind), get_args(kind)
@@ -195,22 +195,27 @@ def _rule_of(kind: Any, name: str, inside: Sequence[type] = ()) -> Rule | None:
     return each(known[0]) if len(known) == 1 else pair(known)
 
 
-def _either(rule: Rule) -> Rule:
-    """A list, or an object by the names of the groups."""
+def _list_or_object(rule: Rule) -> Rule:
+    """Return the rule for a list, or for an object with the names of groups as keys."""
     by_name = keyed(rule_of_class(Privacy.GROUP), rule)
     in_order = each(rule)
     return lambda value, scrubber: (by_name if isinstance(value, dict) else in_order)(value, scrubber)
 
 
-def _value(given: Any, scrubber: Scrubber, depth: int = 0) -> Any:
-    """An input or output of an operation."""
+def _scrub_value(given: Any, scrubber: Scrubber, depth: int = 0) -> Any:
+    """Replace an input or output of an operation."""
     if isinstance(given, list):
         if depth > MOST_DEPTH:
             return LEFT_OUT
-        found = [_value(one, scrubber, depth + 1) for one in given]
+        found = [_scrub_value(one, scrubber, depth + 1) for one in given]
         found = [one for one in found if one is not LEFT_OUT]
-        # A tensor: its id, storage, offset, elements, bytes of each, and device.
-        if scrubber.coarse and len(found) == _TENSOR and isinstance(found[3], int) and isinstance(found[-1], str):
+        # A tensor: id, storage, offset, number of elements, bytes per element, device.
+        if (
+            scrubber.coarse
+            and len(found) == _TENSOR_VALUES
+            and isinstance(found[3], int)
+            and isinstance(found[-1], str)
+        ):
             found[3] = power_of_two(found[3])
         return found
     if not isinstance(given, str):
@@ -223,12 +228,12 @@ def _value(given: Any, scrubber: Scrubber, depth: int = 0) -> Any:
     return given if known else names.text("group", given)
 
 
-def _side(value: Any, scrubber: Scrubber) -> Any:
-    """What an operation takes or gives, in either layout of execution traces."""
-    return (_value if isinstance(value, list) else _IO)(value, scrubber)
+def _scrub_side(value: Any, scrubber: Scrubber) -> Any:
+    """Replace the inputs or outputs of an operation, in either layout of execution traces."""
+    return (_scrub_value if isinstance(value, list) else _IO)(value, scrubber)
 
 
-def _attribute(value: Any, scrubber: Scrubber) -> Any:
+def _scrub_attribute(value: Any, scrubber: Scrubber) -> Any:
     rule = _RULES_OF_ATTRIBUTES.get(str(value.get("name"))) if isinstance(value, dict) else None
     made = rule(value.get("value"), scrubber) if rule is not None else LEFT_OUT
     if made is LEFT_OUT:
@@ -239,34 +244,34 @@ def _attribute(value: Any, scrubber: Scrubber) -> Any:
     return {"name": value["name"], "type": scrubber.names.text("dtype", str(value.get("type", ""))), "value": made}
 
 
-def _report(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
-    """What matched in a linked trace: counts by our own words, and sentences about files."""
+def _scrub_report(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
+    """Replace the match report of a linked trace: counts by crossrank's words, and sentences about files."""
     if depth > MOST_DEPTH:
         return LEFT_OUT
     if isinstance(value, dict):
-        made = {_sentence(key, scrubber): _report(one, scrubber, depth + 1) for key, one in value.items()}
+        made = {_scrub_sentence(key, scrubber): _scrub_report(one, scrubber, depth + 1) for key, one in value.items()}
         return {key: one for key, one in made.items() if one is not LEFT_OUT}
     if isinstance(value, list):
-        found = [_report(one, scrubber, depth + 1) for one in value]
+        found = [_scrub_report(one, scrubber, depth + 1) for one in value]
         return [one for one in found if one is not LEFT_OUT]
-    return _sentence(value, scrubber) if isinstance(value, str) else number(value, scrubber)
+    return _scrub_sentence(value, scrubber) if isinstance(value, str) else number(value, scrubber)
 
 
-def _sentence(text: str, scrubber: Scrubber) -> str:
+def _scrub_sentence(text: str, scrubber: Scrubber) -> str:
     return text if is_ours(text) else scrubber.names.range(text)
 
 
 _MIXED: dict[str, Rule] = {
-    **dict.fromkeys(("values", "Concrete Inputs", "Concrete Outputs"), _value),
-    **dict.fromkeys(("inputs", "outputs"), _side),
-    "attrs": each(_attribute),
-    "match": _report,
+    **dict.fromkeys(("values", "Concrete Inputs", "Concrete Outputs"), _scrub_value),
+    **dict.fromkeys(("inputs", "outputs"), _scrub_side),
+    "attrs": each(_scrub_attribute),
+    "match": _scrub_report,
 }
 """Name of a `MIXED` field -> its rule."""
 _RULES_OF_ATTRIBUTES = listed(_ATTRIBUTES)
 _IO = fields("io", declared(IO))
 _GROUP = fields("pg_config", declared(ListedGroup, GroupConfig))
-_MIXED["pg_config"] = _either(_GROUP)
+_MIXED["pg_config"] = _list_or_object(_GROUP)
 _MIXED["exceptions"] = each(fields("exception", declared(Raised)))
 _MIXED["args"] = fields("args", declared(HostArgs, DeviceArgs, CollectiveArgs))
 for _name, _names in _OBJECTS.items():
@@ -275,17 +280,17 @@ _MIXED["deviceProperties"] = each(_MIXED["deviceProperties"])
 
 RECORD = fields("call", declared(CommRecord))
 _JSON_VALUES = {"[{": inner_json(each(_GROUP)), '{"op":': inner_json(RECORD)}
-"""What the JSON in a value begins with: the groups as torch lists them, a call as our range around it says it."""
+"""Start of a JSON value -> its rule: torch's list of groups, or a call in the text of crossrank's range."""
 COMMS_LINES = declared(Line) | {"wait": fields("wait", declared(Wait)), "ran": fields("wait", declared(Ran))}
-"""The lines of a comms file that are no `RECORD`."""
+"""Kind of line in a comms file -> its rule, except for `RECORD`."""
 MARKER = fields("marker", declared(MarkerText, Payload))
-"""The text of a range: ours, an older shim's, or the payload of NCCL's."""
+"""The text of a range: of crossrank, of an older shim, or the payload of NCCL."""
 FLIGHT = fields(
     "dump",
     {
         **listed({Privacy.NUMBER: "rank", Privacy.VERSION: "version, comm_lib_version, nccl_version"}),
         "pg_config": _MIXED["pg_config"],
-        "pg_status": _either(fields("pg_status", declared(Progress))),
+        "pg_status": _list_or_object(fields("pg_status", declared(Progress))),
         "entries": each(fields("entry", declared(Entry))),
         "crossrank": fields("crossrank", declared(Moment)),
     },
@@ -296,4 +301,4 @@ ROWS = {
 }
 """Kind of file -> name and rule of its rows."""
 HEADS = {KINETO: declared(KinetoFile), EXECUTION_TRACE: declared(TraceFile), LINKED: declared(LinkedFile)}
-"""Kind of file -> its fields beside the rows."""
+"""Kind of file -> its other fields."""

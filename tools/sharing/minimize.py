@@ -1,7 +1,7 @@
-"""The part of a recording from one iteration to another, as a recording of its own.
+"""Writes some steps of a recording as a recording of its own.
 
-Lines of a comms file are kept or left out as they are, never written anew: what a later version of the recorder adds
-comes along. Only the `end` of a rank that went on after the part is another one, which says so.
+Lines of a comms file are copied or skipped, but not changed. So the part keeps what later versions of the recorder add.
+Only a rank that continued after the part gets another `end`, which marks this.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from crossrank.tools.sharing.folders import exists, refuse_full
 from crossrank.tools.traces.comms import WallClock
 from crossrank.tools.traces.discover import Files, FoundFile, discover, files_by_rank
 
-_OF_WINDOWS = (EXECUTION_TRACE, KINETO, LINKED)
+_WINDOW_KINDS = (EXECUTION_TRACE, KINETO, LINKED)
 
 
 class _Timed(msgspec.Struct):
-    """A line that belongs to a call, or to a time."""
+    """A line that belongs to a call or a time."""
 
     t: Int = 0
     id: Int | None = None
 
 
 class _Edge(msgspec.Struct):
-    """The begin or the end of a window."""
+    """Start or end of a window."""
 
     window: Int
     edge: str
@@ -59,7 +59,7 @@ class _Edge(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """A line that is no record, as far as that says where it belongs."""
+    """A line that is not a record, with the fields that show whether it belongs to the part."""
 
     header: dict[str, msgspec.Raw] | None = None
     step: dict[str, Int] | None = None
@@ -77,57 +77,56 @@ class _Record(msgspec.Struct):
     step: Int = 0
 
 
-_record = msgspec.json.Decoder(_Record).decode
-_line = msgspec.json.Decoder(_Line).decode
-_header = msgspec.json.Decoder(dict[str, Header]).decode
+_decode_record = msgspec.json.Decoder(_Record).decode
+_decode_line = msgspec.json.Decoder(_Line).decode
+_decode_header = msgspec.json.Decoder(dict[str, Header]).decode
 
 
 @dataclass(kw_only=True)
 class MinimizedRank:
-    """What the part has of one rank."""
+    """The part of one rank."""
 
     rank: int
     calls: int = 0
     of_calls: int = 0
     steps: tuple[int, int] | None = None
-    """The first and the last iteration of the whole recording that has a call; None where there is no call."""
+    """First and last step with a call in the whole recording; None without calls."""
     goes_on: bool = False
-    """The rank made calls, or began iterations, after the part."""
+    """Whether the rank made calls or started steps after the part."""
     windows: list[int] = field(default_factory=list)
-    """Whose iterations are all in the part."""
+    """Windows with all steps in the part."""
     cut_windows: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Those that are not, with some of them in it -> their first and last iteration."""
+    """Windows with some steps in the part -> their first and last step."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Lines that cannot be told to be of the part -> how many."""
+    """Lines whose step is unknown -> how many."""
     folder: str = ""
-    """Where its files are."""
+    """Folder with its files."""
     size: int = 0
-    """Bytes of them."""
+    """Bytes of its files."""
     of_size: int = 0
-    """Bytes of those of the whole."""
+    """Bytes of its files in the whole recording."""
     problems: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class Minimized:
-    """What a part of a recording consists of."""
+    """The result for all ranks."""
 
     ranks: list[MinimizedRank]
     dumps: int = 0
-    """Flight-recorder dumps that were taken along."""
+    """Copied flight-recorder dumps."""
     dumps_left_out: int = 0
-    """Those that were not, nor the job's verdict: every rank went on after the part, so they are of a later time."""
+    """Dumps that were skipped, as was the verdict. They are from later: every rank continued after the part."""
     without_comms: list[int] = field(default_factory=list)
-    """Ranks that have other files, but no comms file, which alone says what is of which iteration."""
+    """Ranks with other files but no comms file. Only that file has the steps."""
 
 
 def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet) -> Minimized:
-    """Write the iterations from the first of `steps` to before the second of the recording at `path` to `folder`.
+    """Write the steps of the recording at `path`, from the first of `steps` to before the second, to `folder`.
 
-    Raises `CrossrankError` where there is no comms file, where no rank has a call in
-    the part, and where `folder` is not empty.
+    Raise `CrossrankError` if there is no comms file, if no rank has a call in the part, or if `folder` is not empty.
     """
-    by_rank = files_by_rank(discover([path]), (COMMS, *_OF_WINDOWS, FLIGHT))
+    by_rank = files_by_rank(discover([path]), (COMMS, *_WINDOW_KINDS, FLIGHT))
     ranks = {rank: files for rank, files in by_rank.items() if rank is not None and COMMS in files}
     if not ranks:
         raise CrossrankError(
@@ -154,7 +153,7 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet) -> Mi
         ranks=results, without_comms=[rank for rank in by_rank if rank is not None and rank not in ranks]
     )
     dumps = [(rank, file) for rank in written for file in ranks[rank.rank].get(FLIGHT, ())]
-    # A dump is of the end of a run. Where that of one rank is in the part, the others' dumps say what they waited for.
+    # A dump shows the end of a run. If one rank ends in the part, the dumps of the others show what they waited for.
     if all(rank.goes_on for rank in written):
         result.dumps_left_out = len(dumps)
         return result
@@ -187,7 +186,7 @@ def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int])
             for line in part.lines():
                 stream.write(line + b"\n")
         result.size = file.tell()
-    of_windows = [file for kind in _OF_WINDOWS for file in files.get(kind, ())]
+    of_windows = [file for kind in _WINDOW_KINDS for file in files.get(kind, ())]
     for file_of_window in of_windows:
         if file_of_window.window in result.windows:
             result.size += _copy(file_of_window, result.folder)
@@ -200,7 +199,7 @@ def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int])
 
 
 class _Part:
-    """Which lines of one rank's comms file are of the part."""
+    """Selects the lines of one rank's comms file that belong to the part."""
 
     def __init__(self, path: str, steps: tuple[int, int], result: MinimizedRank) -> None:
         self._path = path
@@ -209,17 +208,17 @@ class _Part:
         self.header: Header | None = None
         self._whole_header: dict[str, msgspec.Raw] = {}
         self.marked: set[int] = set()
-        """Windows of which the file says the iterations."""
+        """Windows whose steps are in the file."""
         self._end: dict[str, Any] | None = None
         self._ids: set[int] = set()
         self._clocks: list[dict[str, int]] = []
         self._begins: float | None = None
         self._ends: float | None = None
-        """When the part begins and ends on the monotonic clock, ns; None where the recording does so itself."""
-        self._read()
+        """Start and end of the part on the monotonic clock in ns; None if they are those of the recording."""
+        self._select()
 
-    def _read(self) -> None:
-        """What is of the part, without its content."""
+    def _select(self) -> None:
+        """Find out what belongs to the part, without its content."""
         issues = ReadIssues(self._path)
         opened: dict[int, int] = {}
         closed: dict[int, int] = {}
@@ -228,7 +227,7 @@ class _Part:
         for line in read_lines(self._path, issues):
             try:
                 if line.startswith(b'{"id":'):
-                    record = _record(line)
+                    record = _decode_record(line)
                     result.of_calls += 1
                     first_step, last_step = min(first_step, record.step), max(last_step, record.step)
                     if self._first <= record.step < self._stop:
@@ -236,9 +235,9 @@ class _Part:
                     elif record.step >= self._stop:
                         self._ends = min(self._ends or record.t, record.t)
                     continue
-                other = _line(line)
+                other = _decode_line(line)
                 if other.header is not None and self.header is None:
-                    self.header, self._whole_header = _header(line)["header"], other.header
+                    self.header, self._whole_header = _decode_header(line)["header"], other.header
                     self._clocks.append(self.header.clock)
                     continue
             except BROKEN:
@@ -269,20 +268,20 @@ class _Part:
                 result.cut_windows[window] = begin, last
 
     def lines(self) -> Iterator[bytes]:
-        """The lines of the part."""
+        """Yield the lines of the part."""
         left_out = Counter[str]()
         for line in read_lines(self._path, ReadIssues(self._path)):
             try:
                 if line.startswith(b'{"id":'):
-                    if _record(line).id in self._ids:
+                    if _decode_record(line).id in self._ids:
                         yield line
                     continue
-                other = _line(line)
+                other = _decode_line(line)
             except BROKEN:
                 continue
             if other.header is not None:
                 yield msgspec.json.encode({"header": self._new_header()})
-            elif self._holds(other, left_out):
+            elif self._is_in_part(other, left_out):
                 yield line
         self._result.left_out = dict(left_out)
         clock = WallClock(self._clocks)
@@ -292,29 +291,29 @@ class _Part:
         if self._end is not None or self._ends is not None:
             yield msgspec.json.encode({"end": self._new_end()})
 
-    def _holds(self, line: _Line, left_out: Counter[str]) -> bool:
+    def _is_in_part(self, line: _Line, left_out: Counter[str]) -> bool:
         if line.end is not None:
             return False
         for timed, what in ((line.wait, "waits"), (line.ran, "durations")):
             if timed is None:
                 continue
             if timed.id is None:
-                return self._is_within(timed.t)
+                return self._is_in_time(timed.t)
             if timed.id not in self._ids:
-                left_out[f"{what} for calls before it"] += self._is_within(timed.t)
+                left_out[f"{what} for calls before it"] += self._is_in_time(timed.t)
                 return False
             return True
         if line.clock is not None:
-            return "t" in line.clock and self._is_within(line.clock["t"])
+            return "t" in line.clock and self._is_in_time(line.clock["t"])
         if line.counters is not None:
-            return self._is_within(line.counters.t)
+            return self._is_in_time(line.counters.t)
         if line.step is not None:
             return self._first <= line.step.get("step", -1) <= self._stop
         if line.window is not None:
             return line.window.window in self._result.windows
         return True
 
-    def _is_within(self, t: int) -> bool:
+    def _is_in_time(self, t: int) -> bool:
         return (self._begins is None or t >= self._begins) and (self._ends is None or t < self._ends)
 
     def _new_header(self) -> dict[str, Any]:
@@ -325,13 +324,13 @@ class _Part:
         return header
 
     def _new_end(self) -> dict[str, Any]:
-        """That of the recording with the part's numbers. A rank that went on has, to a reader, stopped recording."""
+        """Return the recording's `end` with the part's numbers. A rank that continued looks as if it was disabled."""
         end = (self._end or {}) | {"calls": self._result.calls, "records": self._result.calls}
         return end | {"reason": "disable", "exceptions": [], "step": self._stop} if self._ends is not None else end
 
 
 def _copy(file: FoundFile, folder: str) -> int:
-    """Copy a file as it is into a folder. Returns its bytes."""
+    """Copy a file unchanged into a folder. Return its bytes."""
     output = join(folder, file.name)
     with writing(output), whole_file(output) as temporary:
         try:
@@ -340,5 +339,5 @@ def _copy(file: FoundFile, folder: str) -> int:
                 return target.tell()
         except OSError:
             raise
-        except Exception as error:  # every kind of file system has errors of its own
+        except Exception as error:  # each kind of file system has its own errors
             raise CrossrankError(f"{file.path}: cannot be read ({one_line(error)})") from error

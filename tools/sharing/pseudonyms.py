@@ -1,7 +1,7 @@
-"""Names in the place of names: the same one for the same text, in all files and ranks of a run of the command.
+"""Pseudonyms for names: the same one for the same text, in all files and ranks of one run of the command.
 
-A name is made with a key that is drawn for the run and written nowhere, so that nobody can try what it was made from.
-Times of the day are moved by one duration, which the key gives as well.
+A key for the run makes the pseudonyms. It is random and never written, so that no one can test guesses of the original.
+The key also gives the time by which all wall times are moved.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from crossrank.tools.traces.kernels import FAMILIES, communication_kernel
 _SECOND = 1_000_000_000
 _YEAR = 365 * 86_400 * _SECOND
 _DIGITS = 12
-"""Of a name: 48 bits, so that a million texts have names of their own but for once in 500 runs."""
+"""Digits of a pseudonym: 48 bits. With a million texts, two share one in about one of 500 runs."""
 _TOKEN = re.compile(r"\w+|[^\x00-\x7f]")
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d{1,9})", re.DOTALL)
 
 
 class Pseudonyms:
-    """The names of one run. `replaced` has the texts that got one."""
+    """The pseudonyms of one run. `replaced` has the texts that got one."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self.shift_ns = _SECOND * (
             int.from_bytes(self._digest("wall time", ""), "big") % (15 * _YEAR // _SECOND) + _YEAR // _SECOND
         )
-        """What is taken from every time since 1970: whole seconds, of 1 to 16 years."""
+        """Subtracted from every time since 1970: whole seconds, 1 to 16 years."""
         self.replaced: dict[str, str] = {}
         self.passed: set[str] = set()
-        """Texts that stay, because anyone's traces have them."""
-        self.name = lru_cache(maxsize=1 << 16)(self._name)
+        """Texts that stay, because they are in anyone's traces."""
+        self.name = lru_cache(maxsize=1 << 16)(self._make_name)
 
     def _digest(self, kind: str, text: str) -> bytes:
         return hmac.digest(self._key, f"{kind}\0{text}".encode("utf-8", "surrogatepass"), hashlib.sha256)
 
-    def _name(self, kind: str, text: str) -> str:
+    def _make_name(self, kind: str, text: str) -> str:
         if not text:
             return text
         made = f"{kind}-{self._digest(kind, text).hex()[:_DIGITS]}"
@@ -59,10 +59,10 @@ class Pseudonyms:
         return made
 
     def text(self, kind: str, text: str) -> str:
-        """A text that passes, or a name for it."""
+        """Return a text that passes, or a pseudonym for it."""
         if self.passes(kind, text):
             return text
-        # What a group is for stays: the dimensions of a job are told by it.
+        # The purpose of a group stays: readers derive the job's dimensions from it.
         dimension = name_in(text) if kind == "group" else None
         return self.name(f"{dimension}-group" if dimension else kind.replace(" ", "-"), text)
 
@@ -73,15 +73,15 @@ class Pseudonyms:
         return True
 
     def path(self, path: str) -> str:
-        """A path: of a library the part from there on, of any other file names of its folder and of the file, which is
-        the same wherever a path begins, with its extension."""
+        """Replace a path. For a library, the part from its folder on stays. Any other file gets names for its folder
+        and for itself, with its extension. The file's name is the same for every folder."""
         if path.startswith("<") or not path:
-            return path if self._is_public(path) else self.name("file", path)
+            return path if self._passes_as_frame(path) else self.name("file", path)
         made = library_path(path) or ""
         if made:
             self.passed.add(made)
         else:
-            # Of another library it stays that it is one.
+            # The path of another library keeps only the fact that it is one.
             packages = "/site-packages/" if PACKAGES.search(path) else ""
             folder, file = ntpath.split(path)
             made = packages + (self.name("folder", folder) + "/" if folder else "")
@@ -90,26 +90,26 @@ class Pseudonyms:
             self.replaced[path] = made
         return made
 
-    def _is_public(self, file: str) -> bool:
+    def _passes_as_frame(self, file: str) -> bool:
         public = passes("function", file) or (PUBLIC_FRAME.fullmatch(file) is not None and is_public(file))
         if public:
             self.passed.add(file)
         return public
 
     def place(self, place: str) -> str:
-        """`file.py:line`, the line of which stays."""
+        """Replace `file.py:line`. The line stays."""
         match = _LINE.fullmatch(place)
         return f"{self.path(match['file'])}:{match['line']}" if match else self.path(place)
 
     def function(self, name: str, path: str) -> str:
-        """The function of a frame; of a library's it stays, where its words are public."""
+        """Replace the function of a frame. That of a library stays if its words are public."""
         if library_path(path) is not None and is_public(name):
             self.passed.add(name)
             return name
         return self.text("function", name)
 
     def range(self, name: str) -> str:
-        """The name of an event: an operation, a kernel, a range, a frame of Python."""
+        """Replace the name of an event: an operation, a kernel, a range or a Python frame."""
         if self.passes("op", name):
             return name
         if (frame := PYTHON_FRAME.fullmatch(name)) is not None:
@@ -118,23 +118,23 @@ class Pseudonyms:
                 return name
             return f"{self.name('file', frame['file'])}.py({frame['line']}): {self.text('function', frame['function'])}"
         if (kernel := KERNEL.fullmatch(name)) is not None and is_public(kernel["head"]):
-            return self._kernel(kernel["head"], kernel["rest"])
+            return self._replace_kernel(kernel["head"], kernel["rest"])
         if communication_kernel(name) is not None:
             for family in FAMILIES:
                 if (found := family.pattern.search(name)) and is_public(found[0]):
-                    return self._kernel(found[0], name.replace(found[0], "", 1))
+                    return self._replace_kernel(found[0], name.replace(found[0], "", 1))
         if (inner := RANGE_OF_MODULE.fullmatch(name)) is not None:
             return inner["before"] + self.name("module", inner["module"]) + inner["after"]
         return self.name("name", name)
 
-    def _kernel(self, head: str, rest: str) -> str:
+    def _replace_kernel(self, head: str, rest: str) -> str:
         made = head + (f"<{self.name('kernel', rest)}>" if rest else "")
         self.passed.add(made)
         return made
 
     def message(self, text: str) -> str:
-        """What an exception says: the words that torch.distributed and its backends use stay, numbers become 0, and a
-        name for the whole follows, so that equal messages stay equal and others do not become so."""
+        """Replace the text of an exception. Words of torch.distributed and its backends stay; numbers become 0. A
+        pseudonym of the whole text follows, so that only equal messages stay equal."""
         changed = False
 
         def word(match: re.Match[str]) -> str:
@@ -151,5 +151,5 @@ class Pseudonyms:
         return f"{kept[:400]} ({self.name('text', text)})"
 
     def wall(self, ns: int) -> int:
-        """A time since 1970; 0 and what cannot be one stay."""
+        """Move a time since 1970. 0 and values that cannot be such a time stay."""
         return ns - self.shift_ns if ns > 20 * _YEAR else ns

@@ -1,7 +1,7 @@
-"""What becomes of a value: a rule for each privacy class, and rules made of these for the structs of files.
+"""Rules that replace values: one for each privacy class, and combinations of these for the structs of files.
 
-A rule takes a value of a decoded JSON document and gives what stands in its place, or `LEFT_OUT`. No rule but those for
-numbers hands a value on that it does not know.
+A rule takes a value of a decoded JSON document and returns its replacement, or `LEFT_OUT`. Only the rules for numbers
+return a value that they do not know.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from crossrank.tools.sharing.pseudonyms import Pseudonyms
 from crossrank.tools.sharing.vocabulary import PATTERNS, is_public
 
 LEFT_OUT: Any = object()
-"""In the place of a value that is not written."""
+"""Result for a value that is not written."""
 MOST_DEPTH = 12
 _OUR_WORDS = re.compile(r"[a-z]+(?:[_ ][a-z]+){0,8}|Kineto(?: [a-z]+){0,3}|")
 _EPOCH_US = 6 * 10**14
 _EPOCH_NS = 6 * 10**17
-"""Above these a time is one since 1970 (of 1989 and later), and not since the machine started."""
+"""Larger times are since 1970 (from 1989 on). Smaller ones are since the start of the machine."""
 
 
 class Scrubber:
-    """The names of a run, and what of one file was left out."""
+    """The pseudonyms of a run, and what was skipped in one file."""
 
     def __init__(self, names: Pseudonyms, *, coarse: bool) -> None:
         self.names = names
@@ -46,19 +46,19 @@ Rule = Callable[[Any, Scrubber], Any]
 
 def number(value: Any, scrubber: Scrubber) -> Any:
     if isinstance(value, int):
-        return value if -(1 << 63) <= value < 1 << 64 else LEFT_OUT  # JSON of ours has no larger ones
+        return value if -(1 << 63) <= value < 1 << 64 else LEFT_OUT  # crossrank's JSON has no larger ones
     return value if value is None or isinstance(value, float | Decimal) else LEFT_OUT
 
 
-def _number(value: Any, scrubber: Scrubber) -> Any:
-    """A number, or as torch and other tools write it, the text of one or of a list of them."""
+def _scrub_number(value: Any, scrubber: Scrubber) -> Any:
+    """Keep a number, or the text of a number or of a list of numbers, as torch and other tools write it."""
     if not isinstance(value, str):
         return number(value, scrubber)
-    return value if scrubber.names.passes("literal", value) else inner_json(_of_each(number))(value, scrubber)
+    return value if scrubber.names.passes("literal", value) else inner_json(_nested(number))(value, scrubber)
 
 
 def power_of_two(count: int) -> int:
-    """The nearest power of two, of equally near ones the larger.
+    """Return the nearest power of two; the larger one if two are equally near.
 
     >>> [power_of_two(count) for count in (0, 1, 3, 5, 6, 1000, -1)]
     [0, 1, 4, 4, 8, 1024, -1]
@@ -69,18 +69,18 @@ def power_of_two(count: int) -> int:
     return low if count - low < 2 * low - count else 2 * low
 
 
-def _size(value: Any, scrubber: Scrubber) -> Any:
-    """A count of elements or bytes."""
-    if isinstance(value, str) and value:  # ROCm writes them so, and torch splits
-        return inner_json(_of_each(_size))(value, scrubber)
+def _scrub_size(value: Any, scrubber: Scrubber) -> Any:
+    """Keep or round a count of elements or bytes."""
+    if isinstance(value, str) and value:  # ROCm writes counts as text, and torch splits
+        return inner_json(_nested(_scrub_size))(value, scrubber)
     known = isinstance(value, int) and not isinstance(value, bool)
     return power_of_two(value) if known and scrubber.coarse else number(value, scrubber)
 
 
-def _wall(value: Any, scrubber: Scrubber) -> Any:
-    """A time since 1970 in ns or us, as a number or its digits; what is too small for one stays."""
+def _scrub_wall(value: Any, scrubber: Scrubber) -> Any:
+    """Move a time since 1970 in ns or us, as a number or its digits. A value that is too small for one stays."""
     if isinstance(value, str):
-        moved = _wall(int(value), scrubber) if value.isdecimal() and len(value) < 20 else LEFT_OUT
+        moved = _scrub_wall(int(value), scrubber) if value.isdecimal() and len(value) < 20 else LEFT_OUT
         return LEFT_OUT if moved is LEFT_OUT else str(moved)
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return number(value, scrubber)
@@ -92,8 +92,8 @@ def _wall(value: Any, scrubber: Scrubber) -> Any:
     return value if whole < _EPOCH_US else Decimal(value) - scrubber.names.shift_ns // 1000
 
 
-def _day(value: Any, scrubber: Scrubber) -> Any:
-    """`2023-09-07 16:09:59`"""
+def _scrub_day(value: Any, scrubber: Scrubber) -> Any:
+    """Move a local time such as `2023-09-07 16:09:59`."""
     try:
         moment = datetime.datetime.strptime(value, "%Y-%m-%d %H:%M:%S")
         moved = moment - datetime.timedelta(seconds=scrubber.names.shift_ns // 1_000_000_000)
@@ -102,8 +102,8 @@ def _day(value: Any, scrubber: Scrubber) -> Any:
     return moved.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _name(kind: str) -> Rule:
-    """A name for any text, and for any number, which may be an address or a serial number."""
+def _pseudonym_rule(kind: str) -> Rule:
+    """Return a rule with a pseudonym for any text and any number, which may be an address or a serial number."""
 
     def rule(value: Any, scrubber: Scrubber) -> Any:
         if value is None:
@@ -114,12 +114,12 @@ def _name(kind: str) -> Rule:
 
 
 def is_ours(text: str) -> bool:
-    """Whether a text is one of our own files' words: which of a few things something is."""
+    """Return whether a text is a word of crossrank's own files: one of a few values."""
     return _OUR_WORDS.fullmatch(text) is not None and is_public(text)
 
 
-def _frame(value: Any, scrubber: Scrubber) -> Any:
-    """A `Frame`: what of a function's name stays depends on its file."""
+def _scrub_frame(value: Any, scrubber: Scrubber) -> Any:
+    """Replace a `Frame`. Its file decides how much of the function's name stays."""
     if not isinstance(value, dict):
         return LEFT_OUT
     file, line, names = str(value.get("filename", "")), value.get("line", 0), scrubber.names
@@ -131,11 +131,11 @@ def _frame(value: Any, scrubber: Scrubber) -> Any:
 
 
 _NUMBERS: dict[Privacy, Rule] = {
-    Privacy.NUMBER: _number,
-    Privacy.SIZE: _size,
-    Privacy.WALL: _wall,
-    Privacy.DAY: _day,
-    Privacy.FRAMES: _frame,
+    Privacy.NUMBER: _scrub_number,
+    Privacy.SIZE: _scrub_size,
+    Privacy.WALL: _scrub_wall,
+    Privacy.DAY: _scrub_day,
+    Privacy.FRAMES: _scrub_frame,
 }
 _TEXTS: dict[Privacy, Callable[[str, Scrubber], Any]] = {
     Privacy.EVENT: lambda text, scrubber: scrubber.names.range(text),
@@ -149,23 +149,23 @@ _TEXTS: dict[Privacy, Callable[[str, Scrubber], Any]] = {
 
 @lru_cache
 def rule_of_class(privacy: Privacy) -> Rule:
-    """The rule for values of a class, and for lists of them."""
+    """Return the rule for values of a class, and for lists of them."""
     if privacy in _NUMBERS:
-        return _of_each(_NUMBERS[privacy])
+        return _nested(_NUMBERS[privacy])
     kind = privacy.value
     if privacy not in _TEXTS and kind not in PATTERNS:
-        return _of_each(_name(kind))
+        return _nested(_pseudonym_rule(kind))
 
     def rule(value: Any, scrubber: Scrubber) -> Any:
         if not isinstance(value, str):
             return number(value, scrubber)
         return _TEXTS[privacy](value, scrubber) if privacy in _TEXTS else scrubber.names.text(kind, value)
 
-    return _of_each(rule)
+    return _nested(rule)
 
 
-def _of_each(rule: Rule) -> Rule:
-    """Values in lists, however deep. What has a value that is left out is left out as a whole."""
+def _nested(rule: Rule) -> Rule:
+    """Return a rule for nested lists. A list with a skipped value is skipped as a whole."""
 
     def of_list(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
         if not isinstance(value, list | tuple):
@@ -179,7 +179,7 @@ def _of_each(rule: Rule) -> Rule:
 
 
 def each(rule: Rule) -> Rule:
-    """A list, of which each value has the rule, without those that are left out."""
+    """Return a rule for a list without its skipped values."""
 
     def of_list(value: Any, scrubber: Scrubber) -> Any:
         if not isinstance(value, list | tuple):
@@ -191,7 +191,7 @@ def each(rule: Rule) -> Rule:
 
 
 def pair(rules: Sequence[Rule]) -> Rule:
-    """A list whose values have a rule each."""
+    """Return a rule for a list with one rule for each value."""
 
     def of_list(value: Any, scrubber: Scrubber) -> Any:
         if not isinstance(value, list | tuple) or len(value) != len(rules):
@@ -207,7 +207,7 @@ KEYS: set[str] = {"filename", "line"}
 
 
 def fields(where: str, rules: dict[str, Rule]) -> Rule:
-    """An object, of which each field has a rule. Fields without one are counted under `where`."""
+    """Return a rule for an object with one rule for each field. Fields without one are counted under `where`."""
     KEYS.update(rules)
 
     def of_object(value: Any, scrubber: Scrubber) -> Any:
@@ -228,7 +228,7 @@ def fields(where: str, rules: dict[str, Rule]) -> Rule:
 
 
 def keyed(key_rule: Rule, rule: Rule) -> Rule:
-    """An object whose keys all have a rule, and whose values have another."""
+    """Return a rule for an object with one rule for all keys and one for all values."""
 
     def of_object(value: Any, scrubber: Scrubber) -> Any:
         if not isinstance(value, dict):
@@ -240,7 +240,7 @@ def keyed(key_rule: Rule, rule: Rule) -> Rule:
 
 
 def inner_json(rule: Rule) -> Rule:
-    """JSON as a text."""
+    """Return a rule for JSON in a text."""
 
     def of_text(value: Any, scrubber: Scrubber) -> Any:
         try:

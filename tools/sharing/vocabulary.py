@@ -1,8 +1,8 @@
-"""Which texts of a trace are PyTorch's, CUDA's and ours, and say nothing about their user. All others are replaced.
+"""Texts of PyTorch, CUDA and crossrank, which reveal nothing about the user. All other texts are replaced.
 
-A text passes only as a whole: it has the form of its kind, and every word in it is one that PyTorch itself has in its
-names (`public_words.txt`, which `python -m tests.public_words` writes) or one of `more_words.txt`. What nobody thought
-of is replaced.
+A text passes only as a whole: it has the form of its kind, and all its words are public. A public word is in PyTorch's
+own names (`public_words.txt`, which `python -m tests.public_words` writes) or in `more_words.txt`. So unforeseen texts
+are replaced.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 PUBLIC_WORDS = Path(__file__).with_name("public_words.txt")
 _MORE_WORDS = Path(__file__).with_name("more_words.txt")
-"""Those of CUDA, ROCm, Kineto, Python's own modules, and ours."""
-_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+"""Words of CUDA, ROCm, Kineto, Python's own modules, and crossrank."""
+_WORD_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"\d+")
 _LONGEST_NUMBER = 9
-"""Digits: longer ones may be a serial number, or a time."""
+"""Digits of the longest public number. A longer one may be a serial number or a time."""
 
 
 def parts_of(text: str) -> list[str]:
-    """The words of a name, in small letters.
+    """Return the words of a name in lower case.
 
     >>> parts_of("aten::_foreach_addMM"), parts_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL")
     (['aten', 'foreach', 'add', 'mm'], ['nccl', 'dev', 'kernel', 'all', 'reduce', 'sum', 'f', 'ring', 'll'])
     """
-    return [part.lower() for part in _PART.findall(text)]
+    return [part.lower() for part in _WORD_PART.findall(text)]
 
 
 @lru_cache(maxsize=1)
@@ -39,7 +39,7 @@ def _words() -> frozenset[str]:
 
 @lru_cache(maxsize=1 << 16)
 def is_public(text: str) -> bool:
-    """Whether all words of a text are public ones, and no number in it is long."""
+    """Return whether all words of a text are public, and no number in it is long."""
     return (
         text.isascii()
         and all(len(number) <= _LONGEST_NUMBER for number in _NUMBER.findall(text))
@@ -70,7 +70,7 @@ KERNEL = re.compile(
     r"(?:void )?nccl(?:Dev|SymkDev|SymDev|Symk|Sym)?Kernel\w*|triton_(?:poi|red|per|tem|mm|for)_fused_)(?P<rest>.*)",
     re.DOTALL,
 )
-"""The name of a kernel of a library that anyone has: its `head` stays, and what it was made for does not."""
+"""The name of a kernel of a public library: its `head` stays, and the `rest` is replaced."""
 _CALLS = r"(?:cuda|cu|cudnn|cublas|hip|roc|nvtx|nccl)[A-Z]\w*"
 _AUTOGRAD = (
     r"(?:autograd::engine::evaluate_function: )?(?:torch::(?:autograd|nn|dynamo|jit)::[\w:<>]+|[A-Z]\w*Backward\d+|"
@@ -93,11 +93,11 @@ _RANGES = (
     r"Activity Buffer Request|Resource|Trigger|Command Buffer Full|"
     r"hipMemcpyWithStream|Compute Kernel|Runtime Triggered Module Loading|INVALID"
 )
-_LITERAL = (
+_LITERALS = (
     r"(?!(?:.|\n)*(?:\d\.\d+\.\d+\.\d|\d-\d\d?-\d|\d:\d\d:\d))[\s\d.,\[\](){}:e+-]*|true|false|True|False|None|-?inf|nan|"
     r"\[(?:(?:True|False|None)(?:, )?)*\]|trunc|floor|zeros|border|reflect|constant|replicate|'?(?:none|sum|mean)'?"
 )
-"""Numbers, however nested, but for addresses of the internet and times; and what operations take besides."""
+"""Nested numbers, except internet addresses and times; and other literals of operations."""
 _DEVICE = r"(?:cpu|cuda|hip|xpu|mps|meta|privateuseone)(?::-?\d+)?"
 _DTYPE = (
     r"(?:torch\.)?(?:u?int(?:8|16|32|64)?|bool|float(?:16|32|64|8_\w+|4_\w+)?|double|half|bfloat16|"
@@ -128,7 +128,7 @@ _BACKEND = r"(?:(?:cpu|cuda|hip|xpu|mps|gloo|nccl|ucc|mpi|fake|undefined|custom|
 PATTERNS = {
     "op": re.compile(rf"{_OPS}|{_AUTOGRAD}|{_RANGES}|{_CALLS}", re.DOTALL),
     "value": re.compile(
-        rf"|{_LITERAL}|{_DEVICE}|{_DTYPE}|<None>|<Object>|<Generator>|<Symbol>|{_REDUCTIONS}|Tensor\([^()]*\((?:uninitialized)\)\)|"
+        rf"|{_LITERALS}|{_DEVICE}|{_DTYPE}|<None>|<Object>|<Generator>|<Symbol>|{_REDUCTIONS}|Tensor\([^()]*\((?:uninitialized)\)\)|"
         r"nccl|gloo|ucc|mpi|strided|sparse_coo|contiguous_format|preserve_format|channels_last(?:_3d)?"
     ),
     "type": re.compile(_TYPE),
@@ -177,7 +177,7 @@ PATTERNS = {
     "device name": re.compile(r"(?:NVIDIA|AMD|Tesla|GeForce|Quadro|Intel)[\w -]*"),
     "phase": re.compile(r"[A-Za-z]"),
     "unit": re.compile(r"ms|ns|us"),
-    "literal": re.compile(rf"|{_LITERAL}"),
+    "literal": re.compile(rf"|{_LITERALS}"),
     "edge": re.compile(r"open|close"),
     "function": re.compile(
         r"<module>|<lambda>|<listcomp>|<genexpr>|forward|backward|main|run|step|train|__\w+__|_call_impl"
@@ -185,7 +185,7 @@ PATTERNS = {
     "sync": re.compile(r"(?:Stream|Event|Context|Device)(?: Wait)?(?: (?:Sync|Event))?|Unknown"),
     "emit": re.compile(r"|ALL|CROSSNODE|OFF|0|1|warn|abort|dump|auto|compiled|python|rank|none|off"),
 }
-"""Kind of text -> what passes."""
+"""Kind of text -> pattern of the texts that pass."""
 
 _PACKAGES_TEXT = """
 torch torchvision torchaudio torchtitan deepspeed megatron transformers accelerate lightning lightning_fabric
@@ -202,7 +202,7 @@ _LIBRARY = re.compile(
 
 
 def library_path(path: str) -> str | None:
-    """What of a path stays, where it is of a library that anyone can have; None of any other.
+    """Return the part of a path that stays if it belongs to a public library; None for any other path.
 
     >>> library_path("/home/x/lib/python3.11/site-packages/torch/nn/modules/module.py")
     '/site-packages/torch/nn/modules/module.py'
@@ -226,7 +226,7 @@ def library_path(path: str) -> str | None:
 PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 PYTHON_FRAME = re.compile(r"(?P<file>[^()]+)\((?P<line>\d+)\): (?P<function>.+)", re.DOTALL)
-"""How Kineto names a frame of Python."""
+"""Kineto's name of a Python frame."""
 RANGE_OF_MODULE = re.compile(
     r"(?P<before>FSDP::[a-z_]{1,40} \(|FSDP::[a-z_]{1,40} for |nn\.Module: )(?P<module>.+?)(?P<after>\)?)", re.DOTALL
 )
@@ -240,21 +240,21 @@ PUBLIC_FRAME = re.compile(
 WORDS = frozenset(Path(__file__).with_name("message_words.txt").read_text().split()) | {
     name for name in vars(builtins) if name.endswith(("Error", "Exception", "Interrupt", "Warning", "Exit"))
 }
-"""Words of messages that stay: what torch.distributed and its backends say when communication fails."""
+"""Words of messages that stay: those of torch.distributed and its backends for failed communication."""
 
 
-_FREE = frozenset(("op", "value", "dtype", "category", "thread", "fact", "event type", "memory", "label"))
-_FREE |= {"device name", "function", "group"}
-"""Kinds whose patterns leave room for words."""
+_KINDS_WITH_WORDS = frozenset(("op", "value", "dtype", "category", "thread", "fact", "event type", "memory", "label"))
+_KINDS_WITH_WORDS |= {"device name", "function", "group"}
+"""Kinds whose patterns allow free words."""
 
 
 def passes(kind: str, text: str) -> bool:
-    """Whether a text of a kind says nothing about its user."""
+    """Return whether a text of a kind reveals nothing about the user."""
     if len(text) > _LONGEST_TEXT:
         return False
     if kind == "group" and text.isascii() and text.isdecimal():
-        return True  # numbers, and addresses in old traces
-    return PATTERNS[kind].fullmatch(text) is not None and (kind not in _FREE or is_public(text))
+        return True  # a number, or an address in old traces
+    return PATTERNS[kind].fullmatch(text) is not None and (kind not in _KINDS_WITH_WORDS or is_public(text))
 
 
 _LONGEST_TEXT = 4096
