@@ -40,7 +40,7 @@ def make_folder(folder: str) -> None:
             os.makedirs(folder, exist_ok=True)
     except Exception as error:  # each kind of file system has its own errors
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        raise CrossrankError(f"{folder}: cannot be created ({reason}); name another folder with -o") from error
+        raise CrossrankError(f"{folder}: cannot be created ({reason}); choose another folder with -o") from error
 
 
 def compressed(file: BinaryIO, name: str | Path) -> AbstractContextManager[Any]:

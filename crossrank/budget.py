@@ -1,7 +1,7 @@
 """Limits on what one file may expand to, so that a small file cannot use up the reader's memory or time.
 
 A file states how large things are: its unpacked size, the members of a group, how often something is repeated. A
-genuine file stays far below these limits. A file above them is malicious or broken. A file of up to 1 MB may have
+real file stays far below these limits. A file above them is malicious or broken. A file of up to 1 MB may have
 `base` items of a kind. A larger file may have `per_byte` more for each further byte on disk.
 """
 
@@ -43,7 +43,7 @@ EXTENTS = Limit("extents of tensors", 1 << 20, 4)
 
 
 class BudgetError(CrossrankError):
-    """A file asks for more than any genuine file of its size. `what` is the message without the path."""
+    """A file asks for more than any real file of its size. `what` is the message without the path."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}")
@@ -72,8 +72,8 @@ class Budget:
             size = f"of {self.size:,} bytes" if self.size else "like it"
             raise BudgetError(
                 self.path,
-                f"is refused: it holds, or asks for, more than {most:,} {limit.what}, far more than a genuine file "
-                f"{size} does; name another",
+                f"is refused: it has, or asks for, more than {most:,} {limit.what}, far more than a real file "
+                f"{size} does; give another file",
             )
 
     def ranks(self, ranks: list[int] | range) -> list[int]:
@@ -93,9 +93,9 @@ def read_small(path: str | os.PathLike[str], most: int = 16 << 20) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise BudgetError(os.fspath(path), "is no regular file; it is not read")
+        raise BudgetError(os.fspath(path), "is not a regular file, so it is not read")
     with os.fdopen(descriptor, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise BudgetError(os.fspath(path), f"is refused: it holds more than {most:,} bytes")
+        raise BudgetError(os.fspath(path), f"is refused: it has more than {most:,} bytes")
     return content

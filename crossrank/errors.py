@@ -39,9 +39,9 @@ def one_line(error: BaseException) -> str:
 def unforeseen(error: BaseException) -> CrossrankError:
     """Return the message for an unexpected error: what it is and where it was raised, so that users can report it."""
     if isinstance(error, MemoryError):
-        return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
+        return CrossrankError("not enough memory; try --jobs 1, or a larger machine")
     if isinstance(error, RecursionError):
-        return CrossrankError("its content is nested too deeply to be read; name a genuine file")
+        return CrossrankError("its content is nested too deeply; give a real file")
     if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) != "crossrank":
         extra = "cluster" if missing in ("dask", "distributed") else "tools"
         package = "protobuf" if missing == "google" else missing

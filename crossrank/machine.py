@@ -47,7 +47,7 @@ def need_memory() -> None:
         mmap.mmap(-1, _LEAST_MEMORY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError):
         raise CrossrankError(
-            f"this process may allocate less than {_LEAST_MEMORY >> 20} MiB more; raise its limit (ulimit -v)"
+            f"this process can allocate less than {_LEAST_MEMORY >> 20} MiB more; raise its limit (ulimit -v)"
         ) from None
 
 

@@ -19,7 +19,7 @@ def names(error: Exception) -> SimpleNamespace:
             import logging  # torch imports it; a process that never calls this does not need it
 
             logging.getLogger("crossrank").warning(
-                "crossrank: tracing is off: it cannot be imported (%s); see to that, or install it anew with its "
+                "crossrank: tracing is off: it cannot be imported (%s); install it again with its "
                 "requirements (pip install --force-reinstall crossrank)",
                 error,
             )

@@ -180,7 +180,7 @@ def list_recording(path: str) -> Listing:
     file_system, local = _file_system(path)
     try:
         if not file_system.exists(local):
-            raise CrossrankError(f"{path}: no such file or folder; name the folder given as TRACING_DIR")
+            raise CrossrankError(f"{path}: no such file or folder; give the folder TRACING_DIR")
         is_folder = file_system.isdir(local)
         entries = file_system.ls(local, detail=True) if is_folder else [file_system.info(local)]
     except CrossrankError:
@@ -215,7 +215,7 @@ def list_recording(path: str) -> Listing:
 
 def _file_system(path: str) -> tuple[Any, str]:
     if not path:
-        raise CrossrankError("the path is empty; name the folder given as TRACING_DIR")
+        raise CrossrankError("the path is empty; give the folder TRACING_DIR")
     import fsspec  # not available in a training process, which uses only local files
 
     if not is_url(path):  # fsspec would read `::` in a name as a chain of URLs
@@ -276,7 +276,7 @@ def read_chunks(path: str, issues: ReadIssues, size: int = _CHUNK) -> Iterator[b
     except (OSError, CrossrankError):
         raise
     except Exception as error:
-        issues.problems.append(f"cannot be read further ({one_line(error)}); what comes before it was read")
+        issues.problems.append(f"cannot be read further ({one_line(error)}); the part before it was read")
 
 
 # First bytes, name of one part of the file, padding after it (allowed by RFC 1952), decompressor.
@@ -311,14 +311,14 @@ def _decompress(
                 content = stream.decompress(chunk)
             except (zlib.error, zstandard.ZstdError) as error:
                 issues.problems.append(
-                    f"broken {part} before byte {offset} ({one_line(error)}); what comes before it was read"
+                    f"broken {part} before byte {offset} ({one_line(error)}); the part before it was read"
                 )
                 return
             if content:
                 yield content
             chunk = stream.unused_data
     if not stream.eof:
-        issues.problems.append(f"the last {part} is cut off; what comes before it was read")
+        issues.problems.append(f"the last {part} is cut off; the part before it was read")
 
 
 def read_lines(path: str, issues: ReadIssues) -> Iterator[bytes]:
@@ -331,7 +331,7 @@ def read_lines(path: str, issues: ReadIssues) -> Iterator[bytes]:
             issues.budget.spend(LINES, len(lines))
             yield from lines
             if len(rest) > _LONGEST_LINE:
-                issues.problems.append(f"a line is longer than {_LONGEST_LINE >> 20} MiB, which such a file never has")
+                issues.problems.append(f"a line is longer than {_LONGEST_LINE >> 20} MiB, which a real file never has")
                 return
     except BudgetError as error:
         issues.problems.append(error.what)
@@ -503,7 +503,7 @@ class CommsFile:
         if line.header is not None:
             self.header = line.header
             if self.rank not in (None, line.header.rank):
-                self.issues.problems.append(f"is named for rank {self.rank} and was written by rank {line.header.rank}")
+                self.issues.problems.append(f"is named rank {self.rank} and was written by rank {line.header.rank}")
             if line.header.schema != SCHEMA:
                 self.issues.problems.append(
                     f"written as {line.header.schema!r}, read as {SCHEMA!r}: use the crossrank that wrote it"

@@ -57,7 +57,7 @@ print("trained")
     assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
     assert result.stderr.count("crossrank: ") <= 3, result.stderr
     if when == "before enable()":
-        assert "this process may allocate less than 32 MiB more" in result.stderr
+        assert "this process can allocate less than 32 MiB more" in result.stderr
 
 
 def test_a_clock_that_jumps_by_an_hour_and_back_moves_no_call(tmp_path: Path) -> None:

@@ -51,13 +51,13 @@ def test_equal_ranks_are_one_file_on_request(tmp_path: Path, command: Commands) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "16", "--grow", "tp"], "the job has no dimension 'tp', but dp=8; name others with --dims"),
+        (["--ranks", "16", "--grow", "tp"], "the job has no dimension 'tp', but dp=8; give others with --dims"),
         (["--ranks", "16", "--grow", "tp", "--dims", "tp=8"], "--grow tp: each matrix product would be split further"),
         (["--ranks", "12", "--dims", "dp=4"], "--dims dp=4 makes 4 ranks; the job has 8"),
         (["--ranks", "16", "--grow", "dp", "--dims", "dp=4,tp=2", "--dedupe"], ""),
         (["--dims", "dp=8"], "--dims needs --ranks N"),
         (["--dedupe"], "--dedupe needs --ranks N"),
-        (["--ranks", "0"], "--ranks 0 is no number of ranks; a job has 1 to 1,048,576"),
+        (["--ranks", "0"], "--ranks 0 is not a number of ranks; a job has 1 to 1,048,576"),
     ],
 )
 def test_what_cannot_be_grown_ends_in_one_line(tmp_path: Path, command: Commands, words: list[str], said: str) -> None:

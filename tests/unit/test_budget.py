@@ -23,8 +23,8 @@ def test_a_budget_that_is_used_up_names_the_file_its_size_and_the_bound() -> Non
     with pytest.raises(BudgetError) as error:
         budget.spend(MEMBERS, 1)
     assert str(error.value) == (
-        "a.json: is refused: it holds, or asks for, more than 1,048,576 members of groups, far more than a genuine "
-        "file of 1,000 bytes does; name another"
+        "a.json: is refused: it has, or asks for, more than 1,048,576 members of groups, far more than a real "
+        "file of 1,000 bytes does; give another file"
     )
 
 
@@ -91,7 +91,7 @@ def test_a_small_file_that_asks_for_too_much_is_refused(
     make(tmp_path)
     assert main([*command.split(), str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f" {what}, far more than a genuine file of " in error
+    assert f" {what}, far more than a real file of " in error
     assert error.count("\n") == 1
 
 

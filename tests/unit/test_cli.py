@@ -14,8 +14,8 @@ from crossrank.tools.commands.inspect import InspectCommand
     ("error", "line"),
     [
         (KeyError("a\nb\x1b[2J"), r"stopped by an unexpected error (KeyError: 'a\nb\x1b[2J' at test_cli"),
-        (MemoryError(), "there is not enough memory for it; try --jobs 1, or a larger machine"),
-        (RecursionError("maximum recursion depth exceeded"), "its content is nested too deeply to be read; name a"),
+        (MemoryError(), "not enough memory; try --jobs 1, or a larger machine"),
+        (RecursionError("maximum recursion depth exceeded"), "its content is nested too deeply; give a real file"),
     ],
 )
 def test_an_error_that_nobody_foresaw_is_one_line_and_exit_2(

@@ -86,7 +86,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
     assert export(tmp_path / "out", "--tables", "calls") == 0
     before = (tmp_path / "out" / "schema.json").read_bytes()
     assert export(tmp_path / "out", "--tables", "steps") == 2
-    assert "is not empty; name a new folder with -o" in capsys.readouterr().err
+    assert "is not empty; choose a new folder with -o" in capsys.readouterr().err
     assert (tmp_path / "out" / "schema.json").read_bytes() == before
 
 

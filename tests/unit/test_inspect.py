@@ -202,7 +202,7 @@ def test_files_of_two_jobs_are_no_complete_recording(folder: Path, inspect: Comm
 def test_no_folder(tmp_path: Path, inspect: Command) -> None:
     code, out, err = inspect(tmp_path / "nowhere")
     assert (code, out) == (2, "")
-    assert err == f"crossrank: {tmp_path}/nowhere: no such file or folder; name the folder given as TRACING_DIR\n"
+    assert err == f"crossrank: {tmp_path}/nowhere: no such file or folder; give the folder TRACING_DIR\n"
 
 
 def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:
@@ -214,7 +214,7 @@ def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, inspect: Comm
     assert "all_reduce  all_reduce      2" in out
     assert err == (
         f"crossrank: {folder}/some.comms.jsonl: does not say its rank\n"
-        f"crossrank: {torn}: the last zstd frame is cut off; what comes before it was read\n"
+        f"crossrank: {torn}: the last zstd frame is cut off; the part before it was read\n"
     )
 
 
@@ -297,7 +297,7 @@ def test_a_file_named_for_another_rank_is_a_problem(folder: Path, inspect: Comma
     os.rename(folder / "rank-1.comms.jsonl.zst", folder / "rank-7.comms.jsonl.zst")
     code, _, err = inspect(folder)
     assert code == 2
-    assert err.endswith("rank-7.comms.jsonl.zst: is named for rank 7 and was written by rank 1\n")
+    assert err.endswith("rank-7.comms.jsonl.zst: is named rank 7 and was written by rank 1\n")
 
 
 @pytest.mark.parametrize("spots", [[[1]], 7, None, {"a": 1}, [{}]])

@@ -65,7 +65,7 @@ def test_a_gzip_of_two_members_is_read_whole(tmp_path: Path) -> None:
     path.write_bytes(b"".join(members) + bytes(512))  # padded to whole blocks, as on tape
     assert read(path)[1].issues.problems == []
     path.write_bytes(b"".join(members)[:-9])
-    assert read(path)[1].issues.problems == ["the last gzip stream is cut off; what comes before it was read"]
+    assert read(path)[1].issues.problems == ["the last gzip stream is cut off; the part before it was read"]
     path.write_bytes(b"".join(members) + b"PK")
     ids, comms = read(path)
     assert (ids, comms.end is not None) == ([0, 1], True)
@@ -134,7 +134,7 @@ def test_a_folder_is_sorted_into_files_torn_and_foreign(tmp_path: Path) -> None:
 
 
 def test_nothing_at_the_path_says_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(CrossrankError, match="no such file or folder; name the folder given as TRACING_DIR"):
+    with pytest.raises(CrossrankError, match="no such file or folder; give the folder TRACING_DIR"):
         list_recording(str(tmp_path / "nowhere"))
 
 
@@ -194,7 +194,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(frame(HEADER, RECORD % 0, b'{"x":"' + b"y" * (300 << 20)))
     ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
     assert ids == [0]
-    assert comms.issues.problems == ["a line is longer than 16 MiB, which such a file never has"]
+    assert comms.issues.problems == ["a line is longer than 16 MiB, which a real file never has"]
 
 
 def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_files_that_were_linked_and_converted_when_it_ran_are_read_today(
         assert checked
     _, checked = answer(capsys, "check", *sorted(tmp_path.iterdir()))
     # One rank puts more than the other into its all_to_all.
-    others = [[fault for fault in file["faults"] if "put different amounts" not in fault] for file in checked]
+    others = [[fault for fault in file["faults"] if "give different amounts" not in fault] for file in checked]
     assert others == [[], []]
 
 

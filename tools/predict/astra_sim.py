@@ -102,7 +102,7 @@ def run_astra_sim(
         done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:
         raise CrossrankError(
-            f"{binary}: cannot be run ({error.strerror}); name AstraSim_Analytical_Congestion_Unaware"
+            f"{binary}: cannot be run ({error.strerror}); give the path of AstraSim_Analytical_Congestion_Unaware"
         ) from error
     except subprocess.TimeoutExpired:
         return AstraRun(window=window, ranks=ranks, finished=0, last_ns=0, network=given, why=f"ran for {_TIMEOUT_S} s")
@@ -110,7 +110,8 @@ def run_astra_sim(
     last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     if done.returncode and not (done.stdout or done.stderr):
         raise CrossrankError(
-            f"{binary}: ended with {done.returncode} and said nothing; name AstraSim_Analytical_Congestion_Unaware"
+            f"{binary}: ended with {done.returncode} without a message; give the path of "
+            "AstraSim_Analytical_Congestion_Unaware"
         )
     return AstraRun(
         window=window,
@@ -131,7 +132,7 @@ def _find_dimensions(network: Network | None, ranks: int, per_node: int | None) 
         return [(per_node, intra), (ranks // per_node, inter)]
     link = (intra if per_node is not None and per_node >= ranks else inter) or intra or inter
     if link is None:
-        raise CrossrankError("nothing is known of the links of the network; say what they are with --intra and --inter")
+        raise CrossrankError("the links of the network are unknown; give them with --intra and --inter")
     return [(ranks, link)]
 
 

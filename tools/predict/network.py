@@ -54,7 +54,7 @@ class Link:
     latency_ns: float = 0.0
 
     def __str__(self) -> str:
-        rate = "rate not told by the sizes there" if isinf(self.rate) else f"{self.rate:.4g} GB/s"
+        rate = "rate unknown: too few sizes" if isinf(self.rate) else f"{self.rate:.4g} GB/s"
         return f"{rate}, {self.latency_ns / 1000:.4g} us"
 
 

@@ -105,7 +105,7 @@ def anonymize(paths: Sequence[str], folder: str, fleet: Fleet, *, coarse: bool =
     ]
     if not any(file.kind in (*_SCRUBBERS, NSIGHT) and not file.problem for file in found):
         kinds = ", ".join(sorted({WHAT.get(file.kind, file.kind) for file in found})) or "nothing"
-        raise CrossrankError(f"{paths[0]}: has nothing that can be anonymized, but {kinds}")
+        raise CrossrankError(f"{paths[0]}: has no file to anonymize, only {kinds}")
     _refuse_duplicates(found)
     key = secrets.token_bytes(32)
     ranks = [file.rank for file in found if file.rank is not None]
@@ -121,13 +121,13 @@ def anonymize(paths: Sequence[str], folder: str, fleet: Fleet, *, coarse: bool =
     ]
     needed = [item for item in linked if not all((item[0].rank, item[0].window) in pair for pair in pairs)]
     files += [
-        _make_result(one, f"{one.path}: `crossrank link` makes it anew", is_loss=False)
+        _make_result(one, f"{one.path}: `crossrank link` writes it again", is_loss=False)
         for one, number in linked
         if (one, number) not in needed
     ]
     files += _anonymize_all(work, needed, fleet)
     if any(is_folder(path) and exists(join(path, VERDICT)) for path in paths):
-        why = f"{VERDICT}: `crossrank diagnose` makes it anew"
+        why = f"{VERDICT}: `crossrank diagnose` writes it again"
         files.append(AnonymousFile(kind="", rank=None, why=why, is_loss=False))
     return Anonymous(files=files, shift_ns=Pseudonyms(key).shift_ns)
 
@@ -153,7 +153,7 @@ def _refuse_duplicates(found: Iterable[FoundFile]) -> None:
         if file.kind in _SCRUBBERS and file.rank is not None and not file.problem:
             other = seen.setdefault((file.kind, file.rank, file.window), file)
             if other is not file:
-                raise CrossrankError(f"{other.path} and {file.path} are both of rank {file.rank}; name one of them")
+                raise CrossrankError(f"{other.path} and {file.path} are both of rank {file.rank}; give one of them")
 
 
 def _number_files(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
@@ -204,10 +204,10 @@ def _scrub_comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
         try:
             content = msgspec.json.decode(line)
         except BROKEN:
-            scrubber.left_out["lines that cannot be read"] += 1
+            scrubber.left_out["unreadable lines"] += 1
             continue
         if not isinstance(content, dict):
-            scrubber.left_out["lines that cannot be read"] += 1
+            scrubber.left_out["unreadable lines"] += 1
             continue
         if "id" in content:
             yield _encode(kinds.RECORD(content, scrubber)) + b"\n"
@@ -228,7 +228,7 @@ def _scrub_rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     issues = ReadIssues(file.path)
     data = b"".join(read_chunks(file.path, issues))
     if issues.problems:
-        raise CrossrankError(f"{file.path}: {issues.problems[0]}; it is left out")
+        raise CrossrankError(f"{file.path}: {issues.problems[0]}; skipped")
     try:
         if b"NaN" in data or b"Infinity" in data:  # torch writes them, but JSON has no such values
             data = _NOT_A_NUMBER.sub(rb"\1null", data)
@@ -236,7 +236,7 @@ def _scrub_rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
         listed = msgspec.json.decode(head[name], type=list[msgspec.Raw]) if isinstance(head, dict) else head
     except (*BROKEN, KeyError) as error:
         raise CrossrankError(
-            f"{file.path}: is not {WHAT[file.kind]} as a whole ({one_line(error)}); it is left out"
+            f"{file.path}: is not {WHAT[file.kind]} as a whole ({one_line(error)}); skipped"
         ) from error
     move = _replace_base(head, scrubber) if file.kind == KINETO and isinstance(head, dict) else None
     made: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def _scrub_rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
             yield separator + _encode(row)
             separator = b",\n"
         else:
-            scrubber.left_out["rows that cannot be read"] += 1
+            scrubber.left_out["unreadable rows"] += 1
     yield b"\n]}\n"
 
 
@@ -293,14 +293,14 @@ def _scrub_flight(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     issues = ReadIssues(file.path)
     data = b"".join(read_chunks(file.path, issues))
     if issues.problems:
-        raise CrossrankError(f"{file.path}: {issues.problems[0]}; it is left out")
+        raise CrossrankError(f"{file.path}: {issues.problems[0]}; skipped")
     try:
         content = load_data(data, issues.budget) if data[:1] == _PICKLE else msgspec.json.decode(data)
     except (*BROKEN, RefusedPickleError) as error:
-        raise CrossrankError(f"{file.path}: is no dump ({one_line(error)}); it is left out") from error
+        raise CrossrankError(f"{file.path}: is not a dump ({one_line(error)}); skipped") from error
     made = kinds.FLIGHT(content, scrubber)
     if not isinstance(made, dict):
-        raise CrossrankError(f"{file.path}: is no dump, but {type(content).__name__}; it is left out")
+        raise CrossrankError(f"{file.path}: is not a dump, but {type(content).__name__}; skipped")
     yield _encode(made)
 
 

@@ -81,11 +81,11 @@ def write_export(path: str, output: Path, scrubber: Scrubber) -> None:
             for table in tables:
                 rules = TABLES.get(table)
                 if rules is None or not export.has(table):
-                    scrubber.left_out["tables of an export that is not read here"] += 1
+                    scrubber.left_out["tables that crossrank does not read"] += 1
                     continue
                 columns = sorted(export.columns(table) & rules.keys())
                 for _ in export.columns(table) - rules.keys():
-                    scrubber.left_out[f"{table}: columns that are not read here"] += 1
+                    scrubber.left_out[f"{table}: columns that crossrank does not read"] += 1
                 if not columns:
                     continue
                 listed = ", ".join(f'"{column}"' for column in columns)

@@ -15,7 +15,7 @@ def refuse_full(folder: str) -> None:
         there = list_recording(folder)
         names = (there.files, there.partial, there.unrecognized, there.folders, there.special)
         if any(names) or exists(join(folder, VERDICT)):
-            raise CrossrankError(f"{folder}: is not empty; name a new folder with -o")
+            raise CrossrankError(f"{folder}: is not empty; choose a new folder with -o")
 
 
 def exists(path: str) -> bool:

@@ -130,7 +130,7 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet) -> Mi
     ranks = {rank: files for rank, files in by_rank.items() if rank is not None and COMMS in files}
     if not ranks:
         raise CrossrankError(
-            f"{path}: has no comms file, and nothing else says which call is of which iteration; name a TRACING_DIR"
+            f"{path}: has no comms file, so the steps of its calls are unknown; give a recording (TRACING_DIR)"
         )
     refuse_full(folder)
     results = map_ranks(
@@ -147,8 +147,8 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet) -> Mi
         for rank in written:
             _remove(join(rank.folder, file_name(COMMS, rank.rank)))
         of_calls = [step for rank in results for step in rank.steps or ()]
-        there = f"its calls are of the iterations {min(of_calls)} to {max(of_calls)}" if of_calls else "it has no call"
-        raise CrossrankError(f"{path}: no call in the iterations {steps[0]}:{steps[1]}; {there}")
+        there = f"its calls are in steps {min(of_calls)} to {max(of_calls)}" if of_calls else "it has no call"
+        raise CrossrankError(f"{path}: no call in steps {steps[0]}:{steps[1]}; {there}")
     result = Minimized(
         ranks=results, without_comms=[rank for rank in by_rank if rank is not None and rank not in ranks]
     )
@@ -177,7 +177,7 @@ def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int])
     result = MinimizedRank(rank=rank, of_size=sum(file.size for found in files.values() for file in found))
     part = _Part(comms.path, steps, result)
     if part.header is None:
-        raise CrossrankError(f"{comms.path}: {'; '.join(result.problems) or 'has no header'}; nothing is known of it")
+        raise CrossrankError(f"{comms.path}: {'; '.join(result.problems) or 'has no header'}; its calls are unknown")
     result.folder = join(folder, name) if (name := rank_folder(rank, part.header.world_size)) else folder
     make_folder(result.folder)
     output = join(result.folder, file_name(COMMS, rank))
@@ -191,7 +191,7 @@ def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int])
         if file_of_window.window in result.windows:
             result.size += _copy(file_of_window, result.folder)
         elif file_of_window.window not in part.marked:
-            what = "file(s) of windows whose iterations the comms file does not say"
+            what = "file(s) of windows whose steps are not in the comms file"
             result.left_out[what] = result.left_out.get(what, 0) + 1
     there = {one.window for one in of_windows}
     result.windows = [window for window in result.windows if window in there]
@@ -255,7 +255,7 @@ class _Part:
             elif other.end is not None:
                 self._end = other.end
         if unreadable:
-            result.problems.append(f"{self._path}: {unreadable} line(s) cannot be read, and were left out")
+            result.problems.append(f"{self._path}: {unreadable} line(s) unreadable, skipped")
         result.problems += [f"{self._path}: {problem}" for problem in issues.problems]
         result.calls, result.goes_on = len(self._ids), self._ends is not None
         result.steps = (first_step, last_step) if last_step >= 0 else None
@@ -300,7 +300,7 @@ class _Part:
             if timed.id is None:
                 return self._is_in_time(timed.t)
             if timed.id not in self._ids:
-                left_out[f"{what} for calls before it"] += self._is_in_time(timed.t)
+                left_out[f"{what} for earlier calls"] += self._is_in_time(timed.t)
                 return False
             return True
         if line.clock is not None:

@@ -367,7 +367,7 @@ def test_the_command_says_what_became_of_what(job: Path, capsys: pytest.CaptureF
     assert "notes.txt: is of no kind that is known; skipped" in err
     assert not any(piece in out + err for piece in PIECES)
     assert main(["anonymize", str(job), "-o", str(output)]) == 2
-    assert f"{output}: is not empty; name a new folder with -o" in capsys.readouterr().err
+    assert f"{output}: is not empty; choose a new folder with -o" in capsys.readouterr().err
 
 
 def cut_off(job: Path) -> None:
@@ -391,7 +391,7 @@ def keep_notes_alone(job: Path) -> None:
         pytest.param(cut_off, 1, "rank-0.comms.jsonl: the last zstd frame is cut off", set(), id="a torn comms file"),
         pytest.param(
             keep_notes_alone,
-            *(2, "has nothing that can be anonymized, but of no kind that is known", None),
+            *(2, "has no file to anonymize, only of no kind that is known", None),
             id="where nothing is known nothing is written",
         ),
         pytest.param(
@@ -416,7 +416,7 @@ def test_two_files_of_a_rank_are_refused_before_anything_is_written(
 ) -> None:
     shutil.copytree(job, tmp_path / "other")
     assert main(["anonymize", str(job), str(tmp_path / "other"), "-o", str(tmp_path / "out")]) == 2
-    assert "are both of rank 0; name one of them" in capsys.readouterr().err
+    assert "are both of rank 0; give one of them" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

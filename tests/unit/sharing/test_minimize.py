@@ -154,13 +154,13 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path, capsys: pytest.CaptureFi
     write(source, 0, lines_of(0), b'{"id":broken}\n')
     write(source, 1, lines_of(1))
     assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 1
-    assert "rank-0.comms.jsonl: 1 line(s) cannot be read, and were left out" in capsys.readouterr().err
+    assert "rank-0.comms.jsonl: 1 line(s) unreadable, skipped" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ("7:9", "no call in the iterations 7:9; its calls are of the iterations 0 to 4"),
+        ("7:9", "no call in steps 7:9; its calls are in steps 0 to 4"),
         ("4:2", "'4:2' is not a range START:STOP with START < STOP"),
     ],
 )
@@ -179,14 +179,14 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.Ca
     source = job(tmp_path / "job")
     before = sorted(source.iterdir())
     assert main(["minimize", str(source), "--steps", "2:4", "-o", str(source)]) == 2
-    assert f"{source}: is not empty; name a new folder with -o" in capsys.readouterr().err
+    assert f"{source}: is not empty; choose a new folder with -o" in capsys.readouterr().err
     assert sorted(source.iterdir()) == before
 
 
 def test_other_peoples_traces_have_no_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / file_name("flight", 0)).write_bytes(b"dump")
     assert main(["minimize", str(tmp_path), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 2
-    assert "has no comms file, and nothing else says which call is of which iteration" in capsys.readouterr().err
+    assert "has no comms file, so the steps of its calls are unknown" in capsys.readouterr().err
 
 
 def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +210,7 @@ def test_files_of_windows_that_are_not_marked_are_counted(tmp_path: Path, capsys
     unmarked = [line for line in lines_of(0) if "window" not in line]
     source = job(tmp_path / "job", unmarked, lines_of(1))
     assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 0
-    assert "2 file(s) of windows whose iterations the comms file does not say" in capsys.readouterr().out
+    assert "2 file(s) of windows whose steps are not in the comms file" in capsys.readouterr().out
 
 
 def test_dumps_do_not_come_along_for_a_rank_that_cannot_be_read(tmp_path: Path) -> None:

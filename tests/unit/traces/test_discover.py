@@ -196,7 +196,7 @@ def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
     problems = {Path(file.path).name: (file.rank, file.problem) for file in discover([str(tmp_path)])}
     assert problems == {
         "dump_0": (0, "is empty"),
-        "dump_1.gz": (1, "the last gzip stream is cut off; what comes before it was read"),
+        "dump_1.gz": (1, "the last gzip stream is cut off; the part before it was read"),
         ".rank-2.et.json.part": (2, "was cut off while it was written"),
         "rank-99999999.flight.json": (None, "invalid rank 99999999; a job has at most 1048576 ranks"),
         "dump_3": (3, "is neither a file nor a folder"),

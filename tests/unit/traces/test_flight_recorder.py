@@ -172,7 +172,7 @@ def test_what_is_no_dump_is_refused_with_its_name(content: bytes, message: str, 
 def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pack(b"[" * (100 << 20)))
     with pytest.raises(
-        NoDumpError, match=r"more than 67,108,864 bytes of content, far more than a genuine file of [0-9,]+ bytes"
+        NoDumpError, match=r"more than 67,108,864 bytes of content, far more than a real file of [0-9,]+ bytes"
     ) as error:
         read_flight_dump(str(tmp_path / "rank_0"))
     assert error.value.refused

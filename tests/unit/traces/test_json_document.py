@@ -131,7 +131,7 @@ def test_a_torn_gzip_file_says_so_and_gives_what_it_holds(tmp_path: Path) -> Non
     rows, _, damage = read(tmp_path / "f", gzip.compress(many)[:-4000])
     assert 1000 < len(rows) < 5000
     assert rows == list(range(len(rows)))
-    assert damage[0] == "the last gzip stream is cut off; what comes before it was read"
+    assert damage[0] == "the last gzip stream is cut off; the part before it was read"
     assert damage[1].endswith(f"{len(rows)} whole rows were read")
 
 

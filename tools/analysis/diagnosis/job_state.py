@@ -62,12 +62,12 @@ class JobState(Job):
     """Rank -> what to add to its times, in ns, to bring the clocks of the ranks together."""
 
     @classmethod
-    def match(cls, traces: Sequence[RankTrace], world_size: int | None = None) -> Self:
+    def match(cls, traces: Sequence[RankTrace], world_size: int | None = None, *, lanes: bool = True) -> Self:
         """As `Job.match`, after ranks have shared what the dumps of some of them do not show."""
         _share_what_dumps_leave_out(traces)
         _keep_backends_apart(traces)
         _doubt_returns(traces)
-        return super().match(traces, world_size)
+        return super().match(traces, world_size, lanes=lanes)
 
     @cached_property
     def releases_all(self) -> list[bool]:

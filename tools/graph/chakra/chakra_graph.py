@@ -27,7 +27,7 @@ elsewhere has its own: ("communication", its id)."""
 
 # Names of nodes that represent no operation of the trace.
 PAUSE = "host between operations"
-LATE = "until its rank began"
+LATE = "until the rank starts"
 MESSAGES_END = "end of the messages"
 WORLD = "0"
 _MAX_INT = (1 << 31) - 1
@@ -112,7 +112,7 @@ def number_group(group: Group, world_size: int | None) -> NumberedGroup:
     """Return the group with its number. Raise `CrossrankError` if its members are unknown."""
     if not group.ranks:
         raise CrossrankError(
-            f"process group {group.pg!r} has no known members, and a simulator needs them; link with the comms file of "
+            f"process group {group.pg!r} has unknown members, and a simulator needs them; link with the comms file of "
             "the rank, or a trace with '## process_group:init ##'"
         )
     ranks = tuple(group.ranks)
@@ -140,8 +140,8 @@ def merge(groups_by_rank: Iterable[Iterable[NumberedGroup]]) -> dict[str, list[i
             other = merged.setdefault(group.number, group)
             if other.ranks != group.ranks and group.number != WORLD:
                 raise CrossrankError(
-                    f"groups {other.pg!r} {list(other.ranks)} and {group.pg!r} {list(group.ranks)} got the same number "
-                    f"{group.number}; give one of them another name (group_desc) and record again"
+                    f"groups {other.pg!r} {list(other.ranks)} and {group.pg!r} {list(group.ranks)} have the same "
+                    f"number {group.number}; give one of them another name (group_desc) and record again"
                 )
     ordered = sorted(merged.values(), key=lambda group: int(group.number))
     return {group.number: list(group.ranks) for group in ordered if group.number != WORLD}

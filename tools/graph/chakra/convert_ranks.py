@@ -140,7 +140,9 @@ def _convert_rank(
         trace = link(given.et, given.kineto, given.comms, rank=given.rank)
     rank = trace.rank if trace.rank is not None else 0
     if given.rank is not None and given.rank != rank:
-        raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by its content; name it rank-{rank}.…")
+        raise CrossrankError(
+            f"{given.linked or given.et}: is of rank {rank} by its content; rename it to rank-{rank}.…"
+        )
     path = None if folder is None else join(folder, chakra_name(rank, given.window))
     with writing(path or ""):
         if keep_linked and folder is not None:
@@ -171,8 +173,8 @@ def grow_ranks(recorded: Sequence[ConvertedRank], dims: Mapping[str, int] | None
         if missing := sorted(set(range(world)) - present):
             where = "" if window == 1 else f" in window {window}"
             raise CrossrankError(
-                f"rank {rank_ranges(missing)} of {world} is not there{where}, and new ranks do what recorded ones do; "
-                "name the traces of all"
+                f"rank {rank_ranges(missing)} of {world} is missing{where}, and new ranks copy recorded ranks; "
+                "give the traces of all"
             )
     calls: dict[int, list[Comm]] = defaultdict(list)
     for one in recorded:

@@ -45,7 +45,7 @@ _RANK_ATTRIBUTES = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NO
 """Type of a message -> the attributes with this rank and the other rank."""
 _COMMUNICATION_TYPES = frozenset((pb.COMM_COLL_NODE, *_RANK_ATTRIBUTES))
 _LOWER_HINT = "convert with --lower astra-sim"
-_HOST_NOTE = "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
+_HOST_NOTE = "a computation on the host: ASTRA-sim reports no overlap if there is one; --nodes gpu skips them"
 _INTEGER = re.compile(r"(?:u?int|s?fixed|sint)(?:32|64)_val")
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
 _IDS_PER_RUN = 512
@@ -82,7 +82,7 @@ def compare(results: Sequence[Checked]) -> None:
             here, there = collectives - other.collectives[group], other.collectives[group] - collectives
             if here and there:
                 result.fault(
-                    f"the ranks of group {group} put different amounts into a collective, which never ends in "
+                    f"the ranks of group {group} give different amounts to a collective, which never ends in "
                     f"ASTRA-sim; {_LOWER_HINT}",
                     f"{min(here)} here and {min(there)} in {other.path}",
                 )
@@ -108,7 +108,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
     match = _RANK.search(PurePosixPath(path).name)
     rank = int(match[1]) if match else None
     if rank is None:
-        result.notes["the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file"] += 1
+        result.notes["the name does not end in .RANK.et, which ASTRA-sim needs"] += 1
     seen = _IdSet()
     later: dict[int, str] = {}
     open_ends: dict[int, str] = {}  # messages that no node has waited for so far
@@ -116,7 +116,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
     for offset, node in nodes:
         where = f"node {node.id} ({printable(node.name[:60])}) at byte {offset}"
         if seen.has(node.id):
-            raise CrossrankError(f"{path}: {where} has the id of {_describe_node(path, node.id)}; convert it anew")
+            raise CrossrankError(f"{path}: {where} has the id of {_describe_node(path, node.id)}; convert it again")
         sources = (*node.ctrl_deps, *node.data_deps)
         ordered = ordered and all(seen.has(source) for source in sources)
         seen.add(node.id)
@@ -133,10 +133,10 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         elif any(attribute.bool_val for attribute in node.attr if attribute.name == "is_cpu_op"):
             result.notes[_HOST_NOTE] += 1
     for source, where in later.items():
-        result.fault("a dependency names a node that is not in the file", f"{where} waits for {source}")
+        result.fault("a dependency on a node that is not in the file", f"{where} waits for {source}")
     for where in open_ends.values() if _HOST_NOTE in result.notes else ():
         result.fault(
-            "a message that nothing waits for, in a file with host nodes: ASTRA-sim stops where a rank ends with "
+            "a message without a dependent node, in a file with host nodes: ASTRA-sim stops if a rank ends with "
             f"one; {_LOWER_HINT}, or with --nodes gpu",
             where,
         )
@@ -144,7 +144,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
     if not ordered:
         if cycle := _find_cycle(path):
             result.fault("dependencies form a cycle", f"nodes {' <- '.join(map(str, cycle[:8]))}")
-        result.notes["nodes stand before what they wait for: an older feeder keeps all of them in memory"] += 1
+        result.notes["nodes before their dependencies: an older feeder keeps all of them in memory"] += 1
     return result
 
 
@@ -173,7 +173,7 @@ def _find_faults(node: pb.Node, values: Mapping[str, Any], rank: int | None, gro
     """Yield what is wrong with a node that is no computation, and why ASTRA-sim does not finish it."""
     number, size, is_collective = values.get("comm_type"), values.get("comm_size"), node.type == pb.COMM_COLL_NODE
     if node.type in _COMMUNICATION_TYPES and values.get("is_cpu_op"):
-        yield "a communication node has is_cpu_op true, at which ASTRA-sim stops"
+        yield "a communication node with is_cpu_op true; ASTRA-sim stops at it"
     for name in ("comm_size", "comm_src", "comm_dst"):
         if isinstance(values.get(name), int) and values[name] < 0:
             yield f"{name} is negative"
@@ -183,7 +183,7 @@ def _find_faults(node: pb.Node, values: Mapping[str, Any], rank: int | None, gro
     if number == pb.ALL_GATHER and isinstance(size, int) and 0 <= size < CHUNKS:
         yield f"an ALL_GATHER of less than {CHUNKS} B, which never ends in ASTRA-sim; {_LOWER_HINT}"
     if is_collective and len((groups or {}).get(str(values.get("pg_name")), ())) == 1:
-        yield f"a collective of a group of one rank, which never ends in ASTRA-sim; {_LOWER_HINT}"
+        yield f"a collective in a group of one rank, which never ends in ASTRA-sim; {_LOWER_HINT}"
     if node.type in _RANK_ATTRIBUTES:
         own, other = _RANK_ATTRIBUTES[node.type]
         if size == 0:
@@ -194,9 +194,9 @@ def _find_faults(node: pb.Node, values: Mapping[str, Any], rank: int | None, gro
             yield f"a message of a rank to itself, at which ASTRA-sim stops; {_LOWER_HINT}"
     if node.type == pb.METADATA_NODE:
         if not _lists_groups(node):
-            yield "a metadata node does not list groups as the feeder parses them"
+            yield "a metadata node with a list of groups that the feeder cannot parse"
         yield (
-            "a METADATA_NODE, at which ASTRA-sim's statistics stop; convert without --group-node and give it the "
+            "a METADATA_NODE, at which the statistics of ASTRA-sim stop; convert without --group-node and give it the "
             "groups with --comm-group-configuration"
         )
 
@@ -205,7 +205,7 @@ def _check_group(name: object, groups: Groups | None) -> str | None:
     if name in ("", "0"):
         return None
     if not (isinstance(name, str) and re.fullmatch(r"[0-9]{1,10}", name) and int(name) < 1 << 31):
-        return "pg_name is no integer, at which ASTRA-sim stops"
+        return "pg_name is not an integer; ASTRA-sim stops at it"
     return "pg_name is not in the group file" if groups is not None and name not in groups else None
 
 

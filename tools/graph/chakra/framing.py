@@ -41,14 +41,14 @@ def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
     messages = _read_messages(path)
     first = next(messages, None)
     if first is None:
-        raise CrossrankError(f"{path}: is empty; a Chakra trace begins with its metadata")
+        raise CrossrankError(f"{path}: is empty; a Chakra trace starts with its metadata")
     metadata = GlobalMetadata()
     try:
         metadata.ParseFromString(first[1])
     except DecodeError as error:
-        raise CrossrankError(f"{path}: the first message is no Chakra metadata; name a Chakra .et file") from error
+        raise CrossrankError(f"{path}: the first message is not Chakra metadata; give a Chakra .et file") from error
     if first[1] and not metadata.version and not metadata.attr:
-        raise CrossrankError(f"{path}: does not begin with Chakra metadata but with something else; convert it anew")
+        raise CrossrankError(f"{path}: does not start with Chakra metadata; convert it again")
     return metadata, _read_nodes(path, messages)
 
 
@@ -59,7 +59,7 @@ def _read_nodes(path: str, messages: Iterator[tuple[int, bytes]]) -> Iterator[tu
             node.ParseFromString(message)
         except DecodeError as error:
             raise CrossrankError(
-                f"{path}: node {number} at byte {offset} is no Chakra node; the file is broken or of another format"
+                f"{path}: node {number} at byte {offset} is not a Chakra node; the file is damaged"
             ) from error
         yield offset, node
 
@@ -83,7 +83,7 @@ def _read_messages(path: str) -> Iterator[tuple[int, bytes]]:
         raise CrossrankError(f"{path}: {issues.problems[0]}")
     if at < len(buffer) or issues.problems:
         why = f" ({issues.problems[0]})" if issues.problems else ""
-        raise CrossrankError(f"{path}: cut off in the message at byte {start + at}{why}; convert it anew")
+        raise CrossrankError(f"{path}: cut off in the message at byte {start + at}{why}; convert it again")
 
 
 def _read_length(path: str, buffer: bytearray, at: int, start: int) -> tuple[int, int] | None:
@@ -98,4 +98,4 @@ def _read_length(path: str, buffer: bytearray, at: int, start: int) -> tuple[int
             if length > _MAX_LENGTH:
                 break
             return length, at + i + 1
-    raise CrossrankError(f"{path}: no message length at byte {start + at}; the file is broken or no Chakra trace")
+    raise CrossrankError(f"{path}: no message length at byte {start + at}; the file is damaged or not a Chakra trace")

@@ -31,10 +31,10 @@ from crossrank.tools.graph.chakra.chakra_graph import Comm, NumberedGroup, numbe
 from crossrank.tools.graph.chakra.mesh import Mesh, UsedGroup, name_in
 
 _WHY_NOT = {
-    "tp": "each matrix product would be split further, and shapes do not say along which of their extents",
-    "pp": "each stage would have fewer layers, and the trace does not say which operations are one layer's",
-    "cp": "each rank would have a shorter part of the sequence, and shapes do not say which extent that is",
-    "ep": "each rank would have fewer experts, and shapes do not say which extent counts them",
+    "tp": "each matrix product would be split further, and the shapes do not show in which dimension",
+    "pp": "each stage would have fewer layers, and the trace does not show which operations form a layer",
+    "cp": "each rank would have a shorter part of the sequence, and the shapes do not show which dimension that is",
+    "ep": "each rank would have fewer experts, and the shapes do not show which dimension counts them",
 }
 """Dimension -> why it cannot grow."""
 _ONE_TENSOR = frozenset(("_allgather_base_", "allgather_into_tensor_coalesced_", "_allgather_into_tensor_coalesced_"))
@@ -227,7 +227,7 @@ def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) 
     dimension = mesh.dimensions[place]
     others = mesh.size // dimension.size
     if not 0 < ranks <= MOST_RANKS:
-        raise CrossrankError(f"--ranks {ranks} is no number of ranks; a job has 1 to {MOST_RANKS:,}")
+        raise CrossrankError(f"--ranks {ranks} is not a number of ranks; a job has 1 to {MOST_RANKS:,}")
     if ranks % others:
         raise CrossrankError(
             f"{ranks} ranks are no multiple of the {others} that {mesh} has for one of {name}; ask for {others}, "
@@ -238,12 +238,12 @@ def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) 
         raise CrossrankError(
             f"--grow {name}: {why}; record the job with more of it, or grow dp"
             if why is not None
-            else f"--grow {name}: nothing says what this dimension is for; name it with --dims, as dp={dimension.size}"
+            else f"--grow {name}: purpose of this dimension unknown; give it with --dims, such as dp={dimension.size}"
         )
     used = list(groups)
     if dimension.size == 1 < mesh.size and not any(name_in(group.desc) in (name, dimension.kind) for group in used):
         raise CrossrankError(
-            f"--grow {name}: the recorded job has one rank of it, which exchanges nothing along it; record it with two"
+            f"--grow {name}: the recorded job has only one rank in it, without communication; record it with two"
         )
     for group in used:
         _refuse_growth(mesh, place, group)
@@ -277,7 +277,7 @@ def _refuse_growth(mesh: Mesh, place: int, group: UsedGroup) -> None:
         return
     what = f"--grow {name}: group {group.desc or list(group.ranks)}"
     if any(mesh.coordinates(rank)[place] != mesh.coordinates(peer)[place] for rank, peer in group.messages):
-        raise CrossrankError(f"{what} has sends and receives along it, and nothing says to whom more ranks would send")
+        raise CrossrankError(f"{what} has sends and receives in it, and the peers of more ranks are unknown")
     rooted = [call for call in group.calls if (row := OPERATIONS.get(call.op)) is not None and row.rooted]
     roots = {call.root for call in rooted if call.root in group.ranks}
     if len({mesh.coordinates(root)[place] for root in roots}) > 1:

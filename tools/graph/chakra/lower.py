@@ -40,13 +40,13 @@ def lower(
 ) -> dict[str, int]:
     """Change the `nodes` of `rank`, which are in order, to what ASTRA-sim runs, with or without its `roofline`. With
     `messages`, an all_to_all with splits becomes sends and receives. Return what was changed, and how often."""
-    changed = Counter({"shorter by what another thread or stream ran at the same time": _cut_overlaps(nodes)})
+    changed = Counter({"shortened by the time of other threads or streams that overlap": _cut_overlaps(nodes)})
     if messages and rank is not None:
         changed["all_to_all with splits as its sends and receives"] += _replace_all_to_alls(nodes, rank)
     for node in nodes if roofline else ():
         if node.comm is None and not node.is_cpu and not (node.flop and node.tensor_bytes):
             node.is_cpu = True
-            changed["computation on a GPU without a count, as one of the host, which keeps its time"] += 1
+            changed["computation on a GPU without num_ops, as one of the host, which keeps its time"] += 1
     for node in nodes:
         if node.comm is None:
             continue
@@ -62,7 +62,7 @@ def lower(
             changed[f"{record.op} as {run.op}{least}"] += 1
             node.comm = msgspec.structs.replace(node.comm, runs_as=run)
     after_messages = _make_last_wait(nodes)
-    changed["a node of no time after messages that nothing waits for"] += len(after_messages)
+    changed["a node without time after messages without a dependent node"] += len(after_messages)
     nodes += after_messages
     return dict((+changed).most_common())
 

@@ -114,7 +114,7 @@ class Mesh:
             if one.name == name:
                 return place
         alike = [one.name for one in self.dimensions if one.kind == name]
-        step = f"choose with --grow {' or --grow '.join(alike)}" if alike else "name others with --dims"
+        step = f"choose with --grow {' or --grow '.join(alike)}" if alike else "give others with --dims"
         raise CrossrankError(f"the job has no dimension {name!r}, but {self}; {step}")
 
     def __str__(self) -> str:
@@ -158,8 +158,8 @@ def find_mesh(world_size: int, groups: Collection[UsedGroup], named: Mapping[str
     for inner, outer in pairwise(cuts):
         if outer % inner:
             raise CrossrankError(
-                f"the groups of the job are of no one mesh: dimensions end after {inner} and after {outer} ranks; say "
-                "what they are with --dims, for example dp=4,tp=2"
+                f"the groups of the job do not form one mesh: dimensions end after {inner} and after {outer} ranks; "
+                "give them with --dims, for example dp=4,tp=2"
             )
     sizes = [outer // inner for inner, outer in pairwise(cuts)][::-1]
     mesh = Mesh(tuple(Dimension(name=f"dim{at}", size=size, because="") for at, size in enumerate(sizes)))
@@ -194,7 +194,7 @@ def _check_groups(mesh: Mesh, groups: Collection[UsedGroup]) -> None:
         if group.calls and mesh.spanned(group.ranks) is None:
             raise CrossrankError(
                 f"the group of rank {rank_ranges(group.ranks)}{f' ({group.desc})' if group.desc else ''} is not all "
-                f"ranks of some dimensions of {mesh}; say what they are with --dims, for example dp=4,tp=2"
+                f"ranks of some dimensions of {mesh}; give them with --dims, for example dp=4,tp=2"
             )
 
 
@@ -209,15 +209,15 @@ def _name_dimensions(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
     found = []
     for place, one in enumerate(mesh.dimensions):
         name, because = _find_name(own.get(place, ()), len(mesh.dimensions) == 1)
-        because = because or "neither the descriptions of its groups nor what is called on them say it"
+        because = because or "neither the descriptions nor the calls of its groups show it"
         if not any(place in over for over in used):
-            because = "nothing communicates along it"
+            because = "no communication in it"
         found.append(replace(one, name=name or one.name, because=because))
     # All ranks do the same along a dimension that only groups over more dimensions span: data parallelism.
     if not any(one.kind == "dp" for one in found):
         for place, one in enumerate(found):
             if one.name.startswith("dim") and place not in own and any(place in over for over in used):
-                because = "no group has it for itself, and the job communicates over more"
+                because = "no group has only this dimension, and the job communicates over larger ones"
                 found[place] = replace(one, name="dp", because=because)
     names = [one.name for one in found]
     if len(names) != len(set(names)):
@@ -250,9 +250,9 @@ def _find_name(groups: Collection[UsedGroup], is_all: bool) -> tuple[str | None,
     if any(map(is_p2p, calls)):
         return "pp", "its ranks send to each other"
     if {"all_gather", "reduce_scatter"} <= ops:
-        return "dp", "all_gather and reduce_scatter on its groups, as of FSDP"
+        return "dp", "all_gather and reduce_scatter in its groups, as with FSDP"
     if ops == {"all_to_all"} and not is_all:
-        return "ep", "all_to_all alone on its groups"
+        return "ep", "only all_to_all in its groups"
     if is_all and groups:
-        return "dp", "its groups are of all ranks"
+        return "dp", "its groups have all ranks"
     return None, ""

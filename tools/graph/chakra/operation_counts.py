@@ -22,14 +22,14 @@ def _count_product(a: Shape, b: Shape) -> int:
     """Return the count of a matrix product, or of a batch of them."""
     *batch, rows, inner = a
     if list(b[:-1]) != [*batch, inner]:
-        raise ValueError("matrices that do not fit")
+        raise ValueError("matrices with incompatible shapes")
     return 2 * prod(batch) * rows * inner * b[-1]
 
 
 def _count_convolution(x: Shape, weight: Shape, out: Shape, transposed: bool = False) -> int:
     """Return the count of a convolution: each element of the output (transposed: input) meets the whole filter."""
     if len(x) < 2 or len(weight) < 2 or len(out) < 2:
-        raise ValueError("no tensors of a convolution")
+        raise ValueError("the inputs are not those of a convolution")
     return 2 * x[0] * prod((x if transposed else out)[2:]) * prod(weight)
 
 

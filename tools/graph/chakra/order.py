@@ -33,7 +33,7 @@ def in_order(nodes: Mapping[int, ChakraNode], *, strict: bool = False) -> tuple[
         found = _describe_cycle(nodes, cycle)
         weakest = min(cycle, key=lambda edge: _weakness(edge[1]))
         if strict or _weakness(weakest[1]) == len(WEAKEST_FIRST):
-            why = "--strict refuses to break it" if strict else "no edge of it is inferred, so none can be dropped"
+            why = "--strict refuses to break it" if strict else "all its edges are certain, so crossrank drops none"
             raise CrossrankError(f"dependencies form a cycle: {found}; {why}")
         node, dependency = weakest
         nodes[node].dependencies.remove(dependency)

@@ -119,8 +119,8 @@ def convert_communications(
         add(communication)
     if unknown:
         warnings.append(
-            f"{unknown} communication(s) of which no operation or group is known are none in the trace, their kernels "
-            "computations: link with the rank's comms file, or a trace with record_param_comms"
+            f"{unknown} communication(s) with unknown operation or group are written as computations: "
+            "link with the rank's comms file, or a trace with record_param_comms"
         )
     return several
 

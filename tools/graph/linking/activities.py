@@ -61,7 +61,7 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
     if doubled:
         launches.warnings.append(
             f"{len(doubled)} correlation id(s) belong to several calls (first: {min(doubled)}); "
-            "the last one of this process before the activity was taken"
+            "crossrank uses the last one of this process before the activity"
         )
     first_id = et.nodes[-1].id + 1
     for position in sorted(range(len(kineto.device)), key=lambda position: kineto.device[position].start):
@@ -89,7 +89,7 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
             elif (activity.correlation or first) < first:
                 method = OUTSIDE[1]  # correlation ids increase
             elif event >= 0:
-                method = "no operation around its launch is in the execution trace"
+                method = "no operation at its launch is in the execution trace"
             elif index >= 0:
                 method = "no operation encloses its launch"
             elif activity.correlation is None:

@@ -30,13 +30,13 @@ from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, named_by_address, to_record
 
 SOURCES = {
-    "comms file": "our record of the call, found by its id",
-    "crossrank range": "the text of our range in the execution trace",
-    "record_param_comms": "the node that torch writes for a backend's call",
+    "comms file": "crossrank's record of the call, by its id",
+    "crossrank range": "the text of crossrank's range in the execution trace",
+    "record_param_comms": "torch's node for the call of a backend",
     "c10d op": "the arguments of a c10d op",
     "functional op": "the arguments of a functional collective",
-    "kineto kernel": "the arguments that Kineto gives with the kernel",
-    "kernel name": "nothing but the name of the kernel",
+    "kineto kernel": "the arguments that Kineto stores with the kernel",
+    "kernel name": "only the name of the kernel",
 }
 
 OURS = ("comms file", "crossrank range")
@@ -145,7 +145,7 @@ class Communications:
         try:
             record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
         except (msgspec.MsgspecError, TypeError):
-            self.warnings.append(f"node {op.id} ({op.name}) does not carry a record; read as its c10d op")
+            self.warnings.append(f"node {op.id} ({op.name}) has no record; read as its c10d op")
             return
         self._add_call(position, record, "crossrank range")
 
@@ -197,7 +197,7 @@ class Communications:
             elif comms.name not in MARKERS:
                 self.unknown.append(comms.name)
         if unreadable:
-            self.warnings.append(f"{unreadable} {source} node(s) have arguments of an unknown layout and were left out")
+            self.warnings.append(f"{unreadable} {source} node(s) have arguments with an unknown layout and are skipped")
 
     def _callers(self, position: int, depth: int = _MAX_CALL_DEPTH) -> Iterator[int]:
         """Yield the positions of the nodes above, as far up as the nodes of one call can be."""
@@ -256,10 +256,10 @@ class Communications:
                 group = self.groups[pg] = Group(pg=pg, size=size, ranks=self.budget.ranks(range(size)), desc="")
                 self._set_group(pg, group)
                 self.warnings.append(
-                    f"group {pg} is named by an address, which differs between ranks: join ranks by its members"
+                    f"group {pg} has an address as its name, which differs between ranks: match it by its members"
                 )
             else:
-                self.warnings.append(f"group {pg} is named by an address and its members are not recorded")
+                self.warnings.append(f"group {pg} has an address as its name, and its members are not recorded")
 
     def _set_group(self, pg: str, group: Group) -> None:
         for number, communication in enumerate(self.communications):

@@ -69,7 +69,7 @@ def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
 
 
 def doubts(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch) -> list[str]:
-    """Return signs that the two files are not of one run. One sign can be an accident, two hardly."""
+    """Return signs that the two files are not of the same run. One sign can be an accident, two hardly."""
     found = []
     pids = {event.pid for event in kineto.host}
     if et.pid is not None and kineto.host and et.pid not in pids:
@@ -108,7 +108,9 @@ def _match_by_id(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMat
         if event.rf_id is not None and (event.pid == et.pid or not known):
             doubled += event_of_id.setdefault(event.rf_id, index) != index
     if doubled:
-        match.warnings.append(f"{doubled} Kineto event(s) repeat a record function id; the first of each was taken")
+        match.warnings.append(
+            f"{doubled} Kineto event(s) repeat a record function id; crossrank uses the first of each"
+        )
     first, last = min(event_of_id, default=0), max(event_of_id, default=0)
     for position, node in enumerate(et.nodes):
         if node.rf_id <= 0:
@@ -146,7 +148,7 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
         shift, places = best_shift(ours, theirs)
         if places > 1:
             match.warnings.append(
-                f"thread {tid}: its names fit the Kineto trace at {places} places equally well; the first was taken, "
+                f"thread {tid}: its names match the Kineto trace at {places} places equally well; the first is used, "
                 "so times may be those of another iteration"
             )
         steps: Counter[int] = Counter()
@@ -155,7 +157,7 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
             if event is None:
                 match.unmatched[position] = "outside the Kineto trace"
             elif event.name != node.name:
-                match.unmatched[position] = "no Kineto event in its place"
+                match.unmatched[position] = "no Kineto event at its position"
             else:
                 match.pair(position, threads[thread][at])
                 if node.seq_id >= 0 <= event.seq_id:
@@ -165,7 +167,7 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
             match.of_other_iterations += count
             match.warnings.append(
                 f"thread {tid}: autograd's sequence numbers differ by {step} ({count} of {steps.total()} operations):"
-                " the two files hold different iterations of one job, and times are those of the Kineto trace's"
+                " the two files have different steps of one job, and times are of the steps in the Kineto trace"
             )
         del names[thread]
 
@@ -235,8 +237,8 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
     if not corrected:
         return []
     return [
-        f"{len(corrected)} operation(s) have a recorded caller that was not the one running when they began "
-        f"(first: node {corrected[0]}); their caller is taken from the Kineto trace"
+        f"{len(corrected)} operation(s) have a recorded caller that was not running when they started "
+        f"(first: node {corrected[0]}); crossrank takes their caller from the Kineto trace"
     ]
 
 

@@ -42,7 +42,7 @@ def link(
     All are paths or fsspec URLs. `comms` is the rank's comms file, if there is one. It gives each communication its
     complete record. Times of the result are ns on the clock of the Kineto trace.
 
-    Raise `CrossrankError` if a file is unusable, or if the two are not of one run.
+    Raise `CrossrankError` if a file is unusable, or if the two are not of the same run.
     """
     traces = read_execution_trace(os.fspath(et)), read_kineto(os.fspath(kineto))
     return _Linking(*traces, None if comms is None else os.fspath(comms)).link(rank)
@@ -58,7 +58,7 @@ class _Linking:
         self.doubts = doubts(et, kineto, self.match)
         if len(self.doubts) >= 2:
             raise CrossrankError(
-                f"{et.path} and {kineto.path} are not of one run ({'; '.join(self.doubts)}); pair the files anew"
+                f"{et.path} and {kineto.path} are not of the same run ({'; '.join(self.doubts)}); give files of one run"
             )
         self.nesting = nest(kineto.host, kineto.calls)
         self.launches = find_launches(et, kineto, self.match, self.nesting)
@@ -153,11 +153,11 @@ class _Linking:
                 target, start_ns = self._find_next_op(call) if call is not None else (None, 0)
             ended = kineto.device[wait.source].end
             if wait.source not in ids:
-                waits.unresolved["the activity waited for was launched outside the execution trace"] += 1
+                waits.unresolved["the activity was launched outside the execution trace"] += 1
             elif target is None:
-                waits.unresolved["nothing follows the wait in the execution trace"] += 1
+                waits.unresolved["no operation after the wait in the execution trace"] += 1
             elif ended > start_ns + CLOCK_NS:
-                waits.unresolved["the times contradict it"] += 1
+                waits.unresolved["contradicts the times"] += 1
             else:
                 source = ids[wait.source]
                 edges.setdefault((source, target, kind), Edge(source, target, kind, wait.inferred, wait.slack_ns))
@@ -219,7 +219,7 @@ class _Linking:
             ],
         )
         if self.nesting.overlaps:
-            report.warnings.append(f"{self.nesting.overlaps} host event(s) begin inside another and end after it")
+            report.warnings.append(f"{self.nesting.overlaps} host event(s) start inside another one and end after it")
         return report
 
 

@@ -222,9 +222,9 @@ def read_linked(path: str) -> LinkedTrace:
     document = Document(path, _SHAPE, graph.take)
     file, head = document.content, document.content.crossrank
     if head is None:
-        raise CrossrankError(f"{path}: is no linked trace of crossrank; make one with `crossrank link`")
+        raise CrossrankError(f"{path}: is not a linked trace of crossrank; create one with `crossrank link`")
     if document.damage:
-        raise CrossrankError(f"{path}: {document.damage[0]}; link it anew")
+        raise CrossrankError(f"{path}: {document.damage[0]}; link it again")
     graph.check()
     return LinkedTrace(
         **msgspec.structs.asdict(head),
@@ -280,17 +280,17 @@ class _GraphBuilder:
         """Raise `CrossrankError` if an edge or a communication names a missing node."""
         for edge in self.edges:
             if edge.source not in self._ids or edge.source == edge.target:
-                self._refuse(f"node {edge.target} depends on {edge.source}, which is no other node of the file")
+                self._refuse(f"node {edge.target} depends on {edge.source}, which is not another node of the file")
         for communication in self.communications:
             for named in (*communication.activities, communication.work, communication.host):
                 if named is not None and named not in self._ids:
                     self._refuse(
-                        f"the {communication.record.op} of node {communication.host} names node {named}, which is not "
-                        "there"
+                        f"the {communication.record.op} of node {communication.host} names node {named}, which does "
+                        "not exist"
                     )
 
     def _refuse(self, why: str) -> None:
-        raise CrossrankError(f"{self._path}: {why}; link it anew")
+        raise CrossrankError(f"{self._path}: {why}; link it again")
 
 
 def _read_host_op(node: Node) -> HostOp:

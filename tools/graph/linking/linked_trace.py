@@ -28,19 +28,19 @@ EdgeKind = Literal[
 
 EDGE_KINDS: dict[EdgeKind, str] = {
     "caller": "the host operation that called it",
-    "program_order": "the operation that its thread began before it",
+    "program_order": "the previous operation of its thread",
     "launch": "the host operation that launched the GPU activity",
-    "stream": "the activity before it on the same stream of the same device",
-    "inter_thread": "what another thread did last before this thread began or went on after a pause",
-    "forward_backward": "the forward operation whose gradient it computes",
+    "stream": "the previous activity on the same stream",
+    "inter_thread": "the last operation of another thread before this thread started or continued after a pause",
+    "forward_backward": "the forward operation of this gradient",
     "sync": "the GPU activity that the host waited for before it",
     "stream_wait": "the activity of another stream that its stream waits for",
-    "group_order": "the communication before it in the same process group",
+    "group_order": "the previous communication of the same process group",
 }
 
 
 OTHER_ITERATIONS = (
-    "the execution traces and the Kineto traces hold different iterations of one job: times are those of the Kineto "
+    "the execution traces and the Kineto traces have different steps of one job: times are those of the Kineto "
     "traces, and a size is known only where all calls of an operation have the same"
 )
 
@@ -139,7 +139,7 @@ class MatchReport:
     of_other_iterations: int = 0
     """Operations whose times are from another step than the execution trace."""
     doubts: list[str] = field(default_factory=list)
-    """Signs that the two files are not of one run."""
+    """Signs that the two files are not of the same run."""
     damage: list[str] = field(default_factory=list)
     """Damaged parts of the files, which were skipped."""
     unread: dict[str, int] = field(default_factory=dict)
@@ -149,9 +149,7 @@ class MatchReport:
     @property
     def caveats(self) -> list[str]:
         """Caveats for every number from this trace."""
-        left_out = [
-            f"{count} GPU activities {reason} are left out" for reason, count in self.activities_outside.items()
-        ]
+        left_out = [f"{count} GPU activities {reason} are skipped" for reason, count in self.activities_outside.items()]
         return [OTHER_ITERATIONS, *left_out] if self.of_other_iterations else left_out
 
     @property
@@ -186,7 +184,7 @@ class Provenance(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.world_size is not None and not 0 < self.world_size <= MOST_RANKS:
-            self.report.doubts.append(f"the job is said to have {self.world_size} ranks, which is not a valid number")
+            self.report.doubts.append(f"the trace gives the job {self.world_size} ranks, which is not valid")
             self.world_size = None
 
 

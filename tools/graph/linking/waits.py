@@ -125,7 +125,7 @@ class GpuWaits:
                 ]
                 sources = [source for source in ended if source >= 0]
                 if not sources:
-                    self.unresolved["nothing ran on the stream before"] += 1
+                    self.unresolved["no activity on the stream before"] += 1
                 self.waits += [GpuWait(source, call) for source in sources]
                 continue
             record = call_of.get(sync.record_correlation, -1)
@@ -137,9 +137,9 @@ class GpuWaits:
             of_stream = sync.kind == "Stream Wait Event"
             target = by_launch[sync.device, sync.stream].first_from(at) if of_stream else -1
             if source < 0:
-                self.unresolved["nothing was launched on the stream before its event"] += 1
+                self.unresolved["no launch on the stream before its event"] += 1
             elif of_stream and target < 0:
-                self.unresolved["nothing was launched on the waiting stream after"] += 1
+                self.unresolved["no launch on the waiting stream after it"] += 1
             else:
                 self.waits.append(GpuWait(source, call, target))
 
@@ -163,7 +163,7 @@ class GpuWaits:
                 continue
             self.kinds[call.name] += 1
             if not sources:
-                self.unresolved["nothing ended while the call lasted"] += 1
+                self.unresolved["no activity ended during the call"] += 1
             for source in sources:
                 slack = max(0, call.end - device[source].end)
                 self.waits.append(GpuWait(source, index, inferred=True, slack_ns=slack))
@@ -186,7 +186,7 @@ class GpuWaits:
                 kernels = self.issuing[node][1]
                 target = next((kernel for kernel in kernels if self._launch_time(kernel) >= call.start), -1)
                 if target < 0:
-                    self.unresolved["it is a communication's own, after its launch"] += 1
+                    self.unresolved["it belongs to a communication, after its launch"] += 1
                     continue
                 edges = [(computing(call).last_until(call.start), target)]
             elif node is not None or (not nodes and bucket and bucket[0][0] <= call.start):
@@ -197,11 +197,11 @@ class GpuWaits:
                 target = computing(call).first_from(call.start)
                 edges = [(kernel, target) for kernel in kernels]
             else:
-                self.unresolved["a stream waits for an event, but the trace does not say which"] += 1
+                self.unresolved["a stream waits for an event that the trace does not name"] += 1
                 continue
             for source, target in edges:
                 if source < 0 or target < 0 or source == target:
-                    self.unresolved["nothing runs on the stream before or after"] += 1
+                    self.unresolved["no activity on the stream before or after"] += 1
                     continue
                 begins = max(self.kineto.device[source].end, self._launch_time(target))
                 slack = max(0, self.kineto.device[target].start - begins)

@@ -62,11 +62,11 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
     """
     if len(paths) == 2:
         if ranks is not None:
-            raise CrossrankError("--ranks chooses from a folder; two files are one rank")
+            raise CrossrankError("--ranks needs a folder; two files are one rank")
         return Inputs(pairs=[_pair_two_files(paths[0], paths[1])], problems=[])
     files = discover(paths)
     if not is_folder(paths[0]):
-        raise CrossrankError(f"{paths[0]} is one file; name its other half beside it, or the folder of both")
+        raise CrossrankError(f"{paths[0]} is one file; give the other file of the pair too, or the folder of both")
     if ranks is not None:
         files = [file for file in files if file.rank is None or file.rank in ranks]
     inputs = pairs_of(files)
@@ -75,9 +75,9 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
         inputs.problems.insert(0, f"rank {rank} has no pair of traces in {paths[0]}")
     if not inputs.pairs:
         raise CrossrankError(
-            f"{paths[0]}: no execution trace with its Kineto trace in it"
+            f"{paths[0]}: has no execution trace with its Kineto trace"
             + "".join(f"; {problem}" for problem in inputs.problems[:4])
-            + "; record a window (TRACING_WINDOW=START:STOP), or name the two files of a rank"
+            + "; record a window (TRACING_WINDOW=START:STOP), or give the two files of a rank"
         )
     return inputs
 
@@ -85,7 +85,7 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
 def pairs_of(files: Sequence[FoundFile]) -> Inputs:
     """Return the pairs among the files that were found, and what cannot be linked."""
     problems = [
-        f"{file.path}: cannot be linked, it {file.problem}; remove it or record it anew"
+        f"{file.path}: cannot be linked, it {file.problem}; remove it or record again"
         for file in files
         if file.problem and not file.left_out
         if file.kind in (EXECUTION_TRACE, KINETO) or (not file.kind and _may_be_trace(file))
@@ -125,7 +125,7 @@ def _explain_missing_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> str
         lacks = "Kineto trace" if ets else "execution trace"
         return f"{who}: no {lacks} beside {first.path}"
     names = ", ".join(file.path.rpartition("/")[2] for file in (ets + kinetos)[:4])
-    return f"{who}: {len(ets)} execution traces and {len(kinetos)} Kineto traces ({names}); name the two files to link"
+    return f"{who}: {len(ets)} execution traces and {len(kinetos)} Kineto traces ({names}); give the two files to link"
 
 
 def _pair_two_files(first: str, second: str) -> RankInput:
@@ -145,4 +145,4 @@ def writing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or one_line(error)
-        raise CrossrankError(f"{path}: cannot be written ({reason}); name another folder with -o") from error
+        raise CrossrankError(f"{path}: cannot be written ({reason}); choose another folder with -o") from error

@@ -325,7 +325,7 @@ def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inferred", "strict", "why"), [(True, True, "--strict refuses"), (False, False, "no edge of it is inferred")]
+    ("inferred", "strict", "why"), [(True, True, "--strict refuses"), (False, False, "all its edges are certain")]
 )
 def test_a_cycle_of_facts_or_under_strict_is_refused(tmp_path: Path, inferred: bool, strict: bool, why: str) -> None:
     trace = cycle(tmp_path, "sync", inferred=inferred)

@@ -72,7 +72,7 @@ def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, run: Command) -
     path = folder / "rank-0.linked.json"
     path.write_text('{"nodes": [{"id": 1, "name": "a", "ctrl_deps": 0}]}')
     code, _, err = run(path, "-o", folder / "out")
-    told = f"crossrank: rank 0: {path}: is no linked trace of crossrank; make one with `crossrank link`\n"
+    told = f"crossrank: rank 0: {path}: is not a linked trace of crossrank; create one with `crossrank link`\n"
     assert (code, err) == (2, told)
     assert os.listdir(folder / "out") == []
 
@@ -96,7 +96,7 @@ def test_two_inputs_of_one_rank_are_refused(folder: Path, run: Command) -> None:
 def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, run: Command) -> None:
     (folder / "out" / "comm_groups.json").mkdir(parents=True)
     code, _, err = run(folder, "-o", folder / "out")
-    told = "comm_groups.json: cannot be written (Is a directory); name another folder with -o\n"
+    told = "comm_groups.json: cannot be written (Is a directory); choose another folder with -o\n"
     assert (code, err.endswith(told)) == (2, True)
     assert not list((folder / "out").glob(".*.part"))
 
@@ -112,4 +112,4 @@ def test_pauses_and_a_node_of_the_groups_are_written_as_asked(
     assert main(["check", str(folder / "out" / "chakra.0.et")]) == 0
     assert kinds("--group-node")["pause of the host"] == 11
     assert main(["check", str(folder / "out" / "chakra.0.et")]) == 1
-    assert "a METADATA_NODE, at which ASTRA-sim's statistics stop" in capsys.readouterr().err
+    assert "a METADATA_NODE, at which the statistics of ASTRA-sim stop" in capsys.readouterr().err

@@ -104,22 +104,25 @@ def test_a_file_cut_off_anywhere_is_refused_with_the_place(tmp_path: Path) -> No
     whole = {0, *(offset for offset, _ in read_trace(str(path))[1]), len(content)}
     for length in set(range(1, len(content))) - whole:
         path.write_bytes(content[:length])
-        with pytest.raises(CrossrankError, match=r"a\.0\.et: cut off in the message at byte \d+; convert it anew"):
+        with pytest.raises(CrossrankError, match=r"a\.0\.et: cut off in the message at byte \d+; convert it again"):
             list(read_trace(str(path))[1])
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is empty; a Chakra trace begins with its metadata"),
-        (b"\xff" * 20, "no message length at byte 0; the file is broken or no Chakra trace"),
-        (b"\x81\x80\x80\x80\x04", "no message length at byte 0; the file is broken or no Chakra trace"),  # above 1 GiB
+        (b"", "is empty; a Chakra trace starts with its metadata"),
+        (b"\xff" * 20, "no message length at byte 0; the file is damaged or not a Chakra trace"),
+        (
+            b"\x81\x80\x80\x80\x04",
+            "no message length at byte 0; the file is damaged or not a Chakra trace",
+        ),  # above 1 GiB
         (b"\x80\x80\x80\x80\x04", "cut off in the message at byte 0"),
         (b"\x80", "cut off in the message at byte 0"),
         (b'{"nodes": []}', "cut off in the message at byte 0"),
-        (b"\x03\xff\xff\xff", "the first message is no Chakra metadata"),
-        (b"\x02\x08\x05", "does not begin with Chakra metadata but with something else"),
-        (b"\x00\x03\xff\xff\xff", "node 1 at byte 1 is no Chakra node"),
+        (b"\x03\xff\xff\xff", "the first message is not Chakra metadata"),
+        (b"\x02\x08\x05", "does not start with Chakra metadata"),
+        (b"\x00\x03\xff\xff\xff", "node 1 at byte 1 is not a Chakra node"),
     ],
 )
 def test_what_is_no_chakra_trace_is_one_line_and_exit_2(
@@ -145,8 +148,8 @@ def test_an_id_that_stands_twice_is_refused_in_one_line_with_both_places(tmp_pat
 
 def test_a_dependency_on_a_node_that_is_not_there_breaks_the_contract(tmp_path: Path) -> None:
     result = check(file_of(tmp_path / "a.0.et", node(1, 99), node(2, ctrl=(0,))))
-    assert result.faults == {"a dependency names a node that is not in the file": 2}
-    assert result.first["a dependency names a node that is not in the file"] == "node 1 (n1) at byte 8 waits for 99"
+    assert result.faults == {"a dependency on a node that is not in the file": 2}
+    assert result.first["a dependency on a node that is not in the file"] == "node 1 (n1) at byte 8 waits for 99"
 
 
 def test_control_and_data_dependencies_together_must_not_form_a_cycle(tmp_path: Path) -> None:
@@ -159,8 +162,8 @@ def test_nodes_in_another_order_are_accepted_with_a_note(tmp_path: Path) -> None
     result = check(file_of(tmp_path / "a.et", node(512, 0), node(0)))
     assert result.faults == {}
     assert result.notes == {
-        "the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file": 1,
-        "nodes stand before what they wait for: an older feeder keeps all of them in memory": 1,
+        "the name does not end in .RANK.et, which ASTRA-sim needs": 1,
+        "nodes before their dependencies: an older feeder keeps all of them in memory": 1,
     }
 
 
@@ -181,14 +184,14 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
     result = check(path, groups={"4": [0, 3]})
     assert result.faults == {
         "a COMM_COLL_NODE has no comm_type": 1,
-        "a communication node has is_cpu_op true, at which ASTRA-sim stops": 1,
-        "pg_name is no integer, at which ASTRA-sim stops": 1,
+        "a communication node with is_cpu_op true; ASTRA-sim stops at it": 1,
+        "pg_name is not an integer; ASTRA-sim stops at it": 1,
         "pg_name is not in the group file": 1,
         "comm_src is not the rank of the file": 1,
         "a COMM_RECV_NODE has no comm_tag": 1,
-        "a metadata node does not list groups as the feeder parses them": 1,
-        "a METADATA_NODE, at which ASTRA-sim's statistics stop; convert without --group-node and give it the groups "
-        "with --comm-group-configuration": 1,
+        "a metadata node with a list of groups that the feeder cannot parse": 1,
+        "a METADATA_NODE, at which the statistics of ASTRA-sim stop; convert without --group-node and give it the "
+        "groups with --comm-group-configuration": 1,
         "ASTRA-sim cannot run BARRIER; convert with --lower astra-sim": 1,
     }
     assert result.notes == {}
@@ -203,7 +206,7 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
         *((pb.COMM_COLL_NODE, {"comm_type": pb.ALL_GATHER, "comm_size": size},
            f"an ALL_GATHER of less than 4 B, which never ends in ASTRA-sim; {LOWER}") for size in (0, 3)),
         (pb.COMM_COLL_NODE, {"comm_type": pb.ALL_REDUCE, "comm_size": 64, "pg_name": "7"},
-         f"a collective of a group of one rank, which never ends in ASTRA-sim; {LOWER}"),
+         f"a collective in a group of one rank, which never ends in ASTRA-sim; {LOWER}"),
         (pb.COMM_SEND_NODE, {"comm_dst": 1, "comm_tag": 1, "comm_size": 0},
          f"a message of 0 B, at which ASTRA-sim stops; {LOWER}"),
         (pb.COMM_RECV_NODE, {"comm_src": 0, "comm_tag": 1, "comm_size": 8},
@@ -226,7 +229,7 @@ def test_what_astra_sim_runs_keeps_the_contract(tmp_path: Path, number: int) -> 
 @pytest.mark.parametrize(
     ("nodes", "faults"),
     [
-        ((node(1, is_cpu_op=True), node(5, **SEND)), ["a message that nothing waits for"]),
+        ((node(1, is_cpu_op=True), node(5, **SEND)), ["a message without a dependent node"]),
         ((node(5, **SEND), node(9, 5, is_cpu_op=True)), []),
         ((node(9, 5, is_cpu_op=True), node(5, **SEND)), []),
         ((node(1, is_cpu_op=False), node(5, **SEND)), []),
@@ -262,7 +265,7 @@ def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:
         "comm_size is negative": 1,
         "comm_dst is negative": 1,
         "comm_type is int64_list, not int64_val": 1,
-        "pg_name is no integer, at which ASTRA-sim stops": 2,
+        "pg_name is not an integer; ASTRA-sim stops at it": 2,
     }
 
 
@@ -280,10 +283,10 @@ def test_the_command_says_what_is_broken_and_exits_1(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert main(["check", good, bad, "--json"]) == 1
     captured = capsys.readouterr()
-    fault = "a dependency names a node that is not in the file"
+    fault = "a dependency on a node that is not in the file"
     assert [result["faults"] for result in json.loads(captured.out)] == [{}, {fault: 1}]
     assert captured.err == (
-        f"crossrank: {bad}: a dependency names a node that is not in the file: 1, "
+        f"crossrank: {bad}: a dependency on a node that is not in the file: 1, "
         "first node 1 (n1) at byte 8 waits for 5\n"
     )
 
@@ -300,7 +303,7 @@ def test_ranks_that_put_different_amounts_into_a_collective_break_the_contract(
     capsys.readouterr()
     assert main(["check", first, same, other]) == 1
     assert capsys.readouterr().err == (
-        f"crossrank: {other}: the ranks of group 0 put different amounts into a collective, which never ends in "
+        f"crossrank: {other}: the ranks of group 0 give different amounts to a collective, which never ends in "
         "ASTRA-sim; convert with --lower astra-sim: 1, first ALL_TO_ALL of 64 B here and ALL_TO_ALL of 96 B in "
         f"{first}\n"
     )
@@ -332,7 +335,7 @@ def test_a_group_has_the_same_number_wherever_it_is_made() -> None:
     assert len({number_group(Group(pg=pg, size=2, ranks=[1, 3]), 4).number for pg in addresses}) == 1
     shown = merge([[ours], [theirs, other], [number_group(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4)]])
     assert shown == {ours.number: [0, 2], other.number: [0, 2]}
-    with pytest.raises(CrossrankError, match=r"groups '7' \[0, 2\] and 'x' \[1, 2\] got the same number"):
+    with pytest.raises(CrossrankError, match=r"groups '7' \[0, 2\] and 'x' \[1, 2\] have the same number"):
         merge([[ours], [NumberedGroup(number=ours.number, ranks=(1, 2), pg="x")]])
-    with pytest.raises(CrossrankError, match="process group 'pp' has no known members"):
+    with pytest.raises(CrossrankError, match="process group 'pp' has unknown members"):
         number_group(Group(pg="pp", size=2), 4)

@@ -64,7 +64,7 @@ def test_what_the_user_says_of_the_dimensions_has_to_fit() -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 3, 5), (1, 2)])
 def test_a_group_of_no_mesh_is_named(ranks: tuple[int, ...]) -> None:
-    with pytest.raises(CrossrankError, match=r"say what they are with --dims"):
+    with pytest.raises(CrossrankError, match=r"give them with --dims"):
         find_mesh(8, [used(ranks, "odd", record())])
 
 
@@ -155,7 +155,7 @@ def test_uneven_splits_keep_their_rows() -> None:
             [used(tuple(range(8)), "mesh_dp", record("send", peer=1))],
             16,
             "dp",
-            "has sends and receives along it, and nothing says to whom more ranks would send",
+            "has sends and receives in it, and the peers of more ranks are unknown",
         ),
     ],
 )
@@ -180,15 +180,15 @@ def test_groups_of_equal_members_are_told_apart_by_their_names() -> None:
 
 def test_a_dimension_of_one_rank_says_nothing_of_what_more_would_exchange() -> None:
     groups = used_groups({rank: [(record(), numbered((0, 1), "mesh_tp", "2"))] for rank in (0, 1)})
-    with pytest.raises(CrossrankError, match="the recorded job has one rank of it, which exchanges nothing along it"):
+    with pytest.raises(CrossrankError, match="the recorded job has only one rank in it, without communication"):
         plan_growth(find_mesh(2, groups, {"dp": 1, "tp": 2}), groups, 8, "dp")
 
 
 def test_a_dimension_that_nothing_communicates_along_is_not_guessed() -> None:
     mesh = find_mesh(4, [used((0, 1), "mesh_tp", record()), used((2, 3), "mesh_tp", record())])
     assert str(mesh) == "dim0=2,tp=2"
-    assert mesh.dimensions[0].because == "nothing communicates along it"
-    with pytest.raises(CrossrankError, match="the job has no dimension 'dp', but dim0=2,tp=2; name others with --dims"):
+    assert mesh.dimensions[0].because == "no communication in it"
+    with pytest.raises(CrossrankError, match="the job has no dimension 'dp', but dim0=2,tp=2; give others with --dims"):
         plan_growth(mesh, TP, 8, "dp")
 
 

@@ -96,7 +96,7 @@ def test_what_ran_at_the_same_time_does_not_take_its_time_twice() -> None:
         one(8, 20, 30, is_cpu=True, runs_on=("thread", 2)),
     ]
     nodes[-1].dependencies.append(Dependency(6, "sync"))
-    assert lower(nodes, 0) == {"shorter by what another thread or stream ran at the same time": 4}
+    assert lower(nodes, 0) == {"shortened by the time of other threads or streams that overlap": 4}
     assert [node.duration_ns for node in nodes] == [100, 50, 0, 100, 10, 50, 30, 20]
 
 
@@ -105,7 +105,7 @@ def test_no_rank_with_host_nodes_ends_with_a_message() -> None:
     nodes = [one(1, 0, 10, **host), one(2, 10, 30, comm=comm("send", 96)), one(3, 10, 10, comm=comm("recv", 96))]
     nodes.append(one(4, 20, 10, **host))
     nodes[-1].dependencies = [Dependency(3, "sync")]
-    assert lower(nodes, 0) == {"a node of no time after messages that nothing waits for": 1}
+    assert lower(nodes, 0) == {"a node without time after messages without a dependent node": 1}
     waits = [Dependency(2, "sync", inferred=True)]
     assert nodes[-1] == ChakraNode(5, MESSAGES_END, ("thread", 1), 40, 0, is_cpu=True, dependencies=waits)
     assert lower(nodes, 0) == {}

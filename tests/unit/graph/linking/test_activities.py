@@ -74,8 +74,8 @@ def test_calls_of_another_process_with_the_same_correlation_id_are_not_mixed_in(
     assert hosts(result) == [("ours", op), ("theirs alone", None)]
     assert result.report.activities_unlinked == {"launched by another process": 1}
     assert result.report.warnings == [
-        "1 correlation id(s) belong to several calls (first: 501); the last one of this process before the activity "
-        "was taken"
+        "1 correlation id(s) belong to several calls (first: 501); crossrank uses the last one of this process before "
+        "the activity"
     ]
 
 
@@ -114,7 +114,7 @@ def test_why_an_activity_has_no_operation_is_told(tmp_path: Path) -> None:
     trace.op("aten::mm", 40, 10)
     report = linked(trace, tmp_path).report
     shown = report.activities_unlinked
-    assert shown == {"no operation around its launch is in the execution trace": 1, "it has no correlation id": 1}
+    assert shown == {"no operation at its launch is in the execution trace": 1, "it has no correlation id": 1}
     assert report.kineto_unmatched == {"within the execution trace": 1}
 
 

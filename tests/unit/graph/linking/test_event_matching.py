@@ -1,4 +1,4 @@
-"""Which host event is which node, what has no event and why, and when two files are not of one run."""
+"""Which host event is which node, what has no event and why, and when two files are not of the same run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nodes_without_an_event_of_their_id_are_told_with_the_reason(tmp_path: P
         "its id was used before": 1,
         "outside the Kineto trace": 1,
     }
-    assert report.warnings[1:] == ["1 Kineto event(s) repeat a record function id; the first of each was taken"]
+    assert report.warnings[1:] == ["1 Kineto event(s) repeat a record function id; crossrank uses the first of each"]
 
 
 def without_ids(trace: SmallTrace) -> SmallTrace:
@@ -97,7 +97,7 @@ def test_without_ids_each_thread_is_matched_by_its_names(tmp_path: Path) -> None
     assert (report.host_nodes, report.host_matched) == (9, {"sequence of names": 5})
     assert report.host_unmatched == {
         "outside the Kineto trace": 2,
-        "no Kineto event in its place": 1,
+        "no Kineto event at its position": 1,
         "its thread is not in the Kineto trace": 1,
     }
     assert len(report.warnings) == 1  # that the trace has no roots
@@ -108,12 +108,12 @@ def test_without_ids_each_thread_is_matched_by_its_names(tmp_path: Path) -> None
     [
         (
             (0, 1),
-            ["thread 1: autograd's sequence numbers differ by 40 (2 of 2 operations): the two files hold different"],
+            ["thread 1: autograd's sequence numbers differ by 40 (2 of 2 operations): the two files have different"],
         ),
         ((40, 41), []),
         (
             (-1, -1),
-            ["thread 1: its names fit the Kineto trace at 2 places equally well; the first was taken, so times"],
+            ["thread 1: its names match the Kineto trace at 2 places equally well; the first is used, so times"],
         ),
     ],
 )

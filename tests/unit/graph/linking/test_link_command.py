@@ -178,9 +178,9 @@ def test_files_of_two_runs_are_refused_with_the_reasons(folder: Path, capsys: py
     et, _ = other.write(folder, 0)
     assert run(et, folder / "rank-1.kineto.json", "-o", folder / "out") == 2
     assert capsys.readouterr().err == (
-        f"crossrank: rank 0: {et} and {folder}/rank-1.kineto.json are not of one run "
+        f"crossrank: rank 0: {et} and {folder}/rank-1.kineto.json are not of the same run "
         "(process 123 in the one, 70 in the other; "
-        "written 2024-06-30 08:00:00 in the one, 2024-05-02 10:00:00 UTC in the other); pair the files anew\n"
+        "written 2024-06-30 08:00:00 in the one, 2024-05-02 10:00:00 UTC in the other); give files of one run\n"
     )
     assert os.listdir(folder / "out") == []
 
@@ -236,7 +236,7 @@ def test_an_unrelated_file_in_a_folder_is_told_and_the_rest_is_linked(
     for words in ((), ("--ranks", "0")):
         assert run(tmp_path, "-o", tmp_path / "out", *words) == 1
         assert capsys.readouterr().err.splitlines() == [
-            f"crossrank: {tmp_path}/notes.json: cannot be linked, it is empty; remove it or record it anew"
+            f"crossrank: {tmp_path}/notes.json: cannot be linked, it is empty; remove it or record again"
         ]
     assert os.listdir(tmp_path / "out") == ["rank-0.linked.json.zst"]
 
@@ -287,15 +287,18 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
     ("words", "message"),
     [
         (["{folder}/gone"], "gone: no such file or folder"),
-        (["{folder}/empty"], "no execution trace with its Kineto trace in it; record a window"),
+        (["{folder}/empty"], "has no execution trace with its Kineto trace; record a window"),
         (
             ["{folder}/rank-0.et.json", "{folder}/rank-1.et.json"],
             "one Kineto trace, but {folder}/rank-0.et.json is an execution trace, {folder}/rank-1.et.json is an",
         ),
-        (["{folder}/rank-0.et.json"], "is one file; name its other half beside it"),
+        (["{folder}/rank-0.et.json"], "is one file; give the other file of the pair too"),
         (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; give one folder, or the two files of one rank"),
         (["{folder}", "--ranks", "7"], "rank 7 has no pair of traces"),
-        (["{folder}", "-o", "{folder}/rank-0.et.json"], "cannot be created (File exists); name another folder with -o"),
+        (
+            ["{folder}", "-o", "{folder}/rank-0.et.json"],
+            "cannot be created (File exists); choose another folder with -o",
+        ),
         (["{folder}/rank-0.et.json", "{folder}/rank-0.kineto.json", "--ranks", "0"], "two files are one rank"),
         ([""], "the path is empty"),
         (["foo://x"], "foo://x: cannot be reached (ValueError: Protocol not known: foo"),

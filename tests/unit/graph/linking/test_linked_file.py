@@ -174,10 +174,10 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     ("node", "changes", "message"),
     [
         (6, {"id": 4}, "two nodes have the id 4, the second is 'aten::add'"),
-        (6, {"deps": [{"id": 777, "kind": "sync"}]}, "node 6 depends on 777, which is no other node of the file"),
-        (6, {"deps": [{"id": 6, "kind": "sync"}]}, "node 6 depends on 6, which is no other node of the file"),
-        (5, {"comm": {"work": 777}}, "the all_reduce of node 5 names node 777, which is not there"),
-        (5, {"comm": {"activities": [92, 777]}}, "the all_reduce of node 5 names node 777, which is not there"),
+        (6, {"deps": [{"id": 777, "kind": "sync"}]}, "node 6 depends on 777, which is not another node of the file"),
+        (6, {"deps": [{"id": 6, "kind": "sync"}]}, "node 6 depends on 6, which is not another node of the file"),
+        (5, {"comm": {"work": 777}}, "the all_reduce of node 5 names node 777, which does not exist"),
+        (5, {"comm": {"activities": [92, 777]}}, "the all_reduce of node 5 names node 777, which does not exist"),
         (6, {"ts": 1 << 52}, "node 6 ('aten::add'): ValueError: invalid time 4503599627370496 us"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_file_that_contradicts_itself_is_refused(
     path.write_text(json.dumps(content))
     with pytest.raises(CrossrankError) as error:
         read_linked(str(path))
-    assert str(error.value) == f"{path}: {message}; link it anew"
+    assert str(error.value) == f"{path}: {message}; link it again"
 
 
 @pytest.mark.parametrize("size", [0, -1, (1 << 20) + 1, 1 << 61])
@@ -201,7 +201,7 @@ def test_no_list_is_made_of_an_invalid_number_of_ranks(size: int, tmp_path: Path
     path.write_text(json.dumps(content | {"crossrank": content["crossrank"] | {"world_size": size}}))
     trace = read_linked(str(path))
     assert trace.world_size is None
-    assert trace.report.doubts[-1] == f"the job is said to have {size} ranks, which is not a valid number"
+    assert trace.report.doubts[-1] == f"the trace gives the job {size} ranks, which is not valid"
 
 
 def test_microseconds_keep_every_digit() -> None:

@@ -33,7 +33,9 @@ def test_every_operation_and_activity_of_dlrm_is_linked(rank: int) -> None:
         assert communication.group.ranks == list(range(8))
     # The two files hold neighbouring iterations of the job.
     assert ["sequence numbers differ by 40" in warning for warning in report.warnings] == [True, True, False]
-    assert report.warnings[2].endswith("is named by an address, which differs between ranks: join ranks by its members")
+    assert report.warnings[2].endswith(
+        "has an address as its name, which differs between ranks: match it by its members"
+    )
 
 
 def test_streams_wait_for_each_other_alike_on_every_rank_of_dlrm() -> None:
@@ -81,7 +83,7 @@ def test_linear_is_matched_to_the_iteration_that_its_sequence_numbers_name() -> 
 
 
 def test_files_of_different_jobs_are_refused() -> None:
-    with pytest.raises(Exception, match="are not of one run"):
+    with pytest.raises(Exception, match="are not of the same run"):
         link(public("dlrm_8gpu/rank-0.et.json.gz"), public("linear_1gpu/rank-0.kineto.json.gz"))
 
 

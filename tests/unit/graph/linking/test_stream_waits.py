@@ -39,7 +39,7 @@ def test_a_communication_waits_for_the_compute_before_it(tmp_path: Path) -> None
     result = link(*trace.write(tmp_path))
     assert stream_waits(result) == [("gemm@50", "ncclDevKernel@153", 3_000)]
     assert result.report.syncs == {"cudaStreamWaitEvent": 2}
-    assert result.report.syncs_unresolved == {"it is a communication's own, after its launch": 1}
+    assert result.report.syncs_unresolved == {"it belongs to a communication, after its launch": 1}
 
 
 def test_compute_waits_for_the_communication_that_a_wait_node_names_on_whatever_thread_it_is_launched(
@@ -76,8 +76,8 @@ def test_a_wait_for_a_communication_before_the_trace_is_counted(tmp_path: Path) 
     trace.call("cudaStreamWaitEvent", 92, 1, 530)
     del trace.nodes[:3]  # whether it has roots or not
     assert link(*trace.write(tmp_path)).report.syncs_unresolved == {
-        "nothing runs on the stream before or after": 1,
-        "it is a communication's own, after its launch": 1,
+        "no activity on the stream before or after": 1,
+        "it belongs to a communication, after its launch": 1,
         "the communication that it waits for is not in the trace": 1,
     }
 
@@ -99,4 +99,4 @@ def test_the_reducer_waits_for_its_buckets_in_order_outside_any_operation(tmp_pa
         ("ncclDevKernel@40", "step@312", 187_000),
         ("ncclDevKernel@110", "step@312", 2_000),
     ]
-    assert result.report.syncs_unresolved["a stream waits for an event, but the trace does not say which"] == 1
+    assert result.report.syncs_unresolved["a stream waits for an event that the trace does not name"] == 1
