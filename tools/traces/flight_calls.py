@@ -228,7 +228,8 @@ class _Reading:
         group, signature, p2p, on_gloo = described[kind].T
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
-        state = np.array([_STATES.get(value, SCHEDULED) for value in columns["state"]])
+        state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
+        state = np.array(list(map(state_of.__getitem__, columns["state"])))
         self._pg_ids = dict(zip(pg_id[::-1].tolist(), group[::-1].tolist(), strict=True))  # the first entry decides
         highest = np.zeros(len(trace.groups), np.int64)
         np.maximum.at(highest, group, seq)
@@ -386,7 +387,11 @@ class _Reading:
         number_of_list: dict[int, int] = {}
         frame_of: dict[int, Frame | None] = {}
         column = self._dump.entries.columns["frames"]
-        for frames in {id(frames): frames for frames in column if frames and type(frames) is list}.values():
+        ids = list(map(id, column))
+        for frames in dict(zip(ids, column, strict=True)).values():
+            if type(frames) is not list:
+                number_of_list[id(frames)] = 0
+                continue
             key = tuple(map(id, frames[:MOST_FRAMES]))
             number = number_of.get(key)
             if number is None:
@@ -394,7 +399,7 @@ class _Reading:
                 stack = tuple(filter(None, map(frame_of.__getitem__, key)))
                 number = number_of[key] = self.builder.stacks.number(stack)
             number_of_list[id(frames)] = number
-        return [number_of_list.get(id(frames), 0) for frames in column]
+        return list(map(number_of_list.__getitem__, ids))
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:

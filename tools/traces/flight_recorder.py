@@ -15,7 +15,8 @@ for type and range, and single entries that are broken are counted and left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
@@ -36,7 +37,8 @@ from crossrank.privacy import Privacy
 from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kept import shared
-from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
+from crossrank.tools.traces.pickled_entries import load_columns
+from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_whole, spend_containers
 
 MOST_FRAMES = 256
 _LISTS = frozenset((list, tuple))
@@ -94,6 +96,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 _DESCRIPTION = ("process_group", "profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+_Columns = dict[str, list[Any]]
+"""Fields of `Entry`, as decoded: None where an entry lacks one."""
 _COLUMNS = {one.name: GenericAlias(list, one.type) for one in structs.fields(Entry) if one.name not in _DESCRIPTION}
 
 
@@ -119,8 +123,9 @@ class Entries:
         return map(self.__getitem__, range(len(self)))
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """A column of numbers; 0 where one is not known."""
-        return np.array([value or 0 for value in self.columns[name]])
+        """Return a column of numbers, with 0 for an unknown one."""
+        column = self.columns[name]
+        return np.array([value or 0 for value in column] if None in column else column)
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -252,7 +257,7 @@ def decode_flight_dump(
     """
     if not data:
         raise NoDumpError(f"{path}: {'; '.join(['is empty', *problems])}")
-    content = _decode(path, data, budget)
+    content, columns = _decode(path, data, budget)
     if not isinstance(content, dict) or not any(name in content for name in ("version", "pg_config", "entries")):
         raise NoDumpError(
             f"{path}: is not a flight-recorder dump: it lacks version, pg_config and entries", unrecognized=True
@@ -280,9 +285,17 @@ def decode_flight_dump(
     if not isinstance(entries, list):
         problems.append("entries is no list")
         entries = []
-    wanted = entries if last is None else _last_calls(entries, last)
-    found = _entries(wanted, problems, budget)
-    first = entries[0]["record_id"] if len(wanted) < len(entries) else next(iter(found.columns["record_id"]), 0)
+    columns = _columns(entries) if columns is None else columns
+    wanted: Sequence[int] = range(len(entries))
+    if last is not None and columns is not None:
+        wanted = _last_calls(columns, last)
+    budget.spend(ROWS, len(wanted))
+    found = None if columns is None else _plain_entries(columns, wanted, budget)
+    if found is None:
+        rows_of = _whole_entries(path, data) if columns is not None and None in entries else entries
+        found = _row_by_row([rows_of[row] for row in wanted if row < len(rows_of)], problems)
+    left_out = len(entries) - len(wanted)
+    record_ids = columns["record_id"] if left_out and columns is not None else found.columns["record_id"]
     moment = None
     if data[:1] != _PICKLE and content.get("crossrank") is not None:
         moment = convert(content["crossrank"], Moment, "crossrank")
@@ -294,8 +307,8 @@ def decode_flight_dump(
             {int(key): value for key, value in rows("pg_status", Progress).items() if _PG_ID.fullmatch(key)}, found
         ),
         entries=found,
-        left_out=len(entries) - len(wanted),
-        first_record=first,
+        left_out=left_out,
+        first_record=next(iter(record_ids), 0),
         moment=moment,
         problems=problems,
     )
@@ -358,79 +371,63 @@ def read_frame(frame: Any) -> Frame | None:
     return Frame(whole(known.name), whole(known.filename), known.line)
 
 
-def _last_calls(rows: list[Any], last: int) -> list[Any]:
-    """`rows` from `last` before the first call that is not over on, and of those before it all sends and receives and
-    the last launch of each group; all, where they are not as torch writes them.
+def _last_calls(columns: _Columns, last: int) -> Sequence[int]:
+    """The rows from `last` before the first call that is not over on, and of those before it all sends and receives and
+    the last launch of each group; all, where the entries are not as torch writes them.
 
     The members of a coalesced launch never say that they are over: its closing entry, the last one, does.
     """
+    record_id, state, p2p = columns["record_id"], columns["state"], columns["is_p2p"]
+    numbers = [columns[name] for name in ("pg_id", "collective_seq_id", "p2p_seq_id")]
+    is_known = not any(None in column for column in (state, p2p, *numbers))
+    if not is_known or {type(number) for number in record_id[:1]} != {int}:
+        return range(len(state))
     try:
-        launches = [(row["pg_id"], row["collective_seq_id"], row["p2p_seq_id"]) for row in rows]
-        is_over = {launch: row["state"] == "completed" for launch, row in zip(launches, rows, strict=True)}
-        open_from = next((place for place, launch in enumerate(launches) if not is_over[launch]), len(rows))
-        kept = {launch for launch, row in zip(launches, rows, strict=True) if row["is_p2p"]}
-        kept.update({launch[0]: launch for launch in launches}.values())
-        kept.update(launches[max(0, open_from - last) :])
-        is_numbered = all(type(row["record_id"]) is int for row in rows[:1])
-        return [row for launch, row in zip(launches, rows, strict=True) if launch in kept] if is_numbered else rows
-    except (KeyError, TypeError):
-        return rows
+        launches = list(zip(*numbers, strict=True))
+        is_over = {launch: one == "completed" for launch, one in zip(launches, state, strict=True)}
+    except TypeError:
+        return range(len(state))
+    open_from = next((place for place, launch in enumerate(launches) if not is_over[launch]), len(launches))
+    kept = {launch for launch, one in zip(launches, p2p, strict=True) if one}
+    kept.update({launch[0]: launch for launch in launches}.values())
+    kept.update(launches[max(0, open_from - last) :])
+    return [row for row, launch in enumerate(launches) if launch in kept]
 
 
-def _entries(rows: list[Any], problems: list[str], budget: Budget) -> Entries:
-    """The entries, checked column by column; where one of them is not as torch writes it, row by row."""
-    budget.spend(ROWS, len(rows))
-    dicts = [row for row in rows if type(row) is dict]
-    given = {name: list(map(dict.get, dicts, repeat(name))) for name in Entry.__struct_fields__}
-    is_plain = _spend_extents(given, budget)
+def _columns(rows: list[Any]) -> _Columns | None:
+    """The fields of entries; None where one of them is no dictionary."""
+    if not {dict}.issuperset(map(type, rows)):
+        return None
+    return {name: list(map(dict.get, rows, repeat(name))) for name in Entry.__struct_fields__}
+
+
+def _plain_entries(columns: _Columns, rows: Sequence[int], budget: Budget) -> Entries | None:
+    """The entries in `rows`, checked column by column; None where one of them is not as torch writes it."""
+    if len(rows) < len(columns["record_id"]):
+        columns = {name: list(map(column.__getitem__, rows)) for name, column in columns.items()}
+    described = [columns[name] for name in _DESCRIPTION]
+    _, kind = _by_kind(zip(*(map(id, column) for column in described), strict=True))
+    if not _spend_extents(columns, Counter(kind), budget):
+        return None
     try:
-        if is_plain and len(dicts) == len(rows):
-            columns = {name: msgspec.convert(given[name], column) for name, column in _COLUMNS.items()}
-            # The bytes of a list of lists are compared in a fraction of the time that it takes to make tuples of it.
-            described = zip(*(given[name] for name in _DESCRIPTION), strict=True)
-            kinds, kind = _by_kind(map(msgspec.msgpack.Encoder().encode, described))
-            return Entries({row: msgspec.convert(rows[row], Entry) for row in kinds}, kind, columns)
+        checked = {name: msgspec.convert(columns[name], column) for name, column in _COLUMNS.items()}
+        # Those that share all objects are of one kind. Bytes of others are compared in a fraction of the time that it
+        # takes to make tuples of their lists of lists.
+        encode, first_of = msgspec.msgpack.Encoder().encode, dict[bytes, int]()
+        kind_of = {
+            row: first_of.setdefault(encode([one[row] for one in described]), row) for row in dict.fromkeys(kind)
+        }
+        kinds = {
+            row: msgspec.convert({name: column[row] for name, column in columns.items()}, Entry)
+            for row in first_of.values()
+        }
     except BROKEN:
-        pass
-    entries = _row_by_row(rows, problems)
-    kinds, kind = _by_kind(map(attrgetter(*_DESCRIPTION), entries))
-    columns = {name: list(map(attrgetter(name), entries)) for name in _COLUMNS}
-    return Entries({row: entries[row] for row in kinds}, kind, columns)
+        return None
+    return Entries(kinds, list(map(kind_of.__getitem__, kind)), checked)
 
 
-def _by_kind(keys: Iterable[Hashable]) -> tuple[Iterable[int], list[int]]:
-    """(The first row of each key, that of each row.)"""
-    first_of: dict[Hashable, int] = {}
-    kind = [first_of.setdefault(key, row) for row, key in enumerate(keys)]
-    return first_of.values(), kind
-
-
-def _spend_extents(given: dict[str, list[Any]], budget: Budget) -> bool:
-    """Spend what the lists of the entries hold; returns whether they are as torch writes them. A pickle may name one
-    list a million times: what counts is what each entry makes of it."""
-    is_plain = {str}.issuperset(map(type, given["profiling_name"]))
-    for name in _DESCRIPTION[2:]:
-        lists = _lists(given[name])
-        is_plain = is_plain and len(lists) == len(given[name])
-        budget.spend(EXTENTS, sum(map(len, lists)))
-        cell: type = str
-        values = list(chain.from_iterable(lists))
-        if name.endswith("_sizes"):
-            shapes, cell = _lists(values), int
-            is_plain = is_plain and len(shapes) == len(values)
-            budget.spend(EXTENTS, sum(map(len, shapes)))
-            values = list(chain.from_iterable(shapes))
-        is_plain = is_plain and {cell}.issuperset(map(type, values))
-    groups = _lists(given["process_group"])
-    return is_plain and len(groups) == len(given["process_group"]) and {str}.issuperset(map(type, chain(*groups)))
-
-
-def _lists(values: list[Any]) -> list[Any]:
-    """Those of `values` that are lists: as a rule all, which is seen without a look at each."""
-    return values if _LISTS.issuperset(map(type, values)) else [one for one in values if type(one) in _LISTS]
-
-
-def _row_by_row(rows: list[Any], problems: list[str]) -> list[Entry]:
+def _row_by_row(rows: list[Any], problems: list[str]) -> Entries:
+    """The entries, each checked by itself; those that are broken are counted and left out."""
     entries, broken, first = [], 0, ""
     for number, row in enumerate(rows):
         try:
@@ -440,22 +437,67 @@ def _row_by_row(rows: list[Any], problems: list[str]) -> list[Entry]:
             first = first or f"entry {number}: {one_line(error)[:200]}"
     if broken:
         problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were left out")
-    return entries
+    kinds, kind = _by_kind(map(attrgetter(*_DESCRIPTION), entries))
+    columns = {name: list(map(attrgetter(name), entries)) for name in _COLUMNS}
+    return Entries({row: entries[row] for row in kinds}, kind, columns)
 
 
-def _decode(path: str, data: bytes, budget: Budget) -> Any:
+def _by_kind(keys: Iterable[Hashable]) -> tuple[Iterable[int], list[int]]:
+    """(The first row of each key, that of each row.)"""
+    known = list(keys)
+    first_of = dict(zip(reversed(known), reversed(range(len(known))), strict=True))
+    return sorted(first_of.values()), list(map(first_of.__getitem__, known))
+
+
+def _spend_extents(columns: _Columns, times: Mapping[int, int], budget: Budget) -> bool:
+    """Spend what the lists of the entries hold; returns whether they are as torch writes them.
+
+    `times` is how many entries have the same lists as one of them. A pickle may name one list a million times: what
+    counts is what each entry makes of it.
+    """
+    names, groups = ([columns[name][row] for row in times] for name in ("profiling_name", "process_group"))
+    is_plain = {str}.issuperset(map(type, names)) and _LISTS.issuperset(map(type, groups))
+    is_plain = is_plain and {str}.issuperset(map(type, chain.from_iterable(groups)))
+    for name in _DESCRIPTION[2:]:
+        lists = [(columns[name][row], count) for row, count in times.items() if type(columns[name][row]) in _LISTS]
+        is_plain = is_plain and len(lists) == len(times)
+        budget.spend(EXTENTS, sum(len(one) * count for one, count in lists))
+        cell: type = str
+        if name.endswith("_sizes"):
+            values, cell = sum(len(one) for one, _ in lists), int
+            lists = [(shape, count) for one, count in lists for shape in one if type(shape) in _LISTS]
+            is_plain = is_plain and len(lists) == values
+            budget.spend(EXTENTS, sum(len(shape) * count for shape, count in lists))
+        is_plain = is_plain and {cell}.issuperset(map(type, chain.from_iterable(one for one, _ in lists)))
+    return is_plain
+
+
+def _whole_entries(path: str, data: bytes) -> list[Any]:
+    """The entries of a pickle of which most were read as columns."""
+    content = _whole(path, data)
+    entries = content.get("entries") if isinstance(content, dict) else None
+    return entries if isinstance(entries, list) else []
+
+
+def _whole(path: str, data: bytes) -> Any:
+    try:
+        return load_whole(data)
+    except RefusedPickleError as error:
+        step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
+        refused = "" if error.cut_off else "is refused: "
+        raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
+
+
+def _decode(path: str, data: bytes, budget: Budget) -> tuple[Any, _Columns | None]:
+    """What a dump holds, and its entries as columns, where they were read as these."""
     if data[:1] == _PICKLE:
-        try:
-            return load_data(data, budget)
-        except RefusedPickleError as error:
-            step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
-            refused = "" if error.cut_off else "is refused: "
-            raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
+        spend_containers(data, budget)
+        return load_columns(data, Entry.__struct_fields__) or (_whole(path, data), None)
     if data.lstrip()[:1] != b"{":
         lacks = "it is neither a pickle nor JSON"
         raise NoDumpError(f"{path}: is not a flight-recorder dump: {lacks}", unrecognized=True)
     budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
     try:
-        return orjson.loads(data)
+        return orjson.loads(data), None
     except BROKEN as error:
         raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error

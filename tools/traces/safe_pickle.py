@@ -30,8 +30,23 @@ class RefusedPickleError(ValueError):
 
 def load_data(data: bytes, budget: Budget) -> Any:
     """The object of a pickle that holds data alone. Raises `RefusedPickleError` for any other, and `BudgetError`."""
-    budget.spend(VALUES, data.count(b"}") + data.count(b"]"))  # at most so many containers
-    _check(data)
+    spend_containers(data, budget)
+    return load_whole(data)
+
+
+def spend_containers(data: bytes, budget: Budget) -> None:
+    """Spend what a pickle holds: it has at most so many containers."""
+    budget.spend(VALUES, data.count(b"}") + data.count(b"]"))
+
+
+def load_whole(data: bytes) -> Any:
+    """The object of a pickle of which the containers are spent. Raises `RefusedPickleError`."""
+    check(data, len(data))
+    return unpickle(data)
+
+
+def unpickle(data: bytes) -> Any:
+    """The object of a pickle that was checked. Raises `RefusedPickleError` where it is not sound."""
     try:
         # One that can peek, which makes it as fast as `loads`.
         return _DataUnpickler(BufferedReader(BytesIO(data), _BUFFER)).load()
@@ -61,12 +76,13 @@ _ARGUMENTS = {b"h": 1, b"K": 1, b"q": 1, b"M": 2, b"j": 4, b"J": 4, b"r": 4, b"G
 """Other opcodes of data -> bytes of their argument."""
 _LONGEST_RUN = 4000
 """Opcodes that the regular expression engine has to remember."""
-_MARGIN = 1 << 16
+MARGIN = 1 << 16
 """By how much a memo index may be larger than the file."""
 
 
-def _check(data: bytes) -> None:
-    """Walk over every opcode without carrying any out. Raises `RefusedPickleError` at one that could do harm.
+def check(data: bytes, size: int) -> None:
+    """Walk over every opcode without carrying any out. Raises `RefusedPickleError` at one that could do harm, such as a
+    memo index that is larger than a pickle of `size` bytes needs.
 
     A memo index is given at once to a container that was made or filled, a string, or a pair of strings, so that it is
     known which gets are of pairs. An opcode that fills with nothing leaves what is on top of the stack, which may be a
@@ -76,7 +92,7 @@ def _check(data: bytes) -> None:
     numbered = protocol in (b"\x02", b"\x03")  # from protocol 4 on, memo indices count up by themselves
     if protocol and not numbered and protocol not in (b"\x04", b"\x05"):
         raise RefusedPickleError(f"has protocol {protocol[0]}; 2 to 5 are read")
-    opcodes = _opcodes(len(data), numbered)
+    opcodes = _opcodes(size, numbered)
     # Not the gets that a pair is made of: the expression gives back up to two.
     run = re.compile(rb"(?s)(?:%s){0,%d}(?!%s?\x86)" % (opcodes, _LONGEST_RUN, _GET)).match
     ends_in_get = re.compile(rb"(?s)(?:%s)*(%s)" % (opcodes, _GET)).fullmatch
@@ -123,8 +139,8 @@ def _check(data: bytes) -> None:
         else:
             index = memoized if data[position : position + 1] == b"\x94" else None
             memoized, position = memoized + (index is not None), position + (index is not None)
-        if index is not None and index > len(data) + _MARGIN:
-            raise RefusedPickleError(f"has the memo index {index}, more than a pickle of {len(data)} bytes needs")
+        if index is not None and index > size + MARGIN:
+            raise RefusedPickleError(f"has the memo index {index}, more than a pickle of {size} bytes needs")
         if opcode == b"\x86" and index is not None:
             pairs.add(index)
     raise RefusedPickleError(f"is cut off: the pickle of {len(data)} bytes has no end", cut_off=True)
@@ -143,9 +159,12 @@ def _opcodes(size: int, numbered: bool) -> bytes:
     frequent, others = rb"h.|K.|[)saN\x88\x89]", rb"M..|j....|J....|G........|\x8a\x08........|\((?![ue])"
     if not numbered:
         return rb"%s|%s|[ue]|\x95........" % (frequent, others)
-    most = size + _MARGIN
+    return rb"%s|\]%s|%s|(?:[}\]](?:\([ue])?|[ue])(?:q.|%s)?" % (frequent, long_put(size), others, long_put(size))
+
+
+def long_put(size: int) -> bytes:
+    """An expression for what gives a memo index of four bytes, as large as a pickle of `size` bytes may need."""
+    most = size + MARGIN
     if most < 1 << 24:
-        long_put = rb"r..[\x00-%s]\x00" % re.escape(bytes([most >> 16]))
-    else:
-        long_put = rb"r...[\x00-%s]" % re.escape(bytes([min(most >> 24, 255)]))
-    return rb"%s|\]%s|%s|(?:[}\]](?:\([ue])?|[ue])(?:q.|%s)?" % (frequent, long_put, others, long_put)
+        return rb"r..[\x00-%s]\x00" % re.escape(bytes([most >> 16]))
+    return rb"r...[\x00-%s]" % re.escape(bytes([min(most >> 24, 255)]))

@@ -201,7 +201,7 @@ def _refuse_several_jobs(files: dict[int, list[RankTrace]]) -> None:
 def _last_time(trace: RankTrace) -> int:
     # That a comms file goes on is no news where no call is in what follows.
     taken_at = trace.ending.taken_at if trace.source == "flight" else None
-    return max(taken_at or 0, max(trace.calls.called, default=0), max(trace.calls.ended, default=0))
+    return max(taken_at or 0, *(int(np.asarray(one).max(initial=0)) for one in (trace.calls.called, trace.calls.ended)))
 
 
 def _by_age(trace: RankTrace) -> tuple[int, str]:
