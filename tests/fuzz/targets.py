@@ -29,7 +29,7 @@ from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.from_replay import read_replay
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.traces.execution_trace import read_execution_trace
-from crossrank.tools.traces.flight_recorder import read_flight_dump
+from crossrank.tools.traces.flight.dump import read_flight_dump
 from crossrank.tools.traces.kineto import read_kineto
 from crossrank.tools.traces.nsight.read import read_export
 from tests.fuzz import mutate

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from crossrank.comm import CommRecord
 from crossrank.recording import CommsFile
-from crossrank.tools.traces.flight_recorder import read_flight_dump
+from crossrank.tools.traces.flight.dump import read_flight_dump
 from tests.integration import jobs
 from tests.integration.fork_server import ForkedProcess
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from crossrank.instrument.write import flight_dump
-from crossrank.tools.traces.flight_recorder import FlightDump, Moment, read_flight_dump
+from crossrank.tools.traces.flight.dump import FlightDump, Moment, read_flight_dump
 from tests.integration import jobs
 from tests.integration.commands import Commands
 from tests.integration.jobs import Scripts

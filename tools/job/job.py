@@ -18,7 +18,7 @@ import numpy as np
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.tools.job.groups import Lane, Members, ProcessGroup, is_world, join_groups, sizes_shown, world_of
 from crossrank.tools.traces.comms import stack_of
-from crossrank.tools.traces.flight_recorder import Frame
+from crossrank.tools.traces.flight.dump import Frame
 from crossrank.tools.traces.rank_trace import Interned, RankTrace, Signatures
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
 from crossrank.tools.job.traced_windows import take_linked
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import INSPECTOR, Files
-from crossrank.tools.traces.flight_calls import read_flight
-from crossrank.tools.traces.flight_recorder import read_flight_dump
+from crossrank.tools.traces.flight.calls import read_flight
+from crossrank.tools.traces.flight.dump import read_flight_dump
 from crossrank.tools.traces.nccl_inspector import read_inspector
 from crossrank.tools.traces.param_comms import ParamComms, from_node
 from crossrank.tools.traces.rank_trace import Interned, RankTrace, TraceBuilder, waits_of

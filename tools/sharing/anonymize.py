@@ -44,7 +44,7 @@ from crossrank.tools.sharing.pseudonyms import Pseudonyms
 from crossrank.tools.sharing.rules import KEYS, LEFT_OUT, Rule, Scrubber
 from crossrank.tools.sharing.vocabulary import is_public
 from crossrank.tools.traces.discover import NSIGHT, WHAT, FoundFile, discover
-from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
+from crossrank.tools.traces.flight.safe_pickle import RefusedPickleError, load_data
 
 _PICKLE = b"\x80"
 _MOST_RANKS = 1 << 16

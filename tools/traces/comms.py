@@ -17,7 +17,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.recording import STOOD, CommsFile, Ran, Wait
 from crossrank.tools.traces.ending import CUT_SHORT
-from crossrank.tools.traces.flight_recorder import Frame, Raised
+from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.kept import shared
 from crossrank.tools.traces.rank_trace import (
     COMPLETED,

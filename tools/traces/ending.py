@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import PurePath
 
 from crossrank.recording import OF_A_BACKEND
-from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised, WaitUnderWay
+from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised, WaitUnderWay
 
 CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
 """Reasons of our dumps that end a rank wherever it is, so that its last call may not be over: `abort` is that of

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from crossrank.comm import MOST, CommRecord, Group, crosses_nodes, has_size, is_p2p
 from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.ending import Ending
-from crossrank.tools.traces.flight_recorder import Frame, Progress
+from crossrank.tools.traces.flight.dump import Frame, Progress
 
 if TYPE_CHECKING:
     from typing_extensions import Self

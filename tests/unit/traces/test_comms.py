@@ -13,7 +13,7 @@ from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.traces.comms import IMPOSSIBLE_TIMES, WallClock, read_comms, stack_of
 from crossrank.tools.traces.ending import Ending
-from crossrank.tools.traces.flight_recorder import Frame, Raised
+from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, RETIRED, SCHEDULED, RankGroup, RankTrace
 
 SECOND = 1_000_000_000

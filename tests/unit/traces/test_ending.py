@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossrank.tools.traces.ending import RECORDER, Ending
-from crossrank.tools.traces.flight_recorder import Frame, Raised
+from crossrank.tools.traces.flight.dump import Frame, Raised
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:1234"
 OTHER = "RuntimeError: connection reset by database"

@@ -26,8 +26,8 @@ from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 from crossrank.tools.traces.ending import CUT_SHORT
-from crossrank.tools.traces.flight_calls import SAME_TIME, UNRECORDED, read_flight
-from crossrank.tools.traces.flight_recorder import NoDumpError
+from crossrank.tools.traces.flight.calls import SAME_TIME, UNRECORDED, read_flight
+from crossrank.tools.traces.flight.dump import NoDumpError
 from crossrank.tools.traces.growing import last_call_at
 from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace, TraceBuilder, sort_by_time
 

@@ -19,7 +19,7 @@ from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, SCHEDULE
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from crossrank.tools.traces.flight_recorder import Frame
+    from crossrank.tools.traces.flight.dump import Frame
 
 CLEARLY_STALE = 3
 """Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""

@@ -10,7 +10,7 @@ from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_tex
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending, is_users, line_of, main_stack
-from crossrank.tools.traces.flight_recorder import Frame, OwnStack
+from crossrank.tools.traces.flight.dump import Frame, OwnStack
 from crossrank.tools.traces.rank_trace import GLOO
 
 _MOST_CULPRITS = 4

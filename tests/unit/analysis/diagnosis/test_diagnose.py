@@ -9,7 +9,7 @@ import pytest
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.traces.flight_recorder import Progress
+from crossrank.tools.traces.flight.dump import Progress
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankTrace
 from tests.unit.analysis.diagnosis.moments import CLOSED
 from tests.unit.analysis.diagnosis.ranks import Call, call, group, rank, world

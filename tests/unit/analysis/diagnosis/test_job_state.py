@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.tools.traces.flight_recorder import Progress
+from crossrank.tools.traces.flight.dump import Progress
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankGroup, RankTrace
 from tests.unit.analysis.diagnosis.ranks import call, group, job, rank, world
 

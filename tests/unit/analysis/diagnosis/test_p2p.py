@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text, pair_up
-from crossrank.tools.traces.flight_recorder import Progress
+from crossrank.tools.traces.flight.dump import Progress
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankTrace
 from tests.unit.analysis.diagnosis.ranks import Call, call, job, rank, world
 

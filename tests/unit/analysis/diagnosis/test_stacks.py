@@ -12,7 +12,7 @@ from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.stacks import frame_texts
 from crossrank.tools.output.diagnosis.verdict import next_step
-from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised
+from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
 from tests.unit.analysis.diagnosis.ranks import call, job, rank, world
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.budget import Budget
-from crossrank.tools.traces.flight_recorder import Entry, NoDumpError, decode_flight_dump
-from crossrank.tools.traces.pickled_entries import load_columns
+from crossrank.tools.traces.flight.dump import Entry, NoDumpError, decode_flight_dump
+from crossrank.tools.traces.flight.pickled_entries import load_columns
 
 NAMES = Entry.__struct_fields__
 SHAPES = st.lists(st.lists(st.integers(0, 70_000), max_size=3), max_size=3)

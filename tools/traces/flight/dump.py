@@ -35,10 +35,10 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.privacy import Privacy
 from crossrank.recording import ReadIssues, read_chunks
+from crossrank.tools.traces.flight.pickled_entries import load_columns
+from crossrank.tools.traces.flight.safe_pickle import RefusedPickleError, load_whole, spend_containers
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kept import shared
-from crossrank.tools.traces.pickled_entries import load_columns
-from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_whole, spend_containers
 
 MOST_FRAMES = 256
 _LISTS = frozenset((list, tuple))

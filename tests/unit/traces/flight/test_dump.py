@@ -18,8 +18,8 @@ from crossrank.budget import Budget
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.parallel import Fleet
-from crossrank.tools.traces.flight_calls import read_flight
-from crossrank.tools.traces.flight_recorder import (
+from crossrank.tools.traces.flight.calls import read_flight
+from crossrank.tools.traces.flight.dump import (
     FlightDump,
     Frame,
     NoDumpError,

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.budget import Budget, BudgetError
-from crossrank.tools.traces import safe_pickle
-from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
+from crossrank.tools.traces.flight import safe_pickle
+from crossrank.tools.traces.flight.safe_pickle import RefusedPickleError, load_data
 
 TEXT = st.text(max_size=8)
 EMPTY = b"X\0\0\0\0"

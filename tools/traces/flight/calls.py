@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.tools.traces.comms import WallClock, add_records, stack_of
-from crossrank.tools.traces.flight_recorder import (
+from crossrank.tools.traces.flight.dump import (
     MOST_FRAMES,
     NCCL2,
     Entry,

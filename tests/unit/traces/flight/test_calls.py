@@ -10,8 +10,8 @@ import pytest
 
 from crossrank.comm import Group
 from crossrank.tools.analysis.diagnosis.mismatches import contradiction
-from crossrank.tools.traces.flight_calls import GLOO_ALONE, SAME_TIME, read_flight
-from crossrank.tools.traces.flight_recorder import Frame, Progress
+from crossrank.tools.traces.flight.calls import GLOO_ALONE, SAME_TIME, read_flight
+from crossrank.tools.traces.flight.dump import Frame, Progress
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, STARTED, RankTrace
 from tests.unit.traces.flight_entries import flight_entry as entry
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from crossrank.tools.traces.safe_pickle import MARGIN, RefusedPickleError, check, unpickle
+from crossrank.tools.traces.flight.safe_pickle import MARGIN, RefusedPickleError, check, unpickle
 
 _START, _END, _PLACEHOLDER = b"\x80\x02", b".", b"N"
 _PAIRED = "process_group"
