@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from crossrank.comm import OPERATIONS, is_p2p
+from crossrank.tools.analysis.diagnosis.main_threads import (
+    is_destroying_groups,
+    may_wait,
+    syncs,
+    waits_elsewhere,
+    waits_in_call,
+)
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
-from crossrank.tools.traces.ending import is_destroying_groups, may_wait, syncs, waits_elsewhere, waits_in_call
 from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, SCHEDULED, RankTrace
 
 if TYPE_CHECKING:

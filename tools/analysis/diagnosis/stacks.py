@@ -8,8 +8,9 @@ from itertools import takewhile
 
 from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, error_text, group_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.main_threads import is_users, line_of, main_stack
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
-from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending, is_users, line_of, main_stack
+from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
 from crossrank.tools.traces.rank_trace import GLOO
 

@@ -1,0 +1,113 @@
+"""Where the main thread of a rank was when its dump was taken, by the stacks and waits in crossrank's own dumps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import PurePath
+
+from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
+from crossrank.tools.traces.flight.dump import Frame, OwnStack
+
+_LIBRARY = re.compile(
+    r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |[/\\]torch[/\\]", re.IGNORECASE
+)
+"""Paths of code that is not the user's: torch and other packages, and Python's own."""
+_WAITS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|c10d_logger|rendezvous)\.py$")
+"""Files of functions that wait for other ranks, by calls or through the store."""
+_CALLS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|utils)\.py$")
+"""Files of functions that C++ makes calls for."""
+_MAY_WAIT = re.compile(
+    r"[/\\]torch[/\\]distributed[/\\](?!(tensor|checkpoint|elastic)[/\\])|[/\\]torch[/\\]nn[/\\]parallel[/\\]"
+)
+"""Files of functions in which C++ may wait for communication that no recorder notes: of a group that is made, of DDP's
+buffers."""
+_SYNCS = re.compile(r"[/\\]torch[/\\](cuda|distributed)[/\\]")
+"""Files of functions in which a host waits for its GPU, or for other hosts."""
+_MAY_WAIT_IDLE = re.compile(r"[/\\]torch[/\\](autograd[/\\]|_tensor\.py$|_ops\.py$)")
+"""Files of functions that compute in C++, or wait there: of a backward pass, of a custom operation."""
+_BUSY = 0.2
+"""Share of a processor from which a thread computes."""
+_WAITS_FOR_THREAD = re.compile(
+    r"[/\\](threading|queue|selectors|subprocess)\.py$|[/\\](concurrent|asyncio|multiprocessing|ray)[/\\]"
+)
+"""Files of functions in which a thread waits for another one, which may do all of the work."""
+_LONG = 2_000_000_000
+"""ns after its last call from which a rank that was ended inside torch.distributed is taken to have waited there."""
+
+
+def main_stack(ending: Ending) -> OwnStack | None:
+    return next((stack for stack in ending.stacks if stack.thread == MAIN_THREAD), None)
+
+
+def is_users(frame: Frame) -> bool:
+    return _LIBRARY.search(frame.filename) is None and RECORDER not in frame.filename
+
+
+def may_wait(ending: Ending) -> bool:
+    """Whether a rank that hung waits for communication, or may do so in C++; True where nothing shows it.
+
+    A call may have begun long before anybody waits for it: a receive that is posted early, one that runs beside
+    computation. A thread that listens for messages waits as long as none comes: it keeps its rank only where the main
+    thread waits for it.
+    """
+    main = main_stack(ending)
+    if ending.waits is None or ending.reason not in ("hang", "SIGUSR1") or main is None:
+        return True
+    waiting = {one.thread for one in ending.waits}
+    waiting |= {one.thread for one in ending.stacks if one.frames and _MAY_WAIT.search(one.frames[0].filename)}
+    innermost = main.frames[0].filename if main.frames else ""
+    if _MAY_WAIT_IDLE.search(innermost) and (ending.busy is None or ending.busy < _BUSY):
+        return True
+    return MAIN_THREAD in waiting or (bool(waiting) and _WAITS_FOR_THREAD.search(innermost) is not None)
+
+
+def syncs(ending: Ending) -> bool:
+    """Whether a thread of a rank waits for all that its GPU has to do; True where nothing shows it."""
+    if ending.reason not in ("hang", "SIGUSR1") or not ending.stacks:
+        return True
+    return any(stack.frames and _SYNCS.search(stack.frames[0].filename) for stack in ending.stacks)
+
+
+def waits_in_call(ending: Ending, call: Sequence[Frame], called: int) -> bool:
+    """Whether the main thread of a rank that hung is inside its last call, which was made at `called` in `call`."""
+    frames = _frames(ending, called)
+    users = next(filter(is_users, frames), None)
+    return users is not None and bool(_CALLS.search(frames[0].filename)) and line_of(users) in map(line_of, call)
+
+
+def waits_elsewhere(ending: Ending, call: Sequence[Frame], called: int) -> bool:
+    """Whether the main thread of a rank that hung is inside torch.distributed in something other than its last call.
+
+    Ranks that make a group, or look for a key of the store, wait for the others in what no recorder notes.
+    """
+    frames = _frames(ending, called)
+    inner = list(takewhile(lambda frame: _WAITS.search(frame.filename), frames))
+    if not inner or len(inner) == len(frames):
+        return False
+    # Between them and the user's line others of torch may be, such as the mode of a default device.
+    caller = next(filter(is_users, frames), frames[len(inner)])
+    return line_of(caller) not in map(line_of, call)
+
+
+def is_destroying_groups(ending: Ending) -> bool:
+    """Whether the main thread waits, in `destroy_process_group`, for the end of calls."""
+    stack = main_stack(ending)
+    return stack is not None and any(
+        frame.name == "destroy_process_group" and _WAITS.search(frame.filename) for frame in stack.frames
+    )
+
+
+def _frames(ending: Ending, called: int) -> list[Frame]:
+    """Of the main thread of a rank that hung, innermost first; none where it did not hang or nothing shows it."""
+    stack = main_stack(ending)
+    hung = ending.reason == "hang" or (ending.was_terminated and (ending.taken_at or 0) - called > _LONG)
+    if stack is None or ending.error is not None or not hung:
+        return []
+    return [frame for frame in stack.frames if RECORDER not in frame.filename]
+
+
+def line_of(frame: Frame) -> tuple[str, int]:
+    """File and line. A record has a path without its folders."""
+    return PurePath(frame.filename).name, frame.line
