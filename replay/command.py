@@ -48,10 +48,10 @@ _MAX_LOCAL_RANKS = 256
 
 
 class ReplayCommand:
-    """Replay the communication of a recording, a trace or a plan with torch.distributed, without the model, and
-    measure it: on this machine with one process per rank, or under torchrun, srun or mpirun as
-    `torchrun … -m crossrank.replay TRACE`. Exit code 0: done. 1: a rank failed, a result is wrong, or --strict and
-    something was left out. 2: the input could not be used; reported before any process is started."""
+    """Replay and measure the communication of a recording, a trace or a plan with torch.distributed, without the model.
+    Starts one process per rank on this machine, or runs under torchrun, srun or mpirun:
+    `torchrun … -m crossrank.replay TRACE`. Exit code 0: done. 1: a rank failed, a result is wrong, or --strict and a
+    call was skipped. 2: the input is not usable; no process was started."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         replay_options.add_arguments(parser)
@@ -73,7 +73,7 @@ def on_ranks(arguments: argparse.Namespace, combinations: list[Combination], wor
     )
     if place is None and (host or file):
         raise CrossrankError(
-            f"--init-method {arguments.init_method}: nothing says which rank this is, of how many; add "
+            f"--init-method {arguments.init_method}: rank and number of ranks are unknown; add "
             "?rank=R&world_size=N, or start it with torchrun, srun or mpirun"
         )
     if place is not None and place.world_size == 1:
@@ -97,7 +97,7 @@ def on_ranks(arguments: argparse.Namespace, combinations: list[Combination], wor
 def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: RankInfo) -> None:
     if arguments.nproc is not None and arguments.nproc != place.world_size:
         raise CrossrankError(
-            f"--nproc {arguments.nproc}, but {place.launcher} started {place.world_size} ranks; leave --nproc out"
+            f"--nproc {arguments.nproc}, but {place.launcher} started {place.world_size} ranks; remove --nproc"
         )
     swept = {name for one in combinations for name in one.variables}
     if swept or any("nproc" in one.options for one in combinations):
@@ -243,7 +243,7 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         plan = load_plan(path)
         computes = any(rank.compute is not None for rank in plan.ranks)
         if computes != arguments.compute:
-            step = "add --compute" if computes else "leave out --compute, or save a plan of a window with it"
+            step = "add --compute" if computes else "remove --compute, or save a plan of a window with it"
             raise CrossrankError(f"{path}: is a plan with{'' if computes else 'out'} computation; {step}")
         return plan
     if arguments.compute:
@@ -328,7 +328,7 @@ def _change_plan(recorded: Plan, given: argparse.Namespace, launched: int | None
     gaps = [call.gap_ns for rank in plan.ranks for call in rank.calls]
     if not gaps and not given.compute:
         reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())
-        raise CrossrankError(f"{plan.source}: nothing is left to replay ({reasons})")
+        raise CrossrankError(f"{plan.source}: no call is left to replay ({reasons})")
     scale = parse_pace(given.pace).scale
     longest = 0.0 if given.compute else max(gaps) * scale / 1e9
     if longest > _MAX_GAP_S:
@@ -345,21 +345,21 @@ def make_folders(given: argparse.Namespace, target: str | None) -> None:
     """Make the folders of the results before the replay starts."""
     for option, path in (("--record", given.record), ("--profile", given.profile)):
         if path is not None and os.path.realpath(path) == os.path.realpath(given.trace):
-            raise CrossrankError(f"{option} {path}: is the recording that is replayed; name another folder")
+            raise CrossrankError(f"{option} {path}: is the recording to replay; choose another folder")
     if given.profile is not None and given.record == given.profile:
-        raise CrossrankError(f"--record and --profile {given.profile}: are two recordings; name two folders")
+        raise CrossrankError(f"--record and --profile {given.profile}: are two recordings; give two folders")
     for option, path in (("--save-data", given.save_data), ("--compare-data", given.compare_data)):
         if path is not None and is_url(path):
-            raise CrossrankError(f"{option} {path}: is no folder that all ranks see; name one")
+            raise CrossrankError(f"{option} {path}: is not a folder that all ranks see; choose one")
     given_data = [os.path.realpath(path) for path in (given.save_data, given.compare_data) if path is not None]
     if len(given_data) != len(set(given_data)):
-        raise CrossrankError(f"--save-data and --compare-data {given.save_data}: are one folder; name two")
+        raise CrossrankError(f"--save-data and --compare-data {given.save_data}: are one folder; give two")
     for path in (target, given.record, given.profile, given.save_data):
         if path is None or is_url(path):
             continue
         make_folder(path)
         if not os.access(path, os.W_OK):
-            raise CrossrankError(f"{path}: cannot be written to; name another folder")
+            raise CrossrankError(f"{path}: cannot be written; choose another folder")
 
 
 def _run_here(plan: Plan, settings: Settings, variables: Mapping[str, str]) -> list[RankResult]:

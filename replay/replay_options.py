@@ -88,37 +88,37 @@ class Option:
         group.add_argument(*self.names.split(), **how)
 
 
-_ALONE = {"compute": "is about communication alone, with numbers of its own"}
-_NO_GRAPH = {"graph": "acts between calls, of which a graph has none"}
-_NO_INIT_METHOD = {"init_method": "says where the ranks meet, as --init-method does"}
+_ALONE = {"compute": "applies only to a replay of communication"}
+_NO_GRAPH = {"graph": "has no effect with --graph"}
+_NO_INIT_METHOD = {"init_method": "sets the meeting point of the ranks, as --init-method does"}
 
 READ = (
-    Option("--trace-path", "the trace, as PARAM's users write it", "PATH"),
+    Option("--trace-path", "the trace to replay (PARAM's name of the argument)", "PATH"),
     Option(
         "--trace-type",
-        "the kind of files to read (default: which says most)",
+        "the kind of files to read (default: the best one found)",
         choices=sorted(KINDS),
-        not_with={"compute": "chooses the calls of one kind of file, and windows are read"},
+        not_with={"compute": "selects calls of one kind of file, but --compute reads windows"},
     ),
     Option(
         "--steps",
-        "of a recording only these iterations, STOP not among them",
+        "replay only the steps START to STOP-1 of a recording",
         "START:STOP",
-        not_with={"compute": "chooses calls of a comms file (--window chooses a window)"},
+        not_with={"compute": "selects calls of a comms file (--window selects a window)"},
     ),
-    Option("--partial", "leave out, counted, what is damaged or has no match on other ranks"),
-    Option("--strict", "exit 1 when anything recorded is not replayed"),
-    Option("--one-trace --use-one-trace", "let one rank's file stand for all ranks"),
-    Option("--world-size", "ranks of the recorded job, where no file says it", "N"),
+    Option("--partial", "skip and count calls that are damaged or have no match on other ranks"),
+    Option("--strict", "exit with 1 if a recorded call is not replayed"),
+    Option("--one-trace --use-one-trace", "use the file of one rank for all ranks"),
+    Option("--world-size", "number of ranks of the recorded job, if no file has it", "N"),
     Option(
         "--compute",
-        "replay the computation of a window too: every operation at its place, communication between them",
+        "also replay the computation of a window, with its communication in place",
         not_with=_NO_GRAPH,
     ),
-    Option("--window", "the window to replay with --compute (default: the first)", "N", needs="compute"),
+    Option("--window", "the window to replay with --compute (default: the first one)", "N", needs="compute"),
     Option(
         "--import",
-        "import MODULE first: it makes operations that torch lacks (--compute; may be given several times)",
+        "import MODULE first, which defines operations that torch lacks (--compute; can be repeated)",
         "MODULE",
         several=True,
         dest="imports",
@@ -126,7 +126,7 @@ READ = (
     ),
     Option(
         "--indices",
-        "how indices into embedding tables are spread over the rows, where the trace has none (--compute)",
+        "distribution of indices into embedding tables, if the trace has none (--compute)",
         default="uniform",
         choices=INDICES,
     ),
@@ -135,87 +135,94 @@ CHANGE = (
     # torchrun takes --nproc as an abbreviation of one of its options, and rejects it as ambiguous.
     Option(
         "--nproc --num-ranks",
-        "replay with N ranks (default: as many as recorded, or as a launcher started; torchrun lets only --num-ranks "
-        "through)",
+        "replay with N ranks (default: the recorded number, or the number that the launcher started; torchrun accepts "
+        "only --num-ranks)",
         "N",
     ),
-    Option("--scale-bytes", "messages F times as large", "F", default=1.0),
-    Option("--dtype", "all elements of this type: bfloat16, float32, …", "TYPE"),
-    Option("--ops --allow-ops --allow-list", "only these operations: all_reduce,all_gather", "LIST"),
-    Option("--drop", "without these operations: how fast would it be?", "LIST"),
-    Option("--bucket-mb", "DDP's gradients in buckets of F MiB, merged or split", "F"),
-    Option("--overlap", "none: every communication is waited for at once (default: recorded)", choices=OVERLAPS),
+    Option("--scale-bytes", "multiply message sizes by F", "F", default=1.0),
+    Option("--dtype", "use this type for all elements: bfloat16, float32, …", "TYPE"),
+    Option("--ops --allow-ops --allow-list", "replay only these operations: all_reduce,all_gather", "LIST"),
+    Option("--drop", "replay without these operations", "LIST"),
+    Option("--bucket-mb", "merge or split DDP's gradients into buckets of F MiB", "F"),
+    Option("--overlap", "none: wait for every call at once (default: recorded)", choices=OVERLAPS),
     Option(
         "--blocking -b",
-        "every call is waited for at once, with a barrier of its group before and after each collective",
+        "wait for every call at once, with a barrier of its group before and after each collective",
         not_with=_NO_GRAPH,
     ),
-    Option("--pgs", "only calls on these groups, by name or description", "LIST"),
-    Option("--max-calls --max-msg-cnt", "the first N calls of each rank", "N"),
+    Option("--pgs", "replay only calls on these groups (name or description)", "LIST"),
+    Option("--max-calls --max-msg-cnt", "replay only the first N calls of each rank", "N"),
     Option(
         "--sweep",
-        "replay for every value of an option or of an environment variable (scale-bytes=0.5,1,2 or "
-        "NCCL_ALGO=Ring,Tree); several make all combinations; what is done already is not done again (-o)",
+        "replay once per value of an option or environment variable (scale-bytes=0.5,1,2 or NCCL_ALGO=Ring,Tree); "
+        "several sweeps replay all combinations; with -o, an interrupted sweep continues",
         "NAME=V,V",
         several=True,
     ),
 )
 RUN = (
-    Option("--backend", "nccl, gloo, … (default: nccl where there are GPUs, else gloo)", "NAME"),
+    Option("--backend", "nccl, gloo, … (default: nccl with GPUs, otherwise gloo)", "NAME"),
     Option("--device", "cpu or cuda", "NAME"),
     Option(
         "--pace",
-        "between calls: fast (default), recorded = leave the recorded gaps, compute = keep the device busy in them, or "
-        "a factor on them (0.5); with --compute, of the host's own time between operations: recorded (default), fast "
-        "or a factor",
+        "time between calls: fast (default) = none, recorded = the recorded gaps, compute = keep the device busy "
+        "during them, or a factor on them (0.5); with --compute, host time between operations: recorded (default), "
+        "fast or a factor",
         "PACE",
     ),
     Option(
         "--threads",
-        "threads of torch on the CPU, in each rank (default: as recorded with --compute, else 1)",
+        "CPU threads of torch per rank (default: as recorded with --compute, otherwise 1)",
         "N",
     ),
-    Option("--warmup --warmup-iter", "passes not measured (2)", "N", default=2, range=(0, MOST_RANKS)),
-    Option("--repeat --num-replays", "passes measured (5)", "N", default=5),
-    Option("--graph --cudagraph", "capture the calls of a pass, and launch them as a CUDA graph"),
-    Option("--check", "verify every result, in a pass of its own", not_with=_ALONE),
+    Option(
+        "--warmup --warmup-iter", "number of passes before the measured ones (2)", "N", default=2, range=(0, MOST_RANKS)
+    ),
+    Option("--repeat --num-replays", "number of measured passes (5)", "N", default=5),
+    Option("--graph --cudagraph", "capture the calls of a pass and launch them as a CUDA graph"),
+    Option("--check", "check every result, in a separate pass", not_with=_ALONE),
     Option(
         "--save-data",
-        "save what every call gives, from inputs that are always alike",
+        "save the results of every call, with the same inputs each time",
         "DIR",
-        not_with=_ALONE | {"sweep": "would save every combination into one folder"},
+        not_with=_ALONE | {"sweep": "would save all combinations to one folder"},
     ),
     Option(
-        "--compare-data", "compare what every call gives with what --save-data saved: exit 1", "DIR", not_with=_ALONE
+        "--compare-data",
+        "compare results with those of --save-data; exit with 1 if they differ",
+        "DIR",
+        not_with=_ALONE,
     ),
     Option(
         "--rtol",
-        "relative tolerance for that (8 roundings of the type, at least 1e-4)",
+        "relative tolerance of --compare-data (8 roundings of the type, at least 1e-4)",
         "F",
         range=(0, 1e6),
         needs="compare-data",
     ),
-    Option("--atol", "absolute tolerance for that (as --rtol)", "F", range=(0, 1e6), needs="compare-data"),
-    Option("--timeout", "end when a rank makes no progress for S s (120)", "S", default=120.0, range=(1, 1e6)),
-    Option("--record", "record the measured passes with crossrank into DIR", "DIR", not_with=_NO_GRAPH),
+    Option("--atol", "absolute tolerance of --compare-data (as --rtol)", "F", range=(0, 1e6), needs="compare-data"),
+    Option("--timeout", "stop if a rank makes no progress for S seconds (120)", "S", default=120.0, range=(1, 1e6)),
+    Option("--record", "record the measured passes with crossrank to DIR", "DIR", not_with=_NO_GRAPH),
     Option(
         "--profile --enable-profiler",
-        "after the measured passes record two more into DIR, with execution traces and Kineto (a window)",
+        "record two more passes to DIR, with execution traces and Kineto traces (a window)",
         "DIR",
         not_with=_NO_GRAPH,
     ),
     Option(
         "--init-method",
-        "where the ranks meet: tcp://HOST:PORT or file:///PATH of a new file that all see, with ?rank=R&world_size=N "
-        "where no launcher says them; env:// = as the launcher says",
+        "meeting point of the ranks: tcp://HOST:PORT or file:///PATH (a new file that all ranks see), with "
+        "?rank=R&world_size=N without a launcher; env:// = the launcher's",
         "URL",
     ),
-    Option("--master-ip", "where rank 0 is, where the launcher does not say it", "HOST", not_with=_NO_INIT_METHOD),
-    Option("--master-port", "its port (29500)", "PORT", not_with=_NO_INIT_METHOD),
-    Option("--tolerance", "what takes F times as long as others is slow (1.5)", "F", default=1.5, range=(1.01, 1e6)),
+    Option("--master-ip", "host of rank 0, if the launcher does not set it", "HOST", not_with=_NO_INIT_METHOD),
+    Option("--master-port", "port of rank 0 (29500)", "PORT", not_with=_NO_INIT_METHOD),
+    Option(
+        "--tolerance", "report what takes F times as long as similar groups (1.5)", "F", default=1.5, range=(1.01, 1e6)
+    ),
     Option(
         "--groups",
-        "who communicates: all pairs of ranks (default), neighbours (ring), or quarters, eighths … of them (bisect)",
+        "groups to measure: all pairs of ranks (default), neighbors (ring), or quarters, eighths … of them (bisect)",
         default="pairs",
         choices=PROBES,
     ),
@@ -223,21 +230,21 @@ RUN = (
 WRITE = (
     Option(
         "-o --output --output-path",
-        "write replay.json, .csv and .html, or probe.json, into DIR",
+        "write replay.json, .csv and .html, or probe.json, to DIR",
         "DIR",
         dest="output",
     ),
     Option(
         "--by",
-        "print times by source line, by iteration or both: source,step (replay.json and the page have them)",
+        "print times per source line, per step or both: source,step (replay.json and the page have them)",
         "LIST",
     ),
-    Option("--batch --colls-per-batch", "print what N calls in a row take together, on each rank", "N"),
+    Option("--batch --colls-per-batch", "print the time of N calls in a row on each rank", "N"),
     Option("--json", "print the report as JSON"),
-    Option("--save-plan", "write the plan, which can be replayed in place of the trace", "FILE"),
-    Option("--dry-run", "make and match the plan, and replay nothing"),
+    Option("--save-plan", "write the plan, which you can replay instead of the trace", "FILE"),
+    Option("--dry-run", "build and match the plan, but replay nothing"),
 )
-_GROUPS = {"what is read": READ, "what if": CHANGE, "how it runs": RUN, "what is written": WRITE}
+_GROUPS = {"input": READ, "changes": CHANGE, "execution": RUN, "output": WRITE}
 OPTIONS = {one.name: one for options in _GROUPS.values() for one in options}
 """Every option, by the name of its value."""
 
@@ -279,7 +286,7 @@ def check(arguments: argparse.Namespace) -> None:
     """Raise `CrossrankError` for invalid values, and store the trace under one name."""
     path = arguments.trace or arguments.trace_path
     if path is None or (arguments.trace and arguments.trace_path):
-        raise CrossrankError("name one trace: a recording, a folder of traces, a file or a plan")
+        raise CrossrankError("give one trace: a recording, a folder of traces, a file or a plan")
     arguments.trace, arguments.trace_path = path, None
     for one in OPTIONS.values():
         value = getattr(arguments, one.name)
@@ -291,16 +298,16 @@ def check(arguments: argparse.Namespace) -> None:
         if one.choices and value not in one.choices:
             raise CrossrankError(f"{one.shown} {value!r} is not one of {', '.join(one.choices)}")
         if one.needs and not getattr(arguments, one.needs.replace("-", "_")):
-            raise CrossrankError(f"{one.shown} is for --{one.needs}; add it, or leave {one.shown} out")
+            raise CrossrankError(f"{one.shown} needs --{one.needs}")
         for other, why in one.not_with.items():
             if OPTIONS[other].is_given(arguments):
-                raise CrossrankError(f"{one.shown} {why}; leave out {OPTIONS[other].shown}")
+                raise CrossrankError(f"{one.shown} {why}; remove {OPTIONS[other].shown}")
     arguments.by = arguments.by.split(",") if isinstance(arguments.by, str) else arguments.by or []
     if unknown := [name for name in arguments.by if name not in BLOCKS]:
         raise CrossrankError(f"--by {unknown[0]!r} is neither {' nor '.join(BLOCKS)}")
     arguments.pace = arguments.pace or ("recorded" if arguments.compute else "fast")
     pace = parse_pace(arguments.pace)
     if arguments.graph and pace.scale:
-        raise CrossrankError("--pace leaves gaps between calls, of which a graph has none; leave out --graph")
+        raise CrossrankError("--pace has no effect with --graph; remove --graph")
     if arguments.compute and pace.busy:
-        raise CrossrankError("--pace compute stands in for computation, which --compute replays; leave one out")
+        raise CrossrankError("--pace compute replaces computation, which --compute replays; remove one of them")

@@ -69,7 +69,7 @@ def parse_sweeps(texts: list[str]) -> list[Combination]:
         for point in itertools.product(*axes)
     ]
     if len({one.name for one in combinations}) < len(combinations):
-        raise CrossrankError(f"--sweep {' '.join(texts)!r} names one combination twice")
+        raise CrossrankError(f"--sweep {' '.join(texts)!r} has one combination twice")
     return combinations
 
 

@@ -26,7 +26,7 @@ def with_buckets(plan: Plan, megabytes: float) -> Plan:
         raise CrossrankError(f"--bucket-mb {megabytes:g} is not a number of MiB above 0")
     ranks = [_rebucket_rank(rank, round(megabytes * _MB)) for rank in plan.ranks]
     if all(new is old for new, old in zip(ranks, plan.ranks, strict=True)):
-        raise CrossrankError("--bucket-mb: no rank has all_reduces that DDP's reducer makes; leave it out")
+        raise CrossrankError("--bucket-mb: no rank has all_reduces of DDP's reducer; remove it")
     return msgspec.structs.replace(plan, ranks=ranks, notes=list(plan.notes))
 
 

@@ -79,7 +79,7 @@ def build(
     broken = [problem for rank in ranks for problem in _complete_calls(rank)]
     guessed = align(ranks, broken, partial) if partial or not broken else 0
     if broken and not partial:
-        raise CrossrankError(_join_problems(broken, "--partial leaves such calls out"))
+        raise CrossrankError(_join_problems(broken, "--partial skips such calls"))
     plans = [_make_rank_plan(rank) for rank in ranks]
     plan = Plan(
         source=path,
@@ -104,10 +104,10 @@ def settle(plan: Plan, *, partial: bool = False) -> None:
     """
     how, walk = place_waits(plan.ranks, {group.pg: group.ranks or [] for group in plan.groups})
     if how is not None:
-        plan.notes.append(f"waits that are not recorded are placed {how}")
+        plan.notes.append(f"where no wait was recorded, the replay waits {how}")
     found = mismatches(plan, walk)
     if found:
-        step = "choose others with --ops or --pgs" if partial else "--partial leaves out what has no match"
+        step = "choose others with --ops or --pgs" if partial else "--partial skips calls without a match"
         raise CrossrankError(f"the ranks do not fit together: {_join_problems(found, step)}")
 
 
@@ -141,7 +141,7 @@ def _find_problems(sources: list[RankTrace], path: str, size: int, damage: list[
             "(--one-trace)"
         )
     if damage and not partial:
-        yield _join_problems(damage, "record it again, or replay what is left of it with --partial")
+        yield _join_problems(damage, "record it again, or replay the rest with --partial")
     for owner, group in ((source.path, one.group) for source in sources for one in source.groups):
         members = group.ranks or []
         if not partial and (len(set(members)) < len(members) or not all(0 <= rank < size for rank in members)):
@@ -281,20 +281,20 @@ def _make_notes(sources: list[RankTrace], ranks: list[Rank], kind: str, any_sour
         yield text if count == 1 else f"{text} ({count} times)"
     waits = [source.waits for source in sources if source.waits is not None and not source.is_copy]
     if lost := sum(one.without_call for one in waits):
-        yield f"{lost} recorded wait(s) are for calls from before the trace and are not replayed"
+        yield f"{lost} recorded wait(s) are for calls before the trace, and are not replayed"
     if kept := sum(one.recorded for one in waits):
-        yield f"{kept} recorded wait(s) stand where they were"
+        yield f"{kept} recorded wait(s) are replayed at their original position"
     if any(source.filtered for source in sources):
-        yield "the recording holds only what crosses nodes; record with TRACING=ALL to have the rest"
+        yield "the recording has only calls between nodes; record with TRACING=ALL to have the others"
     if not all(source.timed for source in sources):
-        yield f"{KINDS[kind]} have no times: there are no gaps to keep"
+        yield f"{KINDS[kind]} have no times, so there are no gaps to keep"
     if any_source:
-        yield f"{any_source} receive(s) from any source are made from a rank whose send has no other receive"
+        yield f"{any_source} receive(s) from any source are replayed from a rank with an unmatched send"
     pairs = [pair for rank in ranks for pair in zip(rank.recorded, rank.records, strict=True)]
     if rootless := sum(
         recorded.root is None and not isinstance(made, str) and made.root is not None for recorded, made in pairs
     ):
-        yield f"{rootless} call(s) have no recorded root: the first member of their group stands in"
+        yield f"{rootless} call(s) have no recorded root; the replay uses the first rank of the group"
     if guessed:
         yield (
             f"{guessed} uneven all_to_all(s) have no recorded splits: parts were chosen that give what each rank sends "
@@ -306,8 +306,8 @@ def _explain_empty_plan(path: str, kind: str, sources: list[RankTrace], plan: Pl
     coverage = plan.coverage()
     if not coverage.recorded_calls:
         is_filtered = any(source.filtered for source in sources)
-        inside = "record with TRACING=ALL to have what stays inside a node"
+        inside = "record with TRACING=ALL to have calls inside a node"
         tail = inside if is_filtered else "was the window long enough, and did the job communicate?"
-        return f"{path}: the {KINDS[kind]} hold no communication; {tail}"
+        return f"{path}: the {KINDS[kind]} have no communication; {tail}"
     reasons = ", ".join(f"{count} for {reason}" for reason, count in coverage.reasons.items())
     return f"{path}: none of {coverage.recorded_calls} calls can be replayed ({reasons})"

@@ -19,7 +19,7 @@ from crossrank.replay.plan.plan import number_of
 from crossrank.replay.plan.schedule import Key, lane_of
 from crossrank.tools.traces.rank_trace import RankTrace
 
-_OUT_OF_RING = "another rank's dump no longer has it"
+_OUT_OF_RING = "the dump of another rank no longer has it"
 _NO_COUNTERPART = "another rank of its group has no such call"
 CONTRADICTS_ITSELF = "it contradicts itself"
 

@@ -107,9 +107,9 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
 def _why_replaced_by_sum(reduce: str, dtype: str, backend: str, row: Backend) -> str | None:
     """Return why a sum replaces the reduction; None if the backend supports it."""
     if not reduce:
-        return "for the recording does not say the reduction"
+        return "because the reduction is not recorded"
     if reduce not in REDUCTIONS:
-        return f"in the place of {reduce}"
+        return f"instead of {reduce}"
     if reduce in _BITWISE and not (row.bitwise and dtype in _INTEGERS):
-        return f"for {backend} has no {reduce} of {dtype}"
-    return f"for there is no avg of {dtype}" if reduce == "avg" and dtype in _INTEGERS else None
+        return f"because {backend} has no {reduce} of {dtype}"
+    return f"because {dtype} has no avg" if reduce == "avg" and dtype in _INTEGERS else None

@@ -82,10 +82,10 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     made = [_copy_trace(whole, home, rank, size, forms, as_list) for rank in range(size)]
     made[home].notes = [
         *source.notes,
-        f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
+        f"the file of rank {home} is used for all {size} ranks (--one-trace); groups without this rank are unknown",
     ]
     if added:
-        made[home].notes.append(f"{added} sends or receives have no other end in it, which was added on every rank")
+        made[home].notes.append(f"{added} sends or receives have no match in it; the replay added it on every rank")
     return made
 
 

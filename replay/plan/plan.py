@@ -233,7 +233,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         with whole_file(Path(path)) as temporary:
             temporary.write_bytes(data)
     except OSError as error:
-        raise CrossrankError(f"{path}: the plan cannot be written ({one_line(error)}); name another file") from error
+        raise CrossrankError(f"{path}: cannot be written ({one_line(error)}); choose another file") from error
 
 
 def load_plan(path: str) -> Plan:
@@ -241,13 +241,13 @@ def load_plan(path: str) -> Plan:
     issues = ReadIssues(path)
     data = b"".join(read_chunks(path, issues))
     if issues.problems:
-        raise CrossrankError(f"{path}: {issues.problems[0]}; save the plan anew")
+        raise CrossrankError(f"{path}: {issues.problems[0]}; save the plan again")
     try:
         plan = msgspec.json.decode(data, type=Plan)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CrossrankError(f"{path}: is no plan of crossrank ({one_line(error)}); save the plan anew") from error
+        raise CrossrankError(f"{path}: is not a plan of crossrank ({one_line(error)}); save the plan again") from error
     if plan.schema != SCHEMA:
-        raise CrossrankError(f"{path}: written as {plan.schema!r}, read as {SCHEMA!r}; make the plan anew")
+        raise CrossrankError(f"{path}: written as {plan.schema!r}, read as {SCHEMA!r}; save the plan again")
     check_plan(plan, path)
     return plan
 
@@ -255,7 +255,7 @@ def load_plan(path: str) -> Plan:
 def check_plan(plan: Plan, path: str) -> None:
     """Raise `CrossrankError` if `plan` contradicts itself. A user may have written it by hand."""
     for problem in _contradictions(plan):
-        raise CrossrankError(f"{path}: {problem}; make the plan anew")
+        raise CrossrankError(f"{path}: {problem}; save the plan again")
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:

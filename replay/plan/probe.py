@@ -104,8 +104,8 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
                     _append_exchange(calls[rank], sum(members) - rank, size)
     if max(Counter(group.kind for group in groups).values()) < LEAST_ALIKE:
         raise CrossrankError(
-            f"--groups {kind} of {count} ranks on {len({one.host for one in machines})} hosts makes no {LEAST_ALIKE} "
-            "groups that are alike, to compare; use --groups pairs, or more ranks"
+            f"--groups {kind} of {count} ranks on {len({one.host for one in machines})} hosts has no {LEAST_ALIKE} "
+            "similar groups to compare; use --groups pairs, or more ranks"
         )
     probe_plan = Plan(
         source=plan.source,

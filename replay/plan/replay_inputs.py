@@ -50,11 +50,11 @@ def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInp
     kinds = dict.fromkeys(name for name in KINDS for file in usable if file.kind == name)
     chosen = kind or next(iter(kinds), None)
     if chosen is None or chosen not in kinds:
-        wanted = f"no {KINDS[chosen]}" if chosen else "no trace that can be replayed"
+        wanted = f"no {KINDS[chosen]}" if chosen else "no trace to replay"
         holds = ", ".join(KINDS[name] for name in kinds) or "; ".join(skipped[:3])
         raise CrossrankError(
             f"{path}: holds {wanted}{f' ({holds})' if holds else ''}; "
-            "name a recording, a folder of traces of all ranks, or a plan"
+            "give a recording, a folder of traces of all ranks, or a plan"
         )
     # Other files of the rank have the durations of the calls in a comms file.
     inputs, read_too = [], KINDS if times and chosen == COMMS else (chosen,)
@@ -65,7 +65,7 @@ def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInp
         inputs.append(
             comms_with_times(rank, of_rank) if chosen == COMMS else RankSources(kind=chosen, path=one.path, rank=rank)
         )
-        skipped += [f"{file.path}: a later window of rank {rank}; name it to replay it" for file in later]
+        skipped += [f"{file.path}: a later window of rank {rank}; give its path to replay it" for file in later]
     return ReplayInputs(kind=chosen, inputs=inputs, skipped=skipped)
 
 
@@ -80,5 +80,5 @@ def read(
     count = len(found.inputs) if len(found.inputs) > 1 else None
     inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs[: 1 if one_trace else None]]
     if others := found.inputs[len(inputs) :]:
-        found.skipped.append(f"{len(others)} other file(s) are not used, for one stands for all: {others[0].path}, …")
+        found.skipped.append(f"{len(others)} other file(s) are not used (--one-trace): {others[0].path}, …")
     return map_ranks(READERS[found.kind], inputs, fleet)

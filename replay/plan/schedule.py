@@ -76,10 +76,10 @@ def _wait_for_p2p_at_end(calls: list[PlannedCall]) -> None:
 
 POLICIES: dict[str | None, Callable[[list[PlannedCall]], None]] = {
     None: lambda calls: None,
-    "before the rank's next blocking call, or the end of its step": _wait_before_next_blocking,
+    "before the next blocking call of the rank, or at the end of its step": _wait_before_next_blocking,
     "at the end of its step": lambda calls: _set_waits(calls, lambda open_calls, call: False),
     "at the end": lambda calls: _wait_at(len(calls), (one for one in calls if one.wait_before == UNPLACED)),
-    "at the end, and so are all sends and receives, for some block each other otherwise": _wait_for_p2p_at_end,
+    "at the end, and also for all sends and receives, because some would block each other": _wait_for_p2p_at_end,
 }
 """Where waits that are not recorded (`UNPLACED`) are placed -> the function that sets `wait_before` of such calls. The
 first is for plans in which all waits are recorded."""

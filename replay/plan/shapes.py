@@ -68,13 +68,13 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     """Return `record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` if it cannot."""
     operation = OPERATIONS.get(record.op)
     if operation is None:
-        raise LeftOutError(f"{record.op} is no operation that is known")
+        raise LeftOutError(f"{record.op} is not a known operation")
     if record.op != "barrier" and record.dtype is None:
         raise LeftOutError("its element type is not recorded")
     if group is None or group.ranks is None:
-        raise BrokenError(f"its group {record.pg!r} is defined nowhere")
+        raise BrokenError(f"its group {record.pg!r} is not defined")
     if rank not in group.ranks:
-        raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {rank_ranges(group.ranks)})")
+        raise BrokenError(f"rank {rank} is not in its group {record.pg!r} (ranks {rank_ranges(group.ranks)})")
     if record.op == "barrier":
         name = record.c10d if record.c10d == "monitored_barrier_" else "barrier"
         return msgspec.structs.replace(record, c10d=name, inputs=[], outputs=[], dtype=None, bytes=0)
@@ -83,16 +83,16 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
         raise LeftOutError(f"its element type {record.dtype} is not known")
     if operation.p2p:
         if record.peer is None:
-            raise LeftOutError("its other end is not recorded")
+            raise LeftOutError("its peer is not recorded")
         if record.peer not in group.ranks or record.peer == rank:
-            raise BrokenError(f"its peer, rank {record.peer}, is no other member of its group {record.pg!r}")
+            raise BrokenError(f"its peer, rank {record.peer}, is not another rank of its group {record.pg!r}")
     if operation.rooted:
         if record.root is None and record.op in _ANY_ROOT:
             record = msgspec.structs.replace(record, root=group.ranks[0])
         elif record.root is None:
             raise LeftOutError("its root is not recorded")
         elif record.root not in group.ranks:
-            raise BrokenError(f"its root, rank {record.root}, is no member of its group {record.pg!r}")
+            raise BrokenError(f"its root, rank {record.root}, is not in its group {record.pg!r}")
     if any(extent < 0 for shape in (*record.inputs, *record.outputs) for extent in shape):
         raise BrokenError("a tensor of it has a negative extent")
     if not record.inputs and not record.outputs and not record.in_split and record.bytes <= 0:
@@ -145,7 +145,7 @@ def _add_parts(
         if len(large) == n and record.c10d.replace("_", "").lower() == ops.listed.replace("_", ""):
             raise LeftOutError(f"{op} of a list without this rank's own part")
         if any(prod(shape) % n for shape in large):
-            raise BrokenError(f"{prod(large[0])} elements cannot be shared out among {n} ranks")
+            raise BrokenError(f"{prod(large[0])} elements cannot be divided among {n} ranks")
         small = [[prod(shape) // n] for shape in large]
     in_list = record.c10d == ops.listed or (record.c10d not in _KNOWN and len(small) == 1 and len(large) == n > 1)
     if record.c10d == "allgather_coalesced_":
@@ -176,7 +176,7 @@ def _complete_all_to_all(record: CommRecord, n: int, elements: int) -> CommRecor
             raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors for {n} ranks")
         return _set_tensors(record, "alltoall_", inputs, outputs or inputs)
     if len(inputs) > 1 or len(outputs) > 1:
-        raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors where one each is wanted")
+        raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors instead of one each")
     inputs = inputs or [[sum(record.in_split) if record.in_split else elements]]
     # Some versions count the splits in elements instead of rows.
     if record.in_split and sum(record.in_split) == prod(inputs[0]):
@@ -200,7 +200,7 @@ def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -
     rows = shape[0] if shape else 1
     if not split:
         if rows % n:
-            raise BrokenError(f"its {rows} rows cannot be shared out evenly among {n} ranks")
+            raise BrokenError(f"its {rows} rows cannot be divided evenly among {n} ranks")
         return
     if len(split) != n or min(split) < 0:
         raise BrokenError(f"{name} {split[:8]} is not one number for each of {n} ranks")

@@ -28,8 +28,8 @@ from crossrank.replay.plan.schedule import exchanges, keys_of, takers
 from crossrank.replay.plan.shapes import IN_ONE, OWN_INPUTS, OWN_OUTPUTS, of_all_members, own_first, parts, sized
 from crossrank.text import rank_ranges
 
-BEYOND = "its peer is beyond the smaller number of ranks"
-GONE = "its rank is beyond the smaller number of ranks"
+BEYOND = "its peer is not among the ranks of the smaller job"
+GONE = "its rank is not among the ranks of the smaller job"
 OVERLAPS = ("recorded", "none")
 Forms = tuple[StridedGroup, StridedGroup]
 """The form of a group in the recording, and in the plan for another number of ranks."""
@@ -47,7 +47,7 @@ def only_operations(plan: Plan, names: Collection[str]) -> Plan:
     """Keep only calls of these operations. Raises `CrossrankError` for an unknown operation."""
     wanted = {operation.name for operation in _parse_operations("--ops", names)}
     if len({"send", "recv"} & wanted) == 1:
-        raise CrossrankError("--ops: sends and receives answer each other; name both or neither")
+        raise CrossrankError("--ops: sends and receives belong together; give both or neither")
     return with_calls(plan, lambda rank, index, call: call.record if call.record.op in wanted else "not in --ops")
 
 
@@ -64,7 +64,7 @@ def _parse_operations(option: str, names: Collection[str]) -> Iterator[Operation
     for name in names:
         operation = operation_of(name)
         if operation is None:
-            raise CrossrankError(f"{option}: {name!r} is no operation; choose from {', '.join(OPERATIONS)}")
+            raise CrossrankError(f"{option}: {name!r} is not an operation; choose from {', '.join(OPERATIONS)}")
         yield operation
 
 
@@ -184,7 +184,7 @@ def for_backend(plan: Plan, backend: str) -> Plan:
 
     changed = with_calls(plan, change)
     changed.notes.append(
-        f"{len(uneven)} all_to_all(s) of lists of uneven tensors are made of one tensor each, for gloo"
+        f"{len(uneven)} all_to_all(s) with lists of uneven tensors use one tensor each, because of gloo"
     )
     return changed
 

@@ -162,8 +162,8 @@ def _lower_quartile(values: pl.Expr) -> pl.Expr:
 _RANKS: Columns[Row] = (
     ("#rank", lambda one: one["rank"]),
     ("host", lambda one: one["host"]),
-    ("#against those like it", lambda one: f"{one['score']:.2f} x"),
-    ("#its quick groups us", lambda one: microseconds(one["quick_us"])),
+    ("#vs similar ranks", lambda one: f"{one['score']:.2f} x"),
+    ("#fast groups us", lambda one: microseconds(one["quick_us"])),
     ("#size", lambda one: amount(one["bytes"])),
     ("#groups", lambda one: one["groups"]),
     ("", lambda one: "across hosts" if one["across_hosts"] else "on its host"),
@@ -179,12 +179,10 @@ def print_probe(report: ProbeReport) -> None:
         f"{plural(report.rounds, 'round')} for each of its sizes ({sizes}), medians of {report.passes} pass(es)"
     )
     if report.alone:
-        print(f"  {plural(report.alone, 'group')} had too few like them to be compared, and say nothing")
+        print(f"  {plural(report.alone, 'group')} have too few similar groups to compare")
     if report.not_judged:
-        print(
-            f"  of rank {rank_ranges(report.not_judged)} there were too few groups to judge it; --groups pairs has more"
-        )
-    title = "Ranks, the slowest first: the quick ones of a rank's groups tell of the rank itself"
+        print(f"  of rank {rank_ranges(report.not_judged)} too few groups to judge it; --groups pairs has more")
+    title = "Ranks, slowest first, by the fast groups of each rank"
     table_of(report.ranks[:_SHOWN], _RANKS).print(title)
     slow = report.slow_ranks
     others = f"; the others {report.others[0]:.2f} to {report.others[-1]:.2f}" if report.others else ""
@@ -196,7 +194,7 @@ def print_probe(report: ProbeReport) -> None:
         who = f"all {plural(len(mine), 'rank')} of" if whole else f"rank {ranks} on"
         most = max(one["score"] for one in mine)
         print(
-            f"Slow: {who} {printable(host)}, up to {most:.2f} x those like it (tolerance {report.tolerance:g}{others})"
+            f"Slow: {who} {printable(host)}, up to {most:.2f} x similar ones (tolerance {report.tolerance:g}{others})"
         )
     for link in report.links[:_SHOWN]:
         print(
@@ -208,4 +206,4 @@ def print_probe(report: ProbeReport) -> None:
     if len(report.links) > _SHOWN:
         print(f"and {len(report.links) - _SHOWN:,} more links")
     if not slow and not report.links:
-        print(f"No rank and no link that was compared is slower than {report.tolerance:g} x those like it{others}")
+        print(f"No compared rank or link is slower than {report.tolerance:g} x similar ones{others}")

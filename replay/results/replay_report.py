@@ -149,7 +149,7 @@ def print_plan(plan: Plan) -> None:
     for reason, count in coverage.reasons.items():
         print(f"  left out: {count:,} call(s): {printable(reason)}")
     for problem in plan.damage[:_MAX_SHOWN]:
-        print(f"  damaged: {printable(problem)}; calls may be missing that nobody counts")
+        print(f"  damaged: {printable(problem)}; an unknown number of calls is missing")
     if len(plan.damage) > _MAX_SHOWN:
         print(f"  damaged: and {len(plan.damage) - _MAX_SHOWN} more")
     for note in plan.notes:
@@ -168,7 +168,7 @@ def coverage_lines(coverage: ComputeCoverage) -> Iterator[str]:
             f"{printable(row.reason)}"
         )
     if len(coverage.left_out) > _MAX_SHOWN:
-        yield f"idles instead: and {len(coverage.left_out) - _MAX_SHOWN} more kinds"
+        yield f"idle instead: and {len(coverage.left_out) - _MAX_SHOWN} more kinds"
 
 
 _RECORD_COLUMNS = ("op", "pg", "seq", "peer", "bytes", "dtype", "source")

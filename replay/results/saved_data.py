@@ -175,12 +175,12 @@ def load_saved(folder: str, rank: int) -> SavedData:
             raise msgspec.DecodeError(f"its schema is {saved.schema!r}, not {SCHEMA!r}")
         for one in saved.tensors:
             if one.dtype not in DTYPES:
-                raise msgspec.DecodeError(f"{one.dtype!r} is no element type")
+                raise msgspec.DecodeError(f"{one.dtype!r} is not an element type")
         if size != (needed := sum(one.bytes for one in saved.tensors)):
             raise msgspec.DecodeError(f"its results have {size:,} bytes, not {needed:,}")
     except (*BROKEN, OSError) as error:
         raise CrossrankError(
-            f"{path}: holds no results of rank {rank} ({one_line(error)}); save them with --save-data"
+            f"{path}: has no results of rank {rank} ({one_line(error)}); save them with --save-data"
         ) from error
     return saved
 
@@ -192,8 +192,8 @@ def check_saved(plan: Plan, folder: str) -> None:
         for saved in load_saved(folder, rank.rank).tensors:
             if saved.call >= len(operations) or operations[saved.call] != saved.op:
                 raise CrossrankError(
-                    f"{_path(folder, rank.rank)}: was saved by a replay of other calls: call {saved.call} is there "
-                    f"{saved.op}; replay the same trace with the same options, or save anew with --save-data"
+                    f"{_path(folder, rank.rank)}: was saved by a replay with other calls: call {saved.call} is there "
+                    f"{saved.op}; replay the same trace with the same options, or save again with --save-data"
                 )
 
 

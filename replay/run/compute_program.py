@@ -34,7 +34,7 @@ _RESHAPES = frozenset(
 )
 _MAX_LINES = 1000
 """Per function: Python compiles longer ones in more than linear time."""
-_OTHER_SHAPE = "what it gives depends on its data, and is of another shape"
+_OTHER_SHAPE = "its result depends on its data and has another shape"
 _CLOCK = "c(now())"
 """The line that notes the time."""
 Launch = Callable[[int], None]

@@ -295,11 +295,9 @@ class GraphExecutor(CudaExecutor):
 
     def __init__(self, program: Program) -> None:
         if any(bound.holds_host for bound in program.bound):
-            raise CrossrankError(
-                "--graph: a barrier holds the host and cannot be captured; leave it out: --drop barrier"
-            )
+            raise CrossrankError("--graph: a barrier blocks the host and cannot be captured; use --drop barrier")
         if len(program.last_waits) > 1:
-            raise CrossrankError("--graph: calls of several threads cannot be captured as one; leave --graph out")
+            raise CrossrankError("--graph: calls of several threads cannot be captured as one; remove --graph")
         super().__init__(program)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._has_run = False

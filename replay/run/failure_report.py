@@ -29,7 +29,7 @@ class Failed(Exception):
     """A rank died, failed or hung. The replay has no result."""
 
     def __init__(self, states: dict[int, State]) -> None:
-        super().__init__("the replay did not come to its end")
+        super().__init__("the replay did not finish")
         self.states = states
 
     def summary(self) -> str:
@@ -43,7 +43,7 @@ class Failed(Exception):
         if first and len(causes) > len(first):
             others = [rank for error, ranks in causes.items() if error not in first for rank in ranks]
             texts.append(f"rank {rank_ranges(others)} lost the others")
-        return "; ".join(texts[:4]) or "no rank says why"
+        return "; ".join(texts[:4]) or "no rank reported a reason"
 
 
 def print_states(states: dict[int, State], plan: Plan) -> None:
@@ -57,6 +57,6 @@ def print_states(states: dict[int, State], plan: Plan) -> None:
             peer = f" with rank {record.peer}" if record.peer is not None else ""
             what = call_text(record.op + peer, number_of(record))
             where = f"call {state.call} of {len(rank.calls)}: {what} on {record.pg} (id {record.id})"
-        rows.append((rank.rank, state.phase, where, short(state.error) or "was waiting for others"))
-    title = "Where each rank was, as it last reported (twice a second)"
+        rows.append((rank.rank, state.phase, where, short(state.error) or "was waiting for other ranks"))
+    title = "Last reported position of each rank (reported twice a second)"
     print_table(title, ("#rank", "doing", "call", "what ended it"), rows)

@@ -12,7 +12,7 @@ from crossrank.errors import CrossrankError
 
 KEY = "CROSSRANK_REPLAY_KEY"
 DEFAULT_PORT = 29500
-_INIT_METHODS = "give tcp://HOST:PORT, file:///PATH or env://, with ?rank=R&world_size=N where no launcher says them"
+_INIT_METHODS = "give tcp://HOST:PORT, file:///PATH or env://, with ?rank=R&world_size=N without a launcher"
 
 
 # Launcher -> its variables for rank, world size, rank on the node and ranks of the node. The first launcher with a rank
@@ -61,7 +61,7 @@ def detect_launcher(
             continue
         rank, size = _read_number(environment, rank_name), _read_number(environment, size_name)
         if rank >= size:
-            raise CrossrankError(f"{rank_name}={rank} is not below {size_name}={size}; start all ranks alike")
+            raise CrossrankError(f"{rank_name}={rank} is not below {size_name}={size}; start all ranks the same way")
         port = port or _read_number(environment, "MASTER_PORT", DEFAULT_PORT)
         if not 0 < port < 1 << 16:
             raise CrossrankError(f"MASTER_PORT={port} is not a port from 1 to 65535; set it to a free one")
@@ -124,7 +124,7 @@ def _find_host(environment: Mapping[str, str], launcher: str, one_node: bool) ->
     if nodes:
         return first_node(nodes)
     raise CrossrankError(
-        f"{launcher} does not say where rank 0 is; set MASTER_ADDR on all ranks (mpirun -x MASTER_ADDR=HOST …), "
+        f"{launcher} does not set the address of rank 0; set MASTER_ADDR on all ranks (mpirun -x MASTER_ADDR=HOST …), "
         "or give --master-ip"
     )
 

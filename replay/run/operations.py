@@ -22,9 +22,9 @@ from crossrank.machine import memory
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation
 from crossrank.replay.plan.plan import Plan
 
-MISSING = "this torch has no such operation; --import names a module that makes it"
+MISSING = "this torch has no such operation; --import MODULE can define it"
 _NOT_ALLOWED = "may do more than compute on tensors: not run from a file"
-_STRANGE_ARGUMENT = "is given what no computation takes: not run from a file"
+_STRANGE_ARGUMENT = "has an unusual argument: not run from a file"
 _NEEDS = {
     "_c10d_functional": "torch.distributed._functional_collectives",
     "fsdp": "torch.distributed.fsdp",
@@ -95,7 +95,7 @@ def _operations_of_module(module: str) -> frozenset[str]:
     try:
         importlib.import_module(module)
     except Exception as error:
-        raise CrossrankError(f"--import {module}: cannot be imported ({one_line(error)}); install it here") from error
+        raise CrossrankError(f"--import {module}: cannot be imported ({one_line(error)}); install it") from error
     after = torch._C._dispatch_get_all_op_names()
     names = {name.partition(".")[0] for name in (after if is_known else set(after) - before)}
     return frozenset(name for name in names if name.partition("::")[0] not in _TORCH_NAMESPACES)

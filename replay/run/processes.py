@@ -168,7 +168,7 @@ class Lead:
 
         def final_report() -> None:
             states = _collect_states(second)
-            print(f"crossrank: the replay did not come to its end: {Failed(states).summary()}", file=sys.stderr)
+            print(f"crossrank: the replay did not finish: {Failed(states).summary()}", file=sys.stderr)
             print_states(states, plan)
             sys.stdout.flush()
 

@@ -218,7 +218,7 @@ def prepare(
         block = torch.full((max(size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise CrossrankError(
-            f"rank {rank}: {size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
+            f"rank {rank}: {size} bytes for tensors cannot be allocated on {device} ({str(error).splitlines()[0]}); "
             "try --scale-bytes below 1"
         ) from error
     views = _make_views(block, calls, substitutes, offsets, own)
@@ -299,7 +299,7 @@ def _bind_call(op: str, arguments: Arguments, own: OwnTensors | None) -> Launch:
     except AttributeError as error:  # a torch without this op
         raise CrossrankError(
             f"call {record.id} ({record.op}): torch {torch.__version__} has no {op} ({error}); "
-            "leave it out with --ops, or use the torch of the recording"
+            "skip it with --drop, or use the torch of the recording"
         ) from error
 
 

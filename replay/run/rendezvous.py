@@ -59,7 +59,7 @@ def host_store(place: RankInfo, timeout_s: float) -> Store:
         if not hosting:
             store = connect(place, patience_s)
             if place.file and place.rank == 0 and store.add("replays", 1) > 1:
-                raise CrossrankError(f"--init-method: {place.file} is of another replay; name a new file")
+                raise CrossrankError(f"--init-method: {place.file} belongs to another replay; give a new file")
             return store
         return PrefixStore(place.attempt, listen(place.host, place.port, patience_s))
     except (RuntimeError, OSError) as error:
@@ -70,7 +70,7 @@ def host_store(place: RankInfo, timeout_s: float) -> Store:
             ) from error
         if place.file:
             raise CrossrankError(
-                f"--init-method: {place.file} cannot be used ({text}); name a new file that all ranks can write"
+                f"--init-method: {place.file} cannot be used ({text}); give a new file that all ranks can write"
             ) from error
         raise CrossrankError(
             f"rank {place.rank} found no rank 0 at {place.host}:{place.port} within {patience_s:g} s; "
@@ -161,7 +161,7 @@ class Rendezvous:
         deadline = time.monotonic() + patience_s
         while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
             if time.monotonic() > deadline:
-                raise CrossrankError(f"ranks {rank_ranges(missing)} were not there within {patience_s:g} s (--timeout)")
+                raise CrossrankError(f"ranks {rank_ranges(missing)} did not join within {patience_s:g} s (--timeout)")
             time.sleep(_POLL_S)
         return [self._get(key, Machine) for key in keys]
 

@@ -147,7 +147,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
-    watch.phase("leaving its process groups")
+    watch.phase("destroying its process groups")
     executor.close()
     # Not after a failure: groups whose other ranks are gone may hang.
     dist.destroy_process_group()
@@ -188,7 +188,7 @@ def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
     holder = int(rendezvous.store.compare_set(f"gpu/{gpu}", "", str(rank)))
     if holder != rank:
         raise CrossrankError(
-            f"shares a GPU with rank {holder}, and NCCL wants one each; start fewer ranks, set NCCL_HOSTID, or use "
+            f"shares a GPU with rank {holder}, and NCCL needs one each; start fewer ranks, set NCCL_HOSTID, or use "
             "--backend gloo"
         )
 
@@ -210,7 +210,7 @@ def _make_groups(
     groups: dict[str, tuple[Group, ProcessGroup]] = {}
     default = c10d._get_default_group()
     for number, group in enumerate(work.groups):
-        watch.phase(f"making process group {number + 1} of {len(work.groups)}")
+        watch.phase(f"creating process group {number + 1} of {len(work.groups)}")
         ranks = group.ranks or []
         if group is world:
             made = default
@@ -262,7 +262,7 @@ def _run_passes(
             compute.fit_host(median(fitted))
         give_memory_back()
     for check in checks:  # in separate passes: filling and comparing takes longer than the calls
-        meet("in the pass that is checked")
+        meet("in the checked pass")
         executor.run(check.fill, check.take)
     # With a graph, the first pass creates communicators and the second captures the graph.
     for number in range(max(settings.warmup, 2) if settings.graph else settings.warmup):
@@ -288,7 +288,7 @@ def _run_passes(
     if compute is not None:
         meet("in a pass that times every operation")
         executor.run(clock=clock)
-    watch.phase("waiting for the others to end")
+    watch.phase("waiting for the end of the others")
     barrier()
     return passes, cpu_s, clock
 
@@ -338,7 +338,7 @@ def check_backend(backend: str | None, device: str | None, ranks_here: int | Non
         ),
         (
             backend == "nccl" and ranks_here is not None and ranks_here > gpus,
-            f"{ranks_here} ranks and {gpus} GPU(s): NCCL wants one for each; start them on more machines with "
+            f"{ranks_here} ranks and {gpus} GPU(s): NCCL needs one per rank; start them on more machines with "
             "torchrun, srun or mpirun, choose fewer with --nproc, or use --backend gloo --device cpu",
         ),
     ):

@@ -199,7 +199,7 @@ def test_a_saved_plan_says_whether_it_has_computation_and_holds_no_code(ddp: Pat
     assert first is not None
     next(one for one in first.operations if one.results).results = ["0]; print('code'); s[0"]
     save_plan(plan, path)
-    assert "names a tensor that is no number; make the plan anew" in command.said("replay", path, "--compute")
+    assert "has a tensor that is not a number; save the plan again" in command.said("replay", path, "--compute")
 
 
 def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, command: Commands) -> None:
@@ -261,7 +261,7 @@ def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(ddp: Pat
     (row,) = report["step"]["coverage"]["left_out"]
     assert row["name"] == "nobody::relu"
     assert row["operations"] == 2 * 2 * len(STEPS)  # ranks, layers
-    assert "--import names a module that makes it" in row["reason"]
+    assert "--import MODULE can define it" in row["reason"]
 
 
 def test_options_of_computation_alone_need_it(ddp: Path, command: Commands) -> None:

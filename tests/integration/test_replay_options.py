@@ -131,8 +131,8 @@ def test_results_are_not_compared_with_those_that_take_their_place(recorded: Pat
     replayed(command, recorded, "--save-data", saved)
     before = (saved / "rank-0.data").read_bytes()
     words = ["replay", recorded, "--save-data", saved]
-    assert "are one folder; name two" in command.said(*words, "--compare-data", f"{saved}/../saved")
-    assert "--save-data would save every combination into one folder; leave out --sweep" in command.said(
+    assert "are one folder; give two" in command.said(*words, "--compare-data", f"{saved}/../saved")
+    assert "--save-data would save all combinations to one folder; remove --sweep" in command.said(
         *words, "--sweep", "dtype=float32,float64"
     )
     assert "--save-data s3://bucket/x: is no folder" in command.said("replay", recorded, "--save-data", "s3://bucket/x")
@@ -145,10 +145,10 @@ def test_results_of_other_calls_and_damaged_ones_are_refused_before_anything_sta
     saved = tmp_path / "saved"
     replayed(command, recorded, "--save-data", saved, "--drop", "all_reduce")
     words = ["replay", recorded, "--compare-data"]
-    assert "rank-0.data: was saved by a replay of other calls" in command.said(*words, saved)
+    assert "rank-0.data: was saved by a replay with other calls" in command.said(*words, saved)
     (saved / "rank-0.data").write_bytes(b"1234")
     assert "its results have 4 bytes, not" in command.said(*words, saved)
-    assert "holds no results of rank 0" in command.said(*words, tmp_path)
+    assert "has no results of rank 0" in command.said(*words, tmp_path)
 
 
 def test_times_are_told_by_source_line_by_iteration_and_by_batch(recorded: Path, command: Commands) -> None:
@@ -192,7 +192,10 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(recorded: Path, tmp_
         ("--init-method tcp://localhost:29500?rank=1", "nothing says which rank this is, of how many"),
         ("--init-method tcp://localhost:29500?rank=", "nothing says which rank this is, of how many"),
         ("--init-method file://meeting", "give tcp://HOST:PORT, file:///PATH or env://"),
-        ("--init-method file:///meeting --master-ip h", "--master-ip says where the ranks meet, as --init-method does"),
+        (
+            "--init-method file:///meeting --master-ip h",
+            "--master-ip sets the meeting point of the ranks, as --init-method does",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words: str, said: str, recorded: Path, command: Commands) -> None:

@@ -213,7 +213,7 @@ def test_a_file_in_which_others_met_is_refused(two_ranks: TwoRanks, tmp_path: Pa
     dist.PrefixStore("0/0", dist.FileStore(str(meeting))).add("replays", 1)
     process = _launch(recorded, {}, "--init-method", f"file://{meeting}?rank=0&world_size=2")
     ((_, error),) = ended([process], 2)
-    assert f"--init-method: {meeting} is of another replay; name a new file" in error
+    assert f"--init-method: {meeting} belongs to another replay; give a new file" in error
 
 
 def _launch(recorded: Path, variables: dict[str, str], *more: str) -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ from crossrank.errors import CrossrankError
 from crossrank.measured_launches import closes_batch, measured_operation
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
-from crossrank.tools.graph.linking.communications import OURS
+from crossrank.tools.graph.linking.communications import ADDRESS_AS_NAME, OURS
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, LinkedTrace
@@ -225,7 +225,7 @@ def read_execution_trace_alone(given: RankSources) -> RankTrace:
         timed=False,
         problems=found.damage,
         # Groups that are named by addresses are joined by their members, or refused, with those of the other ranks.
-        notes=[f"{given.path}: {warning}" for warning in found.warnings if "named by an address" not in warning],
+        notes=[f"{given.path}: {warning}" for warning in found.warnings if ADDRESS_AS_NAME not in warning],
     )
     builder = TraceBuilder(trace, found.groups)
     for communication in found.communications:

@@ -20,7 +20,7 @@ _MAX_STREAMS = 1024
 _MAX_ROWS = 1 << 46
 INDICES = ("uniform", "zipf")
 """How random indices into a table are distributed over its rows."""
-NO_SCHEMA = "no operation of torch: a kernel of its own, launched without one"
+NO_SCHEMA = "not an operation of torch: a kernel launched without one"
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -142,20 +142,20 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
             slots = [*slots_in(one.arguments), *one.inputs, *one.outputs, *one.frees, *flat_results(one.results)]
             slots += [slot for slot, _ in (*one.beyond, *one.filled)]
         except (TypeError, ValueError):
-            yield f"operation {one.node} names a tensor that is no number"
+            yield f"operation {one.node} has a tensor that is not a number"
             return
         if not all(0 <= slot < len(compute.slots) for slot in slots) or one.schema >= len(compute.schemas):
-            yield f"operation {one.node} names a tensor or a schema that is not there"
+            yield f"operation {one.node} uses a tensor or a schema that does not exist"
             return
         rows = [*(rows for _, rows in one.beyond), *(max(high, 0) + 1 for _, high in one.filled)]
         if not all(0 < one < _MAX_ROWS for one in rows):
             yield f"operation {one.node} has indices into a table of an impossible number of rows"
             return
         if not -1 <= one.stream < _MAX_STREAMS or not all(0 <= at < position for at in one.after):
-            yield f"operation {one.node} is on a stream that is not there, or waits for an operation after it"
+            yield f"operation {one.node} is on a stream that does not exist, or waits for a later operation"
             return
     if not all(one.block < len(compute.blocks) for one in compute.slots):
-        yield "a tensor lies in memory that is not there"
+        yield "a tensor is in memory that does not exist"
 
 
 def slots_in(value: Any) -> list[int]:

@@ -75,7 +75,7 @@ def read_window(given: RankInput) -> RankWindow:
 
     ops = outermost(window.host, communications, window.activities, sides)
     if not ops.found:
-        raise CrossrankError(f"{source.path}: holds no operations; record a window in which the job takes a step")
+        raise CrossrankError(f"{source.path}: has no operations; record a window with a training step")
     times = step_times(given.comms, window.base_ns, given.window)
     if times.has_other_sizes:
         trace.notes.append(
@@ -187,7 +187,7 @@ class _PlanBuilder:
             bound = self.tensors.bind(position, inputs, outputs)
         except (StandInError, ValueError, TypeError) as error:
             operation.reason = (
-                str(error) if isinstance(error, StandInError) else "its arguments are not as they should be"
+                str(error) if isinstance(error, StandInError) else "its arguments do not match its schema"
             )
             made, used = self.tensors.forget(position, outputs), []
             operation.results = list(made)

@@ -52,9 +52,9 @@ def find_windows(path: str, number: int | None = None, *, one_trace: bool = Fals
         who = f"rank {rank_ranges(incomplete)}" if incomplete else path
         raise CrossrankError(
             f"{who}: has no execution trace with its Kineto trace in window {chosen}; record a window on all ranks "
-            "(TRACING_WINDOW=START:STOP), or let one rank's stand for all (--one-trace)"
+            "(TRACING_WINDOW=START:STOP), or use the window of one rank for all (--one-trace)"
         )
-    notes = [f"{len(numbers)} windows are there, and window {chosen} is replayed; --window chooses another"]
+    notes = [f"{len(numbers)} windows exist, and window {chosen} is replayed; --window selects another one"]
     return FoundWindows(inputs=inputs, notes=notes[: len(numbers) > 1])
 
 
@@ -62,8 +62,8 @@ def _describe_missing_window(path: str, files: list[FoundFile]) -> str:
     problems = [f"{file.path}: {file.problem}" for file in files if file.problem]
     holds = Counter(WHAT[file.kind] for file in files if not file.problem)
     has = f"{', '.join(sorted(holds))} alone" if holds else "; ".join(problems[:3]) or "nothing"
-    what = "" if is_folder(path) else "name the folder that holds all its files; "
-    return f"no window with an execution trace is in it ({has}); {what}record one with TRACING_WINDOW=START:STOP"
+    what = "" if is_folder(path) else "give the folder with all its files; "
+    return f"it has no window with an execution trace ({has}); {what}record one with TRACING_WINDOW=START:STOP"
 
 
 def read_windows(
@@ -92,6 +92,6 @@ def read_windows(
         nothing = ComputePlan(operations=[], schemas=[], slots=[], blocks=[])
         rank.compute = windows[0].compute if one_trace else computes.get(rank.rank, nothing)
     if one_trace and len(found.inputs) > 1:
-        plan.notes.append(f"the files of {len(found.inputs) - 1} other rank(s) are not used, for one stands for all")
+        plan.notes.append(f"the files of {len(found.inputs) - 1} other rank(s) are not used (--one-trace)")
     plan.notes += found.notes
     return plan

@@ -65,5 +65,5 @@ def test_other_calls_keep_their_places() -> None:
 
 
 def test_a_job_without_such_buckets_is_refused() -> None:
-    with pytest.raises(CrossrankError, match="no rank has all_reduces that DDP's reducer makes"):
+    with pytest.raises(CrossrankError, match="no rank has all_reduces of DDP's reducer"):
         with_buckets(plan_of([record("barrier")], [record("barrier")]), 1)

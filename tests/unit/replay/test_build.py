@@ -65,7 +65,7 @@ def test_members_that_no_file_says_are_those_who_called_in_dumps_of_gloo_alone()
         if known:
             assert build(ranks, "job", "flight").groups == [Group(pg="g", size=2, ranks=[0, 1])]
         else:
-            with pytest.raises(CrossrankError, match="its group 'g' is defined nowhere"):
+            with pytest.raises(CrossrankError, match="its group 'g' is not defined"):
                 build(ranks, "job", "flight")
 
 
@@ -79,10 +79,10 @@ def test_a_group_that_no_file_defines_is_refused_with_rank_call_and_file() -> No
     with pytest.raises(CrossrankError) as refused:
         built([record("all_reduce", pg="7")] * 5, [], groups={"0": [0, 1]})
     listed = [
-        f"rank-0: rank 0, call {number} (all_reduce #{number + 1} on '7'): its group '7' is defined nowhere; "
+        f"rank-0: rank 0, call {number} (all_reduce #{number + 1} on '7'): its group '7' is not defined; "
         for number in range(3)
     ]
-    assert str(refused.value) == "".join(listed) + "and 2 more; --partial leaves such calls out"
+    assert str(refused.value) == "".join(listed) + "and 2 more; --partial skips such calls"
 
 
 def test_splits_that_do_not_add_up_are_refused_or_in_part_left_out_on_all_ranks() -> None:
@@ -123,7 +123,7 @@ def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None
     for late in (ring, rank_trace(1, [BARRIER], starts_late=True, numbered=False)):
         plan = build([rank_trace(0, [SUM, SUM, BARRIER]), late], "job", "flight")
         assert [ops(plan, rank) for rank in (0, 1)] == [["barrier"]] * 2
-        assert plan.coverage().reasons == {"another rank's dump no longer has it": 2}
+        assert plan.coverage().reasons == {"the dump of another rank no longer has it": 2}
 
 
 def test_ranks_that_do_not_fit_together_are_refused_in_the_words_of_a_diagnosis() -> None:
@@ -142,7 +142,7 @@ def test_a_saved_plan_is_the_same_when_it_is_loaded(tmp_path: object) -> None:
         assert load_plan(path) == plan
     with open(path, "r+b") as file:
         file.truncate(40)
-    with pytest.raises(CrossrankError, match=r"plan.json.zst: the last zstd frame is cut off.*; save the plan anew"):
+    with pytest.raises(CrossrankError, match=r"plan.json.zst: the last zstd frame is cut off.*; save the plan again"):
         load_plan(path)
 
 
@@ -182,7 +182,7 @@ def test_a_plan_that_contradicts_itself_is_refused(change: Callable[[Plan], obje
     change(plan)
     with pytest.raises(CrossrankError) as refused:
         check_plan(plan, "p")
-    assert str(refused.value) == f"p: {message}; make the plan anew"
+    assert str(refused.value) == f"p: {message}; save the plan again"
 
 
 def _waiting(trace: RankTrace, before: list[int], blocking: list[int]) -> RankTrace:
@@ -197,11 +197,11 @@ def test_what_was_met_on_the_way_is_noted() -> None:
     plan = build([_waiting(rank_trace(rank, calls, **options), [1, 2], [-1, 0]) for rank in (0, 1)], "job", "comms")
     assert plan.notes == [
         "it is odd (2 times)",
-        "2 recorded wait(s) are for calls from before the trace and are not replayed",
-        "6 recorded wait(s) stand where they were",
-        "the recording holds only what crosses nodes; record with TRACING=ALL to have the rest",
-        "comms files of a recording have no times: there are no gaps to keep",
-        "2 call(s) have no recorded root: the first member of their group stands in",
+        "2 recorded wait(s) are for calls before the trace, and are not replayed",
+        "6 recorded wait(s) are replayed at their original position",
+        "the recording has only calls between nodes; record with TRACING=ALL to have the others",
+        "comms files of a recording have no times, so there are no gaps to keep",
+        "2 call(s) have no recorded root; the replay uses the first rank of the group",
     ]
     assert [
         (call.record.root, call.wait_before, call.blocking, call.recorded_bytes, call.gap_ns, call.exposed_ns)
@@ -252,7 +252,7 @@ def test_a_receive_from_any_source_is_made_from_who_sent() -> None:
     anyone = record("recv", peer=None, api="recv")
     plan = plan_of([send(3), send(3)], [send(3)], [send(3)], [recv(2), anyone, anyone, anyone])
     assert [call.record.peer for call in plan.ranks[3].calls] == [2, 0, 0, 1]
-    assert plan.notes == ["3 receive(s) from any source are made from a rank whose send has no other receive"]
+    assert plan.notes == ["3 receive(s) from any source are replayed from a rank with an unmatched send"]
 
 
 def test_damage_counts_against_the_coverage() -> None:
@@ -276,7 +276,7 @@ def test_damage_counts_against_the_coverage() -> None:
          "the ranks are of different runs: rank-1 ends 61 s before rank-0 begins"),
         ([rank_trace(0, [BARRIER], dropped=3), rank_trace(1, [BARRIER])], "its recorder could not keep 3 calls"),
         ([rank_trace(0, []), rank_trace(1, [])],
-         "job: the execution traces hold no communication; was the window long"),
+         "job: the execution traces have no communication; was the window long"),
         ([rank_trace(0, [record("barrier", pg="x")], {"x": [0, 5]}), rank_trace(1, [])],
          "rank-0: group 'x' has a member twice, or outside the 2 ranks"),
         ([rank_trace(0, []), rank_trace(1, [BARRIER], {"0": [1, 1]})],

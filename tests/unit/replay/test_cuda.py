@@ -157,7 +157,7 @@ def test_a_graph_is_captured_after_a_pass_without_one_and_launched_once_in_each_
 
 @pytest.mark.usefixtures("cuda")
 def test_what_holds_the_host_cannot_be_captured() -> None:
-    with pytest.raises(CrossrankError, match="a barrier holds the host and cannot be captured; leave it out"):
+    with pytest.raises(CrossrankError, match="a barrier blocks the host and cannot be captured; use --drop barrier"):
         GraphExecutor(program(bound(0, "barrier", blocking=True)))
 
 

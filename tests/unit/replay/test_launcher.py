@@ -82,7 +82,7 @@ def test_the_agent_of_torchrun_hosts_the_store() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (_OMPI, "Open MPI does not say where rank 0 is; set MASTER_ADDR on all ranks"),
+        (_OMPI, "Open MPI does not set the address of rank 0; set MASTER_ADDR on all ranks"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     ],

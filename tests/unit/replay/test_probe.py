@@ -155,5 +155,5 @@ def test_in_a_ring_of_hosts_a_slow_edge_is_the_link_or_one_of_its_ranks() -> Non
 
 
 def test_where_no_groups_are_alike_nothing_is_probed() -> None:
-    with pytest.raises(CrossrankError, match="4 ranks on 2 hosts makes no 3 groups that are alike"):
+    with pytest.raises(CrossrankError, match="4 ranks on 2 hosts has no 3 similar groups to compare"):
         probe_of("ring", 4, per_host=2)

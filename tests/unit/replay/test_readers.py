@@ -105,9 +105,9 @@ def test_execution_traces_of_every_schema_give_their_calls_and_waits(schema: str
     first = plan.ranks[1].calls[0].record
     assert (first.inputs, first.dtype, first.bytes) == ([[256]], "float32", 1024)
     assert plan.notes == [
-        "2 recorded wait(s) are for calls from before the trace and are not replayed",
-        "2 recorded wait(s) stand where they were",
-        "execution traces have no times: there are no gaps to keep",
+        "2 recorded wait(s) are for calls before the trace, and are not replayed",
+        "2 recorded wait(s) are replayed at their original position",
+        "execution traces have no times, so there are no gaps to keep",
     ]
 
 

@@ -79,11 +79,11 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, run: Comm
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name one trace"),
-        (["{plan}", "--trace-path", "x"], "name one trace"),
+        ([], "give one trace"),
+        (["{plan}", "--trace-path", "x"], "give one trace"),
         (["/nowhere"], "/nowhere: no such file or folder"),
         (["{plan}", "--repeat", "0"], "--repeat 0 is not a number from 1 to "),
-        (["{plan}", "--nproc", "3", "--ops", "tree_reduce"], "--ops: 'tree_reduce' is no operation"),
+        (["{plan}", "--nproc", "3", "--ops", "tree_reduce"], "--ops: 'tree_reduce' is not an operation"),
         (["{plan}", "--timeout", "-1"], "--timeout -1.0 is not a number from 1 to 1,000,000"),
         (["{plan}", "--master-port", "99999"], "--master-port 99999 is not a number from 1 to 65,535"),
         (["{plan}", "--pace", "slow"], "--pace 'slow' is not fast, recorded, compute, or a factor"),
@@ -92,7 +92,7 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, run: Comm
         (["{plan}", "--sweep", "speed=1,2"], "--sweep 'speed=1,2' is not NAME=VALUE,VALUE"),
         (["{plan}", "--backend", "carrier_pigeon"], "--backend 'carrier_pigeon' is not one of gloo, nccl, "),
         (["{plan}", "--backend", "carrier_pigeon", "--dry-run"], "--backend 'carrier_pigeon' is not one of gloo, "),
-        (["{plan}", "--record", "{plan}"], "is the recording that is replayed; name another folder"),
+        (["{plan}", "--record", "{plan}"], "is the recording to replay; choose another folder"),
         (["{plan}", "--device", "tpu"], "--device 'tpu' is neither cpu nor cuda"),
         (["{plan}", "--nproc", "1000"], "1000 ranks are too many processes for one machine"),
     ],
@@ -126,7 +126,7 @@ def _words(option: replay_options.Option) -> list[str]:
 )
 def test_options_that_contradict_each_other_are_refused(one: replay_options.Option, other: str) -> None:
     beside = replay_options.OPTIONS[other]
-    with pytest.raises(CrossrankError, match=rf"^{one.shown} .*; leave out {beside.shown}$"):
+    with pytest.raises(CrossrankError, match=rf"^{one.shown} .*; remove {beside.shown}$"):
         replay_options.check(_parsed(*_words(one), *_words(beside)))
 
 
@@ -134,7 +134,7 @@ def test_options_that_contradict_each_other_are_refused(one: replay_options.Opti
     "one", [one for one in replay_options.OPTIONS.values() if one.needs], ids=lambda one: str(one.name)
 )
 def test_an_option_about_another_one_is_refused_without_it(one: replay_options.Option) -> None:
-    with pytest.raises(CrossrankError, match=rf"^{one.shown} is for --{one.needs}; add it, or leave {one.shown} out$"):
+    with pytest.raises(CrossrankError, match=rf"^{one.shown} needs --{one.needs}$"):
         replay_options.check(_parsed(*_words(one)))
 
 
@@ -161,7 +161,7 @@ def test_under_a_launcher_the_number_of_ranks_is_its(plan: str, run: Command, mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     code, _, err = run(plan, "--nproc", "4")
-    assert (code, "started 2 ranks; leave --nproc out" in err) == (2, True)
+    assert (code, "started 2 ranks; remove --nproc" in err) == (2, True)
     code, _, err = run(plan, "--sweep", "NCCL_ALGO=Ring,Tree")
     assert (code, "start one replay per value" in err) == (2, True)
 

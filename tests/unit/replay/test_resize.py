@@ -139,8 +139,8 @@ def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
     made = resize(plan, 2)
     assert ops(resize(built(*[[record("all_reduce")]] * 2), 1)) == ["all_reduce"]
     assert made.coverage().reasons == {
-        "its peer is beyond the smaller number of ranks": 1,
-        "its rank is beyond the smaller number of ranks": 1,
+        "its peer is not among the ranks of the smaller job": 1,
+        "its rank is not among the ranks of the smaller job": 1,
     }
 
 
@@ -148,7 +148,7 @@ def test_what_is_recorded_stays_the_same_however_many_ranks_replay_it() -> None:
     plan = only_operations(built(*[[record("all_reduce"), record("barrier")]] * 8), ["all_reduce"])
     grown, shrunk = resize(plan, 16), resize(scale_bytes(plan, 3), 2)
     left = {"not in --ops": 8}
-    fewer = left | {"its rank is beyond the smaller number of ranks": 6}
+    fewer = left | {"its rank is not among the ranks of the smaller job": 6}
     for made, calls, reasons in (
         *((one, 8, left) for one in (plan, grown, resize(grown, 32), resize(grown, 8))),
         *((one, 2, fewer) for one in (shrunk, resize(shrunk, 8))),
@@ -194,7 +194,7 @@ def test_other_ends_are_added_beside_with_ids_of_their_own() -> None:
         (3, "recv", "recv_", 2, None, None),
         (4, "barrier", "", None, None, None),
     ]
-    assert made[0].notes[1:] == ["2 sends or receives have no other end in it, which was added on every rank"]
+    assert made[0].notes[1:] == ["2 sends or receives have no match in it; the replay added it on every rank"]
     for tag, calls in ((None, 2), (3, 4)):
         assert len(spread(rank_trace(0, [isend(1, tag=tag), irecv(1, tag=0)]))[1]) == calls
 
@@ -244,5 +244,5 @@ def test_ranks_of_one_file_do_the_same() -> None:
     assert [ops(made, rank) for rank in range(4)] == [["all_reduce", "barrier"]] * 4
     assert (made.coverage().recorded_calls, made.calls) == (2, 8)
     assert made.notes == [
-        "the file of rank 1 stands for all 4 ranks (--one-trace); groups that it is not in are not known"
+        "the file of rank 1 is used for all 4 ranks (--one-trace); groups without this rank are unknown"
     ]

@@ -19,7 +19,9 @@ from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, w
 _BUCKET = record("all_reduce", is_async=True)
 _GATHER = {"is_async": True, "inputs": [[4]], "outputs": [[8]]}
 _STEPS = [record("all_reduce", is_async=True, step=step) for step in (1, 1, 2)]
-_UNTIL_BLOCKING = "waits that are not recorded are placed before the rank's next blocking call, or the end of its step"
+_UNTIL_BLOCKING = (
+    "where no wait was recorded, the replay waits before the next blocking call of the rank, or at the end of its step"
+)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_a_batch_is_waited_for_as_a_whole() -> None:
 def test_a_receive_that_is_answered_after_a_barrier_is_not_waited_for_before_it() -> None:
     plan = plan_of([irecv(1), record("barrier")], [record("barrier"), send(0)])
     assert waits(plan) == [2, 2]
-    assert plan.notes == ["waits that are not recorded are placed at the end of its step"]
+    assert plan.notes == ["where no wait was recorded, the replay waits at the end of its step"]
 
 
 def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:

@@ -19,7 +19,7 @@ from tests.unit.replay.plans import plan_of, record
 _COALESCED = "allgather_into_tensor_coalesced_"
 _LIST, _LISTS, _REDUCED = "allgather_", "allgather_coalesced_", "allreduce_coalesced_"
 _SCATTERED = "reduce_scatter_tensor_coalesced_"
-_ONE_EACH = " where one each is wanted"
+_ONE_EACH = " instead of one each"
 _IN_ROWS = {"in_split": [1, 2, 3, 0], "out_split": [2, 2, 2, 2]}
 _IN_ELEMENTS = {"in_split": [2, 4, 6, 0], "out_split": [3, 3, 3, 3]}
 _NOT_FOUR = "is not one number for each of 4 ranks"
@@ -91,8 +91,8 @@ def test_tensors_of_a_call_of_four_ranks(op: str, fields: dict[str, Any], expect
     [
         ("all_reduce", {"dtype": None}, "its element type is not recorded"),
         ("all_reduce", {"dtype": "float3"}, "its element type float3 is not known"),
-        ("fancy_reduce", {}, "fancy_reduce is no operation that is known"),
-        ("recv", {"peer": None}, "its other end is not recorded"),
+        ("fancy_reduce", {}, "fancy_reduce is not a known operation"),
+        ("recv", {"peer": None}, "its peer is not recorded"),
         ("gather", {"root": None}, "its root is not recorded"),
         ("reduce", {"inputs": [[1], [2]]}, "reduce of several tensors at once"),
         ("all_reduce", {"inputs": [], "outputs": [], "bytes": 0}, "its size is not recorded"),
@@ -109,13 +109,13 @@ def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, An
 @pytest.mark.parametrize(
     ("op", "fields", "why"),
     [
-        ("send", {"peer": 0}, "its peer, rank 0, is no other member of its group '0'"),
-        ("send", {"peer": 9}, "its peer, rank 9, is no other member of its group '0'"),
-        ("broadcast", {"root": 5}, "its root, rank 5, is no member of its group '0'"),
+        ("send", {"peer": 0}, "its peer, rank 0, is not another rank of its group '0'"),
+        ("send", {"peer": 9}, "its peer, rank 9, is not another rank of its group '0'"),
+        ("broadcast", {"root": 5}, "its root, rank 5, is not in its group '0'"),
         ("all_gather", {"outputs": [[7]]}, "4 elements of each of 4 ranks are not the 7 of the other side"),
-        ("reduce_scatter", {"inputs": [[7]]}, "7 elements cannot be shared out among 4 ranks"),
-        ("all_to_all", {"inputs": [[7]]}, "its 7 rows cannot be shared out evenly among 4 ranks"),
-        ("all_to_all", {"inputs": [[]]}, "its 1 rows cannot be shared out evenly among 4 ranks"),
+        ("reduce_scatter", {"inputs": [[7]]}, "7 elements cannot be divided among 4 ranks"),
+        ("all_to_all", {"inputs": [[7]]}, "its 7 rows cannot be divided evenly among 4 ranks"),
+        ("all_to_all", {"inputs": [[]]}, "its 1 rows cannot be divided evenly among 4 ranks"),
         ("all_to_all", {"inputs": [[7]], "in_split": [1, 2, 3]}, "in_split [1, 2, 3] " + _NOT_FOUR),
         ("all_to_all", {"inputs": [[2]], "in_split": [5, -1, -1, -1]}, "in_split [5, -1, -1, -1] " + _NOT_FOUR),
         ("all_reduce", {"inputs": [[-1]]}, "a tensor of it has a negative extent"),
@@ -148,11 +148,11 @@ def test_a_call_has_the_bytes_of_its_tensors_whatever_the_trace_says() -> None:
 
 
 def test_a_group_without_the_rank_is_no_group_of_its() -> None:
-    with pytest.raises(BrokenError, match=r"^its group '0' is defined nowhere$"):
+    with pytest.raises(BrokenError, match=r"^its group '0' is not defined$"):
         complete(record("all_reduce"), None, 0)
-    with pytest.raises(BrokenError, match=r"^its group '0' is defined nowhere$"):
+    with pytest.raises(BrokenError, match=r"^its group '0' is not defined$"):
         complete(record("all_reduce"), Group(pg="0", size=4), 0)
-    with pytest.raises(BrokenError, match=r"rank 7 is no member of its group '0' \(ranks 0-3\)"):
+    with pytest.raises(BrokenError, match=r"rank 7 is not in its group '0' \(ranks 0-3\)"):
         complete(record("all_reduce"), _FOUR, 7)
 
 
@@ -169,7 +169,7 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
     ("fields", "backend", "reduce", "differences"),
     [
         ({"reduce": "avg"}, "gloo", "avg", ()),
-        ({"reduce": None}, "gloo", "sum", ("all_reduce as sum, for the recording does not say the reduction",)),
+        ({"reduce": None}, "gloo", "sum", ("all_reduce as sum, because the reduction is not recorded",)),
         (
             {"reduce": "max", "dtype": "complex64"},
             "gloo",
@@ -177,11 +177,16 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
             ("all_reduce of complex64 as float64, of the same size",),
         ),
         ({"reduce": "avg", "dtype": "complex64"}, "gloo", "avg", ()),
-        ({"reduce": "premul_sum"}, "nccl", "sum", ("all_reduce as sum, in the place of premul_sum",)),
+        ({"reduce": "premul_sum"}, "nccl", "sum", ("all_reduce as sum, instead of premul_sum",)),
         ({"reduce": "band", "dtype": "int32"}, "gloo", "band", ()),
-        ({"reduce": "band", "dtype": "int32"}, "nccl", "sum", ("all_reduce as sum, for nccl has no band of int32",)),
-        ({"reduce": "band"}, "gloo", "sum", ("all_reduce as sum, for gloo has no band of float32",)),
-        ({"reduce": "avg", "dtype": "int64"}, "gloo", "sum", ("all_reduce as sum, for there is no avg of int64",)),
+        (
+            {"reduce": "band", "dtype": "int32"},
+            "nccl",
+            "sum",
+            ("all_reduce as sum, because nccl has no band of int32",),
+        ),
+        ({"reduce": "band"}, "gloo", "sum", ("all_reduce as sum, because gloo has no band of float32",)),
+        ({"reduce": "avg", "dtype": "int64"}, "gloo", "sum", ("all_reduce as sum, because int64 has no avg",)),
     ],
 )
 def test_reductions(fields: dict[str, Any], backend: str, reduce: str, differences: tuple[str, ...]) -> None:
@@ -226,6 +231,6 @@ def test_an_exchange_whose_totals_or_rows_differ_is_refused(other: CommRecord) -
         plan_of(*ranks)
     what = "(all_to_all #1 on '0'): what its ranks send is not what they receive"
     assert str(refused.value) == (
-        f"rank-0: rank 0, call 0 {what}; rank-1: rank 1, call 0 {what}; --partial leaves such calls out"
+        f"rank-0: rank 0, call 0 {what}; rank-1: rank 1, call 0 {what}; --partial skips such calls"
     )
     assert plan_of(*ranks, partial=True).coverage().reasons == {"it contradicts itself": 2}

@@ -100,7 +100,7 @@ def test_gloo_gets_one_tensor_with_splits_for_a_list_of_uneven_ones() -> None:
     assert (first.c10d, first.inputs, first.outputs) == ("alltoall_base_", [[7]], [[6]])
     assert (first.in_split, first.out_split) == ([3, 4], [2, 4])
     assert second == plan.ranks[1].calls[1].record
-    assert changed.notes == ["1 all_to_all(s) of lists of uneven tensors are made of one tensor each, for gloo"]
+    assert changed.notes == ["1 all_to_all(s) with lists of uneven tensors use one tensor each, because of gloo"]
     assert for_backend(only_operations(plan, ["barrier"]), "gloo").notes == []
 
 
@@ -115,8 +115,8 @@ def test_waits_move_with_their_calls() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plan: only_operations(plan, ["allredcue"]), "'allredcue' is no operation; choose from all_reduce"),
-        (lambda plan: only_operations(plan, ["send"]), "sends and receives answer each other"),
+        (lambda plan: only_operations(plan, ["allredcue"]), "'allredcue' is not an operation; choose from all_reduce"),
+        (lambda plan: only_operations(plan, ["send"]), "sends and receives belong together"),
         (lambda plan: only_groups(plan, ["tp"]), "no call is on a group 'tp'; choose from 0, dp"),
         (lambda plan: with_dtype(plan, "float7"), "--dtype 'float7' is not known; choose from float32"),
         (lambda plan: scale_bytes(plan, 0.0), "--scale-bytes 0 is not above 0"),

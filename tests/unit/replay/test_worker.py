@@ -51,7 +51,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_two_that_share_one() -> None:
     states = {rank: State(phase="joining", asked_to_end=rank < 2) for rank in range(3)}
     states[2].error = one_line(refused.value)
     assert Failed(states).summary() == (
-        "rank 2 shares a GPU with rank 0, and NCCL wants one each; start fewer ranks, set NCCL_HOSTID, or use "
+        "rank 2 shares a GPU with rank 0, and NCCL needs one each; start fewer ranks, set NCCL_HOSTID, or use "
         "--backend gloo"
     )
 

@@ -29,6 +29,8 @@ from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, named_by_address, to_record
 
+ADDRESS_AS_NAME = "has an address as its name"
+"""Part of the warnings about such groups. Once all ranks are matched by members, the warnings are obsolete."""
 SOURCES = {
     "comms file": "crossrank's record of the call, by its id",
     "crossrank range": "the text of crossrank's range in the execution trace",
@@ -256,10 +258,10 @@ class Communications:
                 group = self.groups[pg] = Group(pg=pg, size=size, ranks=self.budget.ranks(range(size)), desc="")
                 self._set_group(pg, group)
                 self.warnings.append(
-                    f"group {pg} has an address as its name, which differs between ranks: match it by its members"
+                    f"group {pg} {ADDRESS_AS_NAME}, which differs between ranks: match it by its members"
                 )
             else:
-                self.warnings.append(f"group {pg} has an address as its name, and its members are not recorded")
+                self.warnings.append(f"group {pg} {ADDRESS_AS_NAME}, and its members are not recorded")
 
     def _set_group(self, pg: str, group: Group) -> None:
         for number, communication in enumerate(self.communications):

@@ -107,7 +107,7 @@ def test_a_result_whose_shape_depends_on_data_stands_empty_with_the_recorded_sha
     program.run_pass(trial=True)  # its own numbers are all above zero
     (failed,) = program.failed
     assert plan.operations[failed].name == "aten::nonzero"
-    assert program.failed[failed] == "what it gives depends on its data, and is of another shape"
+    assert program.failed[failed] == "its result depends on its data and has another shape"
     program.run_pass()
     computed = program.result([0] * 2 * len(plan.operations))
     ((name, reason, _),) = computed.failed

@@ -77,7 +77,7 @@ def test_what_is_no_operation_is_missing(schema: str) -> None:
     assert why_not(schema) == MISSING
 
 
-_STRANGE = "is given what no computation takes: not run from a file"
+_STRANGE = "has an unusual argument: not run from a file"
 
 
 @pytest.mark.parametrize(

@@ -80,4 +80,4 @@ def test_a_pass_goes_from_stream_to_stream_and_keeps_what_another_one_takes(tmp_
     program.run_pass()
     assert streams.log == ["begin", f"done {add}", "on 1", f"after {add}", "kept", "end"]
     plan.operations[add].after = [mul]
-    assert "waits for an operation after it" in next(contradictions(plan))
+    assert "waits for a later operation" in next(contradictions(plan))
