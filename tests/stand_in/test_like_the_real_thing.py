@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from crossrank.tools.traces.flight.dump import Entry, read_flight_dump
+from crossrank.tools.traces.flight.dump import read_flight_dump
+from crossrank.tools.traces.flight.entries import Entry
 from tests.integration.traces import load
 from tests.stand_in.test_machine import record
 from tests.stand_in.test_recording import TRAINING

@@ -30,7 +30,8 @@ from crossrank.tools.sharing.rules import (
     rule_of_class,
 )
 from crossrank.tools.traces.execution_trace import IO, TraceFile, TraceNode
-from crossrank.tools.traces.flight.dump import Entry, GroupConfig, Moment, Progress, Raised
+from crossrank.tools.traces.flight.dump import GroupConfig, Moment, Progress, Raised
+from crossrank.tools.traces.flight.entries import Entry
 from crossrank.tools.traces.group_config import ListedGroup
 from crossrank.tools.traces.kineto import DeviceArgs, DistributedInfo, Event, HostArgs, KinetoFile
 from crossrank.tools.traces.nsight.markers import MarkerText

@@ -29,7 +29,6 @@ from crossrank.tools.traces.comms import WallClock, add_records, stack_of
 from crossrank.tools.traces.flight.dump import (
     MOST_FRAMES,
     NCCL2,
-    Entry,
     FlightDump,
     Frame,
     Moment,
@@ -37,6 +36,7 @@ from crossrank.tools.traces.flight.dump import (
     read_frame,
     whole,
 )
+from crossrank.tools.traces.flight.entries import Entry
 from crossrank.tools.traces.param_comms import ParamComms, to_record
 from crossrank.tools.traces.rank_trace import (
     COMPLETED,

@@ -33,7 +33,7 @@ _LONGEST = 1 << 14
 """Bytes of an entry up to which it is looked at."""
 _MOST = 1 << 21
 """Entries that are looked at."""
-_MOST_ORDERS = 8
+_MOST_ORDERS = 3
 """Different orders of opcodes that are looked for among entries of one length."""
 
 _OPERATION = re.compile(rb"(?s)h.|K.|\x8a\x08.{8}|M..|[Jjr]....|G.{8}|q.|[}\](ueaN\x88\x89\x86]")
@@ -89,7 +89,7 @@ def load_columns(data: bytes, names: Sequence[str]) -> tuple[Any, dict[str, list
     name_of = {get: name for name in names if (get := _get_of(data, name))}
     starts = _starts(data, name_of)
     found = list(_find_alike(data, starts, name_of))
-    if not found:
+    if 2 * sum(len(alike.numbers) for alike in found) <= len(starts):
         return None
     # What is put behind the rest of the pickle, with its place there.
     behind = {get: place for place, get in enumerate(name_of)}
@@ -110,7 +110,7 @@ def load_columns(data: bytes, names: Sequence[str]) -> tuple[Any, dict[str, list
     if not isinstance(entries, list) or not {dict, type(None)}.issuperset(map(type, entries)):
         return None
     is_cut = np.fromiter(map(is_, entries, repeat(None)), bool, len(entries))
-    if np.count_nonzero(is_cut) != len(cut):
+    if np.count_nonzero(is_cut) != len(cut) or len(entries) > 2 * len(cut):
         return None
     places = np.zeros(len(starts), np.intp)
     places[cut] = np.flatnonzero(is_cut)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.budget import Budget
-from crossrank.tools.traces.flight.dump import Entry, NoDumpError, decode_flight_dump
+from crossrank.budget import Budget, BudgetError
+from crossrank.tools.traces.flight.dump import NoDumpError, decode_flight_dump
+from crossrank.tools.traces.flight.entries import Entry
 from crossrank.tools.traces.flight.pickled_entries import load_columns
 
 NAMES = Entry.__struct_fields__
@@ -128,3 +129,27 @@ def test_what_is_refused_elsewhere_is_refused_between_entries_that_are_cut_out(o
     for place in (later, later + 2, len(content) - 1):
         with pytest.raises(NoDumpError, match="refused"):
             decode_flight_dump("rank_0", content[:place] + opcode + content[place:], [], Budget("dump"))
+
+
+def read(rows: list[Any], protocol: int, last: int | None = None) -> tuple[list[Entry], list[str], int]:
+    problems: list[str] = []
+    dump = decode_flight_dump("rank_0", pickle.dumps(dump_of(rows), protocol), problems, Budget("dump"), last)
+    return list(dump.entries), problems, dump.left_out
+
+
+@pytest.mark.parametrize("last", [None, 5])
+@pytest.mark.parametrize("changed", [{}, {"pg_id": None}, {"retired": 1}, {"process_group": ["0", 7]}])
+def test_entries_are_the_same_however_they_are_read(changed: dict[str, Any], last: int | None) -> None:
+    rows = entries(60)
+    rows[40:44] = entries(44, **changed)[40:]
+    whole = read(rows, 4, last)  # which is never read as columns
+    assert read(rows, 2, last) == whole
+    assert len(whole[0]) == (60 if not changed else 56) or last is not None
+
+
+def test_a_list_that_many_entries_name_counts_for_each_of_them() -> None:
+    shapes = [[7] * 31] * 64
+    rows = entries(2) + entries(600, input_sizes=shapes)
+    assert len(decode_flight_dump("rank_0", pickle.dumps(dump_of(rows[:500]), 2), [], Budget("dump")).entries) == 500
+    with pytest.raises(BudgetError, match="extents"):
+        decode_flight_dump("rank_0", pickle.dumps(dump_of(rows), 2), [], Budget("dump"))

@@ -1,0 +1,219 @@
+"""The entries of a dump: one for each call, or member of a coalesced call, checked for type and range."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import attrgetter, mul
+from types import GenericAlias
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from crossrank.budget import EXTENTS, ROWS, Budget
+from crossrank.comm import Int, Number
+from crossrank.errors import BROKEN, one_line
+from crossrank.privacy import Privacy
+
+_LISTS = frozenset((list, tuple))
+MANY = msgspec.Meta(max_length=1 << 16)
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=32), Privacy.SIZE]
+Shapes = Annotated[tuple[Shape, ...], MANY]
+Dtypes = Annotated[tuple[Text, ...], MANY, Privacy.DTYPE]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One call, or one member of a coalesced call. Times are ns since 1970 and None where they are not known."""
+
+    record_id: Number
+    profiling_name: Annotated[Text, Privacy.EVENT]
+    """`nccl:all_reduce`, `nccl:send 0->1`: backend, operation, and for P2P the ranks within the group."""
+    process_group: Annotated[tuple[Text, Text], Privacy.GROUP] = ("", "")
+    """Name and description."""
+    pg_id: Number = -1
+    collective_seq_id: Number = 0
+    p2p_seq_id: Number = 0
+    op_id: Number = -1
+    """Counts the calls of the group, of both kinds."""
+    time_created_ns: Annotated[Int, Privacy.WALL] = 0
+    input_sizes: Shapes = ()
+    input_dtypes: Dtypes = ()
+    output_sizes: Shapes = ()
+    output_dtypes: Dtypes = ()
+    state: Annotated[Text, Privacy.STATE] = "scheduled"
+    time_discovered_started_ns: Annotated[Int, Privacy.WALL] | None = None
+    time_discovered_completed_ns: Annotated[Int, Privacy.WALL] | None = None
+    duration_ms: Annotated[float, msgspec.Meta(ge=0, le=1e12), Privacy.NUMBER] | None = None
+    retired: bool = False
+    is_p2p: bool | None = None
+    """None in dumps that do not say."""
+    frames: Annotated[Any, Privacy.FRAMES] = ()
+    """Innermost first, as decoded: `read_frame` checks them, each once."""
+
+
+_DESCRIPTION = ("process_group", "profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+Columns = dict[str, list[Any]]
+"""Fields of `Entry`, as decoded: None where an entry lacks one."""
+LAUNCH = ("record_id", "state", "is_p2p", "pg_id", "collective_seq_id", "p2p_seq_id")
+"""Fields that say of which launch an entry is, and whether it is over."""
+_COLUMNS = {one.name: GenericAlias(list, one.type) for one in structs.fields(Entry) if one.name not in _DESCRIPTION}
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a dump. What is often equal stands once, the rest as columns."""
+
+    kinds: dict[int, Entry]
+    """The first entry of each kind, that is, with its group, operation, sizes and dtypes, by its row."""
+    kind: list[int]
+    """Of each entry the row of the first of its kind."""
+    columns: dict[str, list[Any]]
+    """The other fields, by the names of `Entry`."""
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def __getitem__(self, row: int) -> Entry:
+        own = {name: column[row] for name, column in self.columns.items()}
+        return structs.replace(self.kinds[self.kind[row]], **own)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(self.__getitem__, range(len(self)))
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """Return a column of numbers, with 0 for an unknown one."""
+        column = self.columns[name]
+        return np.array([value or 0 for value in column] if None in column else column)
+
+
+def last_calls(columns: Columns, last: int) -> Sequence[int]:
+    """The rows from `last` before the first call that is not over on, and of those before it all sends and receives and
+    the last launch of each group; all, where the entries are not as torch writes them. `columns` has at least `LAUNCH`.
+
+    The members of a coalesced launch never say that they are over: its closing entry, the last one, does.
+    """
+    record_id, state, p2p, *numbers = (columns[name] for name in LAUNCH)
+    if type(next(iter(record_id), 0)) is not int or any(None in column for column in (state, p2p, *numbers)):
+        return range(len(state))
+    try:
+        launches = list(zip(*numbers, strict=True))
+        is_over = {launch: one == "completed" for launch, one in zip(launches, state, strict=True)}
+    except TypeError:
+        return range(len(state))
+    open_from = next((place for place, launch in enumerate(launches) if not is_over[launch]), len(launches))
+    kept = {launch for launch, one in zip(launches, p2p, strict=True) if one}
+    kept.update({launch[0]: launch for launch in launches}.values())
+    kept.update(launches[max(0, open_from - last) :])
+    return [row for row, launch in enumerate(launches) if launch in kept]
+
+
+def columns_of(dicts: list[dict[str, Any]], names: Iterable[str] = Entry.__struct_fields__) -> Columns:
+    """The fields `names` of entries."""
+    return {name: list(map(dict.get, dicts, repeat(name))) for name in names}
+
+
+def read_columns(columns: Columns, budget: Budget) -> Entries | None:
+    """The entries of which these are the columns, where equal ones share their lists; None where one of them is not as
+    torch writes it. Then nothing is spent."""
+    used = budget.used.copy()
+    budget.spend(ROWS, len(columns["record_id"]))
+    firsts, same = _by_kind(zip(*(map(id, columns[name]) for name in _DESCRIPTION), strict=True))
+    times = Counter(same)
+    described = {name: [columns[name][row] for row in firsts] for name in _DESCRIPTION}
+    found = None
+    if _spend_extents(described, [times[row] for row in firsts], budget):
+        try:
+            keys = dict(zip(firsts, map(_encode, zip(*described.values(), strict=True)), strict=True))
+            found = _checked(columns, [keys[row] for row in same])
+        except BROKEN:
+            pass
+    budget.used = used if found is None else budget.used
+    return found
+
+
+def read_rows(rows: list[Any], problems: list[str], budget: Budget) -> Entries:
+    """The entries, checked column by column; where one of them is not as torch writes it, row by row."""
+    budget.spend(ROWS, len(rows))
+    dicts = [row for row in rows if type(row) is dict]
+    given = columns_of(dicts)
+    is_plain = _spend_extents(given, None, budget)
+    try:
+        if is_plain and len(dicts) == len(rows):
+            # The bytes of a list of lists are compared in a fraction of the time that it takes to make tuples of it.
+            return _checked(given, map(_encode, zip(*(given[name] for name in _DESCRIPTION), strict=True)))
+    except BROKEN:
+        pass
+    entries = _row_by_row(rows, problems)
+    kinds, kind = _by_kind(map(attrgetter(*_DESCRIPTION), entries))
+    columns = {name: list(map(attrgetter(name), entries)) for name in _COLUMNS}
+    return Entries({row: entries[row] for row in kinds}, kind, columns)
+
+
+def _checked(given: Columns, keys: Iterable[Hashable]) -> Entries:
+    """Entries of these columns; those with equal `keys` are of one kind."""
+    columns = {name: msgspec.convert(given[name], column) for name, column in _COLUMNS.items()}
+    kinds, kind = _by_kind(keys)
+    first = {row: {name: column[row] for name, column in given.items()} for row in kinds}
+    return Entries({row: msgspec.convert(own, Entry) for row, own in first.items()}, kind, columns)
+
+
+def _by_kind(keys: Iterable[Hashable]) -> tuple[list[int], list[int]]:
+    """(The first row of each key, that of each row.)"""
+    known = list(keys)
+    first_of = dict(zip(reversed(known), reversed(range(len(known))), strict=True))
+    return sorted(first_of.values()), list(map(first_of.__getitem__, known))
+
+
+def _spend_extents(given: Columns, times: list[int] | None, budget: Budget) -> bool:
+    """Spend what the lists of the entries hold; returns whether they are as torch writes them. A pickle may name one
+    list a million times: what counts is what each entry makes of it, and each row stands for so many (`times`)."""
+    is_plain = {str}.issuperset(map(type, given["profiling_name"]))
+    for name in _DESCRIPTION[2:]:
+        lists, weights = _lists(given[name]), times
+        is_plain = is_plain and len(lists) == len(given[name])
+        if times is not None and not is_plain:
+            return False
+        budget.spend(EXTENTS, _sum_of_lengths(lists, weights))
+        cell: type = str
+        values = list(chain.from_iterable(lists))
+        if name.endswith("_sizes"):
+            shapes, cell = _lists(values), int
+            is_plain = is_plain and len(shapes) == len(values)
+            if weights is not None:
+                weights = list(chain.from_iterable(map(repeat, weights, map(len, lists))))
+            budget.spend(EXTENTS, _sum_of_lengths(shapes, weights))
+            values = list(chain.from_iterable(shapes))
+        is_plain = is_plain and {cell}.issuperset(map(type, values))
+    groups = _lists(given["process_group"])
+    return is_plain and len(groups) == len(given["process_group"]) and {str}.issuperset(map(type, chain(*groups)))
+
+
+def _sum_of_lengths(lists: list[Any], times: list[int] | None) -> int:
+    return sum(map(len, lists)) if times is None else sum(map(mul, map(len, lists), times))
+
+
+def _lists(values: list[Any]) -> list[Any]:
+    """Those of `values` that are lists: as a rule all, which is seen without a look at each."""
+    return values if _LISTS.issuperset(map(type, values)) else [one for one in values if type(one) in _LISTS]
+
+
+def _row_by_row(rows: list[Any], problems: list[str]) -> list[Entry]:
+    entries, broken, first = [], 0, ""
+    for number, row in enumerate(rows):
+        try:
+            entries.append(msgspec.convert(row, Entry))
+        except BROKEN as error:
+            broken += 1
+            first = first or f"entry {number}: {one_line(error)[:200]}"
+    if broken:
+        problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were left out")
+    return entries
