@@ -153,20 +153,20 @@ def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
 
 def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, inspect: Command) -> None:
     step = (
-        "; name the folder given as TRACING_DIR "
+        "; give the folder set as TRACING_DIR "
         "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)\n"
     )
-    assert inspect(tmp_path) == (2, "", f"crossrank: {tmp_path} is no recording: it is empty{step}")
+    assert inspect(tmp_path) == (2, "", f"crossrank: {tmp_path} is not a recording: it is empty{step}")
     (tmp_path / "run1").mkdir()
     trace = tmp_path / "rank-0.et.json.zst"
     trace.write_bytes(b"")
-    ending = f", but there are the folders run1{step}"
+    ending = f", but these folders: run1{step}"
     assert inspect(tmp_path)[2] == (
-        f"crossrank: {tmp_path} is no recording: no comms file among rank-0.et.json.zst{ending}"
+        f"crossrank: {tmp_path} is not a recording: no comms file among rank-0.et.json.zst{ending}"
     )
-    assert inspect(trace)[2].startswith(f"crossrank: {trace} is no recording: no comms file among rank-0.et")
+    assert inspect(trace)[2].startswith(f"crossrank: {trace} is not a recording: no comms file among rank-0.et")
     trace.unlink()
-    assert inspect(tmp_path)[2] == (f"crossrank: {tmp_path} is no recording: no file in it{ending}")
+    assert inspect(tmp_path)[2] == (f"crossrank: {tmp_path} is not a recording: it has no files{ending}")
 
 
 def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, inspect: Command) -> None:
@@ -193,7 +193,7 @@ def test_files_of_two_jobs_are_no_complete_recording(folder: Path, inspect: Comm
     groups = [[one[name] for name in ("size", "ranks", "locality", "calls", "bytes")] for one in summary["groups"]]
     assert groups == [[3, [0, 1, 2], "cross_node", 4, 8000], [2, [0, 1], "unknown", 2, 4000]]
     assert summary["warnings"] == [
-        "3 calls were dropped because the ring was full; raise TRACING_RING",
+        "3 calls were dropped because the ring was full; increase TRACING_RING",
         "the files come from jobs of different world sizes: [2, 3]",
         "the ranks ran different versions of torch",
     ]

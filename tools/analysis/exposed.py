@@ -144,13 +144,13 @@ def _lines(waits: pl.DataFrame) -> list[Row]:
 
 def _notes(ranks: Sequence[RankTrace], recorded: Sequence[RankTrace]) -> Iterator[str]:
     yield (
-        "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass, "
-        "for what C++ called in it; what else C++ waits for is not seen"
+        "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass "
+        "for calls that C++ made in it; other waits inside C++ are not recorded"
     )
     if any("gloo" not in one.backend or "nccl" in one.backend for one in recorded):
         yield (
-            "on a GPU most waits make the stream wait and return at once: what communication costs there shows in the "
-            "kernels of a window"
+            "on a GPU most waits make only the stream wait and return at once; the kernels of a window show the "
+            "exposed communication there"
         )
     if len(recorded) < len(ranks):
         yield f"{plural(len(ranks) - len(recorded), 'rank')} of {len(ranks):,} recorded no waits"

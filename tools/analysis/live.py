@@ -230,7 +230,7 @@ def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang:
     nodes = {one.node for one in ranks}
     notes = []
     if len(nodes) > 1:
-        notes.append(f"who comes last is by the clocks of {plural(len(nodes), 'node')}, as they are")
+        notes.append(f"the last rank is by the clocks of {plural(len(nodes), 'node')}, which are not aligned")
     if broken := sum(file.problems for file in files.values()):
         notes.append(f"{plural(broken, 'line')} of the files could not be read")
     return Snapshot(

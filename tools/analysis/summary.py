@@ -102,7 +102,7 @@ def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet) -> Summary:
     unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in found if file not in comms]
     if not comms:
         raise CrossrankError(
-            f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR "
+            f"{path} is not a recording: {_found(path, files)}; give the folder set as TRACING_DIR "
             "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)"
         )
     files_by_rank(comms, (COMMS,))  # refuses two of a rank, whose calls would be added up
@@ -116,8 +116,8 @@ def _found(path: str, files: Sequence[FoundFile]) -> str:
     if not names and not folders:
         return "it is empty"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    found = f"no comms file among {', '.join(names[:3])}{more}" if names else "no file in it"
-    return found + (f", but there are the folders {', '.join(folders[:5])}" if folders else "")
+    found = f"no comms file among {', '.join(names[:3])}{more}" if names else "it has no files"
+    return found + (f", but these folders: {', '.join(folders[:5])}" if folders else "")
 
 
 def summarise_rank(file: FoundFile) -> RankSummary:
@@ -164,7 +164,7 @@ def _ended_by(end: dict[str, Any]) -> str | None:
         return str(exception.get("error"))
     reason = str(end.get("reason", ""))
     if reason == "abort":
-        return "TRACING_ON_HANG=abort, as the job hung"
+        return "TRACING_ON_HANG=abort, because the job hung"
     return reason if reason.startswith("SIG") else None
 
 
@@ -262,9 +262,9 @@ def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
 
 
 _LOSSES = {
-    "dropped": "calls were dropped because the ring was full; raise TRACING_RING",
-    "unwritten": "records were lost because the disk refused them",
-    "errors": "calls could not be recorded; the log of the job names the first one",
+    "dropped": "calls were dropped because the ring was full; increase TRACING_RING",
+    "unwritten": "records were lost because they could not be written to disk",
+    "errors": "calls could not be recorded; the log of the job has the first error",
 }
 """Count of a writer -> what it means where it is not 0."""
 

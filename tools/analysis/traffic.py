@@ -112,7 +112,7 @@ def _sent(found: JobTables, lost: Counter[str]) -> Iterator[tuple[int, Places, f
         elif (kind.op == "send" or kind.ends[0] not in ranks) and all(end in world for end in kind.ends):
             yield kind.ends[0], [kind.ends[1]], kind.bytes * count, False
     if found.not_placed:
-        lost["batches and uneven all_to_alls without known ends"] += found.not_placed
+        lost["batches and uneven all_to_alls with unknown receivers"] += found.not_placed
     for rank, sent_to in found.sent.items():
         yield from ((rank, [to], size, False) for to, size in sent_to.items() if to in world)
 
@@ -123,11 +123,11 @@ def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -
     if kind.exchanged >= 0 or n < 2 or not kind.bytes:
         return [], 0.0  # batches and uneven all_to_alls stand in `sent`
     if kind.op not in _PATTERNS:
-        return "operations that are not known"
+        return "unknown operations"
     if group.guessed or rank not in group.members or max(group.members) >= world:
-        return "groups whose members are not known"
+        return "groups with unknown members"
     if kind.root not in group.members and kind.op in _ROOTED:
-        return "calls whose root is not known"
+        return "calls with an unknown root"
     root = group.members.index(kind.root) if kind.root in group.members else 0
     places, size = _PATTERNS[kind.op](group.members.index(rank), n, root, kind.bytes)
     return np.array(group.members)[places], size

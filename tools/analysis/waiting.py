@@ -24,7 +24,7 @@ class Waiting(msgspec.Struct, kw_only=True):
     measured: str
     """What it was measured by: the device's times, or when hosts made their calls."""
     axis: str
-    """What a bin is: iterations, or ms since the begin."""
+    """What a bin is: iterations, or ms since the start."""
     bins: list[float]
     """Where each begins."""
     p50_us: list[float | None]
@@ -56,9 +56,9 @@ def waiting_of(found: JobTables) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
     calls = _calls(found)
     placed = all(one.placed for one in found.job.ranks.values())
-    measured = "when communication began and ended" if placed else "how long it took on each rank"
+    measured = "start and end times of communication" if placed else "durations of communication on each rank"
     if not _has_times(found):
-        measured = "the moments at which the hosts made their calls"
+        measured = "the times at which the hosts made their calls"
     shown = calls.drop_nulls(("wait", "moment"))
     if not len(shown.filter(pl.col("wait") > 0)):
         return None
@@ -137,7 +137,7 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     count = min(_MOST_BINS, shown["collective"].n_unique())
     width = -(-(last - first + 1) // count)
     begins = [round(number * width / 1e6, 3) for number in range(count)]
-    return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"
+    return shown.with_columns(bin=(moment - first) // width), begins, "ms since the start"
 
 
 _KNOWN = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected")) & ~pl.col("opens")

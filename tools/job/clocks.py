@@ -76,13 +76,13 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints) -> t
     residual = _residual(collective[rows], ended[rows] + offsets[clock[rows]])
     moved = {names[i]: round(float(offsets[i]) / 1000, 3) for i in np.flatnonzero(offsets).tolist()}
     largest = sorted(moved, key=lambda name: -abs(moved[name]))[:_MOST_LISTED]
-    note = f"{len(names)} clocks, brought together by the ends of collectives"
+    note = f"{len(names)} clocks, aligned by the end times of collectives"
     if not shared.any():
-        note = f"{len(names)} clocks, and no collective was timed on two of them: each is taken by itself"
+        note = f"{len(names)} clocks, not aligned: no collective has end times on two of them"
     elif not aligned.all():
-        note += f"; {int((~aligned).sum())} of them share no collective with the others, and are taken as they are"
+        note += f"; {int((~aligned).sum())} of them are not aligned: they share no collective with the others"
     if not len(ended):
-        note = f"{len(names)} clocks, and nothing tells when collectives ended: they are not compared"
+        note = f"{len(names)} clocks, not compared: the end times of collectives are unknown"
     return (
         offsets,
         aligned,

@@ -39,10 +39,10 @@ _OF_COLLECTIVE = (
     *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank"),
 )
 _OF_END = ("clock", "collective", "ended_ns")
-NO_DURATION = "calls whose end does not come after their begin: they have no times"
+NO_DURATION = "calls that do not end after their start: their times are ignored"
 MOVED = (
-    "calls that were numbered by counting, on clocks that were moved by more than half the time between calls: if the "
-    "files begin at different calls, they are paired wrongly"
+    "calls that crossrank numbered by counting, on clocks that it moved by more than half the time between calls: they "
+    "are matched wrongly if the files start at different calls"
 )
 
 

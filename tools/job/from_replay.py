@@ -59,15 +59,19 @@ def read_replay(path: str) -> JobTables:
     issues = ReadIssues(join(path, CSV))
     content = b"".join(read_chunks(issues.path, issues))
     if issues.problems:
-        raise CrossrankError(f"{path}: {issues.problems[0]}; replay anew")
+        raise CrossrankError(f"{path}: {issues.problems[0]}; run the replay again")
     try:
         lines = csv.DictReader(io.StringIO(content.decode()))
         given = [{name: from_csv_text(value) for name, value in line.items() if value and name} for line in lines]
         calls = msgspec.convert(given, list[_Call], strict=False)
     except (*BROKEN, csv.Error) as error:
-        raise CrossrankError(f"{path}: {CSV} is not what a replay writes ({one_line(error)}); replay anew") from error
+        raise CrossrankError(
+            f"{path}: {CSV} is not a file of crossrank replay ({one_line(error)}); run the replay again"
+        ) from error
     if not calls or not max(call.rank for call in calls) < report.world_size <= MOST_RANKS:
-        raise CrossrankError(f"{path}: {CSV} has no call, or one of a rank beyond {report.world_size}; replay anew")
+        raise CrossrankError(
+            f"{path}: {CSV} has no call, or a rank of {report.world_size} or more; run the replay again"
+        )
     found = match_collectives(Job.match(_traces(calls, report, issues.path), report.world_size))
     times = [
         (one.rank, one.call, round(one.waiting_us_p50 * 1000), round(one.time_us_p50 * 1000), not one.has_rate)
@@ -83,7 +87,7 @@ def read_replay(path: str) -> JobTables:
         found,
         calls=made.drop("time_ns", "late"),
         collectives=with_rates(found, collectives),
-        clocks=Clocks(count=1, note=f"one clock, measured by the replay to {report.clock_error_us:.1f} us"),
+        clocks=Clocks(count=1, note=f"one clock, aligned by the replay to within {report.clock_error_us:.1f} us"),
     )
 
 

@@ -110,7 +110,7 @@ def _without_strangers(
     if not size:
         return traces, []
     outside = [
-        f"{one.path}: rank {one.rank} is outside the world of {size} ranks; the file was left out"
+        f"{one.path}: rank {one.rank} is outside the world of {size} ranks; the file was skipped"
         for one in traces
         if (one.rank or 0) >= size
     ]

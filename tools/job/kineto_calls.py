@@ -27,11 +27,11 @@ from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 HALF_HOUR = 1_800_000_000_000
 """ns that a trace may last which says only when it began."""
 
-ARGUMENTS = "described by the arguments that Kineto gives with the kernel"
-RANGE = "described by the range on the host that its launch lies in"
-NAME = "described by nothing but the kernel's name"
-WORK = "described by nothing but the name of the Work's range on the host"
-NOTHING = "communication kernels of which nothing says the operation"
+ARGUMENTS = "described by the kernel's arguments in the Kineto trace"
+RANGE = "described by the host range around the kernel's launch"
+NAME = "described only by the kernel's name"
+WORK = "described only by the name of the Work's host range"
+NOTHING = "communication kernels whose operation is unknown"
 
 _RANGES = (C10D, *FUNCTIONAL, "nccl:", "rccl:")
 _RECORD = "record_param_comms"

@@ -27,20 +27,20 @@ SEND_RECV = "send/recv"
 """Operation of several sends and receives that went out in one launch."""
 
 TIMED_BY = {
-    "nsight": "Nsight Systems: kernels that were launched within our markers or NCCL's",
-    "kineto": "Kineto: the kernels of a call, or on a backend without kernels its Work",
-    "flight": "torch's flight recorder: durations that its events measured",
+    "nsight": "Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL",
+    "kineto": "Kineto: the kernels of a call, or its Work on a backend without kernels",
+    "flight": "torch's flight recorder: durations measured by device events",
     "inspector": "NCCL Inspector: the kernel of a call",
-    "replay": "a replay: medians over its passes",
+    "replay": "a replay: medians of its passes",
     "work": "the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work",
-    "comms": "no times of the communication itself, only when calls were made",
+    "comms": "no communication times, only the times at which calls were made",
 }
 """What measured the times of a rank."""
 
-LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
-UNTIMED = "calls outside the windows that were traced, or without a duration"
-BEGIN_ALONE = "calls of which only the begin is recorded"
-OTHER_ITERATION = "calls whose recorded size is that of another iteration than their time: they have no size"
+LEFT_OUT = "calls inside a node: counted, but not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
+UNTIMED = "calls outside the traced windows, or without a duration"
+BEGIN_ALONE = "calls with a start time only"
+OTHER_ITERATION = "calls whose recorded size is from another step than their time: their size is unknown"
 _AT_ONCE = 64
 """Ranks whose calls become launches together: what is made on the way is several times as large as the launches."""
 _OF_FILE = ("numbered", "numbered_pairs", "timed", "placed")

@@ -29,12 +29,12 @@ _OVERLAP = 0.5
 _CLEARLY = 4
 """Times by which differences must vary less at one shift than at any other to decide for it."""
 
-NO_NUMBER = "calls without a number: they are not compared across ranks"
-UNLIKE_COUNTS = "calls on groups of which the ranks have different numbers of calls: they are not compared"
-AT_EDGE = "calls at the edge of a capture, which the files of other ranks of their group do not have"
-SHIFTED = "calls that were numbered by counting, and then contradict each other: they are not compared"
-TWICE = "calls that share their number with another of the same rank: they are not compared"
-DISAGREE = "calls of which the ranks disagree on operation, size or root: see crossrank diagnose"
+NO_NUMBER = "calls without a number: not matched across ranks"
+UNLIKE_COUNTS = "calls on groups whose ranks have different numbers of calls: not matched across ranks"
+AT_EDGE = "calls at the start or end of a capture that other ranks of the group do not have"
+SHIFTED = "calls that crossrank numbered by counting, and that contradict each other: not matched across ranks"
+TWICE = "calls that share their number with another call of the rank: not matched across ranks"
+DISAGREE = "calls whose ranks differ in operation, size or root: see crossrank diagnose"
 
 
 _OF_KIND = {

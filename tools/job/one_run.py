@@ -14,7 +14,7 @@ _APART = 60_000_000_000
 """ns between the end of one rank and the begin of another that no job has, on clocks of two machines."""
 _FIRST_DAY = 86_400_000_000_000
 """A time before the second day of 1970 is no wall clock but one that starts with the capture."""
-_STEP = "name the files of one run"
+_STEP = "give the files of one run"
 
 
 def problems(ranks: Sequence[RankTrace]) -> Iterator[str]:
@@ -24,18 +24,18 @@ def problems(ranks: Sequence[RankTrace]) -> Iterator[str]:
         if one.rank is None and len(ranks) == 1:
             one.rank = 0
         if one.rank is None:
-            yield f"{one.path}: neither its name nor its content tells its rank; call it rank-N"
+            yield f"{one.path}: its rank is neither in its name nor in its content; rename it to rank-N"
             continue
         if one.rank in seen:
             yield (
-                f"{seen[one.rank].path} and {one.path} are both of rank {one.rank}; name the one that counts, or the "
+                f"{seen[one.rank].path} and {one.path} are both of rank {one.rank}; give one of them, or the "
                 "folder of one run"
             )
         seen[one.rank] = one
     sizes = {one.world_size: one.path for one in ranks if one.world_size}
     if len(sizes) > 1:
         named = ", ".join(f"{path} of {size} ranks" for size, path in sorted(sizes.items()))
-        yield f"the ranks are of different runs: {named}; {_STEP}"
+        yield f"the ranks are from different runs: {named}; {_STEP}"
     spans = [(*span, one) for one in ranks if (span := _span(one)) is not None]
     if spans:
         _, end, early = min(spans, key=lambda span: (span[1], span[2].path))
@@ -43,7 +43,7 @@ def problems(ranks: Sequence[RankTrace]) -> Iterator[str]:
         known = early.clock == late.clock and _is_whole(early) and _is_whole(late)
         if start > end + (0 if known else _APART):
             apart = f"{(start - end) / 1e9:.0f} s"
-            yield f"the ranks are of different runs: {early.path} ends {apart} before {late.path} begins; {_STEP}"
+            yield f"the ranks are from different runs: {early.path} ends {apart} before {late.path} begins; {_STEP}"
 
 
 def _is_whole(one: RankTrace) -> bool:

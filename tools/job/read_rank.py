@@ -132,7 +132,7 @@ def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
         try:
             linked = window()
         except CrossrankError as error:
-            trace.notes.append(f"no durations from it: {error}")
+            trace.notes.append(f"its durations are not used: {error}")
         else:
             trace.notes += linked.report.damage
             _note_doubts(linked, trace)
@@ -270,7 +270,7 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
     try:
         dump = read_flight_dump(path, None)
     except CrossrankError as error:
-        trace.notes.append(f"no durations from it: {error}")
+        trace.notes.append(f"its durations are not used: {error}")
         return
     entries, calls, words = dump.entries, trace.calls, Interned[str]()
     if dump.moment is None or not entries or not len(calls):

@@ -34,7 +34,7 @@ CHOICES = ("nsight", "kineto", "flight", "inspector", "comms")
 """What a user may ask for instead of what says most."""
 
 EXPORT = "nsys export --type sqlite"
-NONE_OF_RANKS = "holds none of the ranks that --ranks names"
+NONE_OF_RANKS = "has none of the ranks given by --ranks"
 
 
 @dataclass
@@ -74,7 +74,7 @@ def find(
     try:
         re.compile(also)
     except re.error as error:
-        raise CrossrankError(f"{also!r}, for kernels that communicate, is no regular expression: {error}") from error
+        raise CrossrankError(f"{also!r}, for kernels that communicate, is not a regular expression: {error}") from error
     found = _find(paths, ranks, source, files)
     found.tasks = [replace(task, also=also) for task in found.tasks]
     return found
@@ -91,7 +91,7 @@ def _find(
     skipped = [f"{file.path}: {file.problem}" for file in broken if not file.left_out]
     notes = [f"{file.path}: {file.problem}" for file in broken if file.left_out]
     skipped += [
-        f"{file.path}: is {WHAT[file.kind]}, which measures no communication"
+        f"{file.path}: is {WHAT[file.kind]}, which has no communication times"
         for file in files
         if file.path in paths and not file.problem and file.kind not in (*_MEASURED, INSPECTOR, NSIGHT, REPORT)
     ]
@@ -110,13 +110,13 @@ def _find(
         others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
         return Measurements(tasks, skipped, notes, others)
     if source == "nsight":
-        raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
+        raise CrossrankError(f"{', '.join(paths)}: has no Nsight export (.sqlite); create one with: {EXPORT} REPORT")
     logs = [file.path for file in files if file.kind == INSPECTOR and not file.problem]
     if logs and not by_rank:
         tasks = [RankSources(kind=INSPECTOR, path=path, rank=None) for path in logs]
         return Measurements(tasks, skipped, notes)
     if logs:
-        notes.append(f"{len(logs)} log(s) of NCCL Inspector were left out; --source inspector reads them alone")
+        notes.append(f"skipped {len(logs)} log(s) of NCCL Inspector; --source inspector reads only them")
     wanted = [rank for rank in by_rank if (ranks is None or rank in ranks) and (rank or 0) < MOST_RANKS]
     if by_rank and not wanted and ranks is not None:
         raise CrossrankError(f"{', '.join(paths)}: {NONE_OF_RANKS}")
@@ -125,8 +125,8 @@ def _find(
         asked = f" for --source {source}" if source else ""
         why = f" ({'; '.join(skipped[:3])})" if skipped else ""
         raise CrossrankError(
-            f"{', '.join(paths)}: holds nothing that measured communication{asked}{why}; name a recording, a folder "
-            "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
+            f"{', '.join(paths)}: has no communication measurements{asked}{why}; give a recording, a folder of "
+            "Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
     return Measurements(tasks, skipped, notes)
 
@@ -141,7 +141,9 @@ def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSou
     if COMMS in files:
         return comms_with_times(rank, files)
     later = [one.path for kind in (LINKED, KINETO) for one in files.get(kind, ()) if one.window > 1]
-    skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in later]
+    skipped += [
+        f"{path}: skipped: a later window of rank {rank} without a comms file; give this file alone" for path in later
+    ]
     pairs = () if LINKED in files else pairs_of_rank(rank, files)
     if pairs:
         return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, pairs=pairs[:1])
@@ -183,7 +185,7 @@ def job_of(traces: Sequence[RankTrace], found: Measurements, *, release: bool = 
 def read(found: Measurements, fleet: Fleet) -> list[RankTrace]:
     """Read every file; one that cannot be used is named in `found.skipped`, and the others are read all the same.
 
-    Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
+    Raises `CrossrankError` where none can be used, or the ranks are from different runs."""
     return settle(map_ranks(read_task, found.tasks, fleet, failed=failed), found)
 
 
@@ -216,8 +218,8 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
     others = sorted(found.unmixed - {one.rank for one in ranks})
     if others:
         found.skipped.append(
-            f"rank {rank_ranges(others)}: has no export of Nsight Systems, and its other files are not mixed with "
-            "those of other ranks; --source kineto, flight or comms reads them"
+            f"rank {rank_ranges(others)}: skipped: it has no Nsight export, and crossrank does not mix exports with "
+            "other files; --source kineto, flight or comms reads the other files"
         )
     ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.path))
     for problem in problems(ranks):

@@ -80,8 +80,8 @@ def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
             break
         if not COMPUTATION.search(name):
             yield (
-                f"the kernel {printable(name)[:80]} takes more than a tenth of the device's time, and its name does "
-                "not say whether it communicates: it counts as computation; --communication-kernels REGEX changes that"
+                f"the kernel {printable(name)[:80]} takes more than a tenth of the device time and counts as "
+                "computation; if it communicates, give its name with --communication-kernels REGEX"
             )
 
 

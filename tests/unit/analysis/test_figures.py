@@ -67,7 +67,7 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
             one.times.calls.called[0] = EPOCH + 70_040 * (one.times.rank == late)
         found = figures_of(*ranks)
         assert found.waiting is not None
-        assert found.waiting.measured == "the moments at which the hosts made their calls"
+        assert found.waiting.measured == "the times at which the hosts made their calls"
         assert found.waiting.last == [{"rank": late, "last": 1, "of": 1, "cost_ms": 0.07}]
         assert (found.waiting.bins, found.waiting.p50_us, found.waiting.max_us) == ([0.0], [35.0], [70.0])
         assert (found.bandwidth.rows, found.sources[0]["time_ms"]) == ([], None)

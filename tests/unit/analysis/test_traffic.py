@@ -72,10 +72,10 @@ def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> 
 @pytest.mark.parametrize(
     ("op", "said", "reason"),
     [
-        ("tree_reduce", {}, "operations that are not known"),
-        ("broadcast", {}, "calls whose root is not known"),
-        ("broadcast", {"root": 9}, "calls whose root is not known"),
-        ("all_reduce", {"pg": "of a name that no file explains"}, "groups whose members are not known"),
+        ("tree_reduce", {}, "unknown operations"),
+        ("broadcast", {}, "calls with an unknown root"),
+        ("broadcast", {"root": 9}, "calls with an unknown root"),
+        ("all_reduce", {"pg": "of a name that no file explains"}, "groups with unknown members"),
     ],
 )
 def test_bytes_of_which_nobody_knows_the_way_are_counted_with_the_reason(

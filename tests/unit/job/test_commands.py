@@ -42,8 +42,8 @@ Collectives and transfers, most time first
   all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2     8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40        50.0 %
 
 ranks      2 of 2
-measured   Nsight Systems: kernels that were launched within our markers or NCCL's (2 rank(s))
-clocks     2 clocks, brought together by the ends of collectives; remaining difference 0.0 us (p50), 0.0 us (max)
+measured   Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL (2 rank(s))
+clocks     2 clocks, aligned by the end times of collectives; remaining difference 0.0 us (p50), 0.0 us (max)
 
 Communication kernels with a call, by method of matching
           4  launched within our marker
@@ -104,8 +104,8 @@ def test_a_report_of_nsys_gives_the_command_that_exports_it(tmp_path: Path, run:
 def test_ranks_of_different_runs_are_refused(folder: Path, run: Command, command: str) -> None:
     write_exports(folder, ranks=1, world=4)
     told = (
-        f"crossrank: the ranks are of different runs: {folder}/rank_1.sqlite of 2 ranks, {folder}/rank_0.sqlite of 4 "
-        "ranks; name the files of one run\n"
+        f"crossrank: the ranks are from different runs: {folder}/rank_1.sqlite of 2 ranks, {folder}/rank_0.sqlite of 4 "
+        "ranks; give the files of one run\n"
     )
     assert run(command, folder) == (2, "", told)
     write_exports(folder)
@@ -125,7 +125,7 @@ def test_ranks_of_different_runs_are_refused(folder: Path, run: Command, command
         (["bandwidth", "{folder}", "--by", "op,colour"], "choose from op, group, size, locality, source"),
         (["bandwidth", "{folder}", "--line-rate", "fast"], "is not [LOCALITY=]RATE"),
         (["bandwidth", "{folder}", "--source", "flight"], "measured communication for --source flight"),
-        (["timeline", "{folder}", "--ranks", "7"], "holds none of the ranks that --ranks names"),
+        (["timeline", "{folder}", "--ranks", "7"], "has none of the ranks given by --ranks"),
         (["timeline", "{folder}", "-o", "{nowhere}/t.pftrace"], "cannot be written"),
         (["report", "{folder}", "-o", "{nowhere}/r.html"], "cannot be written"),
         (["report", "{folder}", "--replay", "{empty}"], "replay.json"),

@@ -51,7 +51,7 @@ def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder:
     times = found.collectives.select("time_ns", "is_upper_bound").rows()
     assert times == [(1000, False), (1000, True), (200, False)]
     assert (found.collectives["ranks"].to_list(), found.collectives["expected"].to_list()) == ([2, 2, 2], [2, 2, 2])
-    assert (found.clocks.count, found.clocks.note) == (1, "one clock, measured by the replay to 1.5 us")
+    assert (found.clocks.count, found.clocks.note) == (1, "one clock, aligned by the replay to within 1.5 us")
     assert len(found.job.world) == 2
 
 

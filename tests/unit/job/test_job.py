@@ -111,7 +111,7 @@ def test_groups_are_joined_by_name_and_members(ranks: list[RankTrace], expected:
     [
         ([rank(1), rank(3)], None, 4, []),
         ([rank(1), rank(3)], 6, 6, []),
-        ([rank(0), rank(1)], 1, 1, ["rank-1: rank 1 is outside the world of 1 ranks; the file was left out"]),
+        ([rank(0), rank(1)], 1, 1, ["rank-1: rank 1 is outside the world of 1 ranks; the file was skipped"]),
         ([rank(0, world_size=8)], None, 8, []),
         ([rank(0, pair("3", 0, 9))], None, 10, []),
         ([rank(0, Group(pg="0", size=0), calls=tuple(gathers("0", "all_gather", [[1]], [[5]])))], None, 5, []),
@@ -123,7 +123,7 @@ def test_groups_are_joined_by_name_and_members(ranks: list[RankTrace], expected:
             [rank(0, pair("0", 0, 1)), rank(1, world_size=2), rank(2, world_size=3)],
             None,
             2,
-            ["rank-2: rank 2 is outside the world of 2 ranks; the file was left out"],
+            ["rank-2: rank 2 is outside the world of 2 ranks; the file was skipped"],
         ),
     ],
 )

@@ -143,7 +143,7 @@ def test_kernels_of_which_nothing_says_the_operation_are_not_compared_across_ran
         trace.write(tmp_path / f"rank-{rank}.json")
     found = json.loads(bandwidth(tmp_path, capsys, "--json", "--by", "op"))
     assert {row["op"]: row["collectives"] for row in found["rows"]} == {"ncclDevKernel_Generic": 2, "all_reduce": 1}
-    assert found["not_compared"] == {"calls without a number: they are not compared across ranks": 2}
+    assert found["not_compared"] == {"calls without a number: not matched across ranks": 2}
 
 
 def test_the_time_to_read_kernels_does_not_grow_with_how_deep_they_lie(

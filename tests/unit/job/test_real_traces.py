@@ -152,7 +152,7 @@ def test_ranges_on_the_host_say_what_kernels_do_not(tmp_path: Path, capsys: pyte
 def test_dumps_with_timing_give_durations_without_clocks(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("flight/clean", capsys)
     assert (found["sources"], found["calls"], found["timed_calls"]) == ({"flight": 4}, 80, 80)
-    assert found["clocks"]["note"] == "4 clocks, and nothing tells when collectives ended: they are not compared"
+    assert found["clocks"]["note"] == "4 clocks, not compared: the end times of collectives are unknown"
 
 
 def test_a_real_export_of_two_gpus_reads_as_its_kernels_say(capsys: pytest.CaptureFixture[str]) -> None:

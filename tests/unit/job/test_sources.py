@@ -181,7 +181,7 @@ LATER = "kineto-0.2: a later window of rank 0 without a comms file; name it by i
             {},
             Measurements(
                 [alone("flight")],
-                ["plan-2.1: is empty", "plan-0.1: is a plan of crossrank replay, which measures no communication"],
+                ["plan-2.1: is empty", "plan-0.1: is a plan of crossrank replay, which has no communication times"],
             ),
         ),
     ],

@@ -53,7 +53,7 @@ def test_a_dry_run_links_no_window_unless_times_are_asked_for(run: Command, monk
         code, out, err = run(str(RECORDING), "--dry-run", *words)
         assert (code, err) == (0, "")
         linked = [line for line in out.splitlines() if "no durations from it" in line]
-        assert linked == [f"  no durations from it: rank {rank} is linked" for rank in ranks]
+        assert linked == [f"  its durations are not used: rank {rank} is linked" for rank in ranks]
 
 
 def test_strict_makes_anything_left_out_a_fault(plan: str, run: Command) -> None:

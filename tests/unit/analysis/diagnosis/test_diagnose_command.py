@@ -287,7 +287,7 @@ def test_a_rank_outside_the_world_is_left_out(healthy: Path, diagnose: Command) 
     shutil.copy(healthy / "rank_3", healthy / "rank_7")
     code, found, _ = diagnose.json(healthy)
     assert (code, found["world_size"], found["ranks"]) == (0, 4, [0, 1, 2, 3])
-    assert f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was left out" in found["notes"]
+    assert f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was skipped" in found["notes"]
 
 
 def test_a_world_larger_than_the_dumps_lacks_some(healthy: Path, diagnose: Command) -> None:
