@@ -1,6 +1,6 @@
-"""In: what every rank's files say of its communication, a `RankTrace` each. Out: all ranks matched, a `Job`.
+"""Match all ranks of a job: from one `RankTrace` per rank to a `Job` and its `JobTables`.
 
-Read `groups` (which groups of different ranks are one), `job` (`Job.match`), `launches` (all ranks in columns),
-`matching` (which calls are one), `clocks` (one clock) and `collectives` (times and waits, as arrays or
-polars frames). `sources` and `read_rank` find and read the ranks, `from_replay` what a replay has measured.
+Read the modules in this order: `groups` (joins groups across ranks), `job` (`Job.match`), `launches` (all calls in
+columns), `matching` (joins calls into collectives), `clocks`, `collectives` (times and waits).
+`sources` and `read_rank` find and read the files of the ranks. `from_replay` reads the results of a replay.
 """

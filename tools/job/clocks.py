@@ -1,8 +1,8 @@
-"""Brings the clocks of several files or machines together by what collectives imply.
+"""Align the clocks of several files or nodes by the end times of collectives.
 
-An operation that releases all its ranks ends on them at nearly the same moment, for none can end before the last has
-begun. The median difference between the ends of two clocks over all such collectives is what their times differ by;
-what the ends then still differ by is the residual, and bounds what waiting and arrival may be wrong by.
+An operation that releases all its ranks ends on them at nearly the same time: no rank can end before the last one
+starts. The offset of two clocks is the median difference of these end times. The difference that remains is the
+residual. It bounds the error of waiting times and arrivals.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from crossrank.tools.traces.busy import Bools, Ints
 
 _UNKNOWN = np.iinfo(np.int64).min
 _MOST_LISTED = 1024
-_FEW = 10
-"""Collectives below which an offset is not sure."""
+_MIN_COLLECTIVES = 10
+"""An offset from fewer collectives is reported as weak."""
 
 
 class Clocks(msgspec.Struct, kw_only=True):
-    """What was done about clocks."""
+    """How the clocks were aligned."""
 
     count: int
-    """Different clocks among the files."""
+    """Number of different clocks."""
     note: str
     offset_us: dict[str, float] = {}
-    """Clock -> what was added to its times; the largest, where there are more than 1024."""
+    """Clock -> offset that was added to its times. Only the 1024 largest."""
     collectives: int = 0
-    """Collectives that tell the difference of two clocks."""
+    """Collectives that the offsets are computed from."""
     weak: dict[str, int] = {}
-    """Clocks whose offset rests on less than 10 collectives -> how many."""
+    """Clock whose offset is computed from fewer than 10 collectives -> number of collectives."""
     residual_us: dict[str, float] | None = None
-    """p50, p95 and max over the collectives: from the first rank's end to the last one's, after the correction. None
-    where no collective was seen by two clocks."""
+    """p50, p95 and max over the collectives: time from the first rank's end to the last rank's, after alignment. None
+    if no collective has end times on two ranks."""
     unaligned: list[str] = []
-    """Clocks that share no collective with the others: nothing that compares them is reported."""
+    """Clocks that share no collective with the others. Their times are not compared with others."""
 
     @property
     def slack_ns(self) -> float:
-        """By how much times of different clocks may be apart."""
+        """Error of a comparison between different clocks."""
         return 1000 * self.residual_us["p95"] if self.residual_us is not None and self.count > 1 else 0.0
 
 
 def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints) -> tuple[Ints, Bools, Clocks]:
-    """(what to add to each clock's times in ns, which clocks could be aligned, what was done).
+    """Return (offset of each clock in ns, whether each clock is aligned, summary).
 
-    One row per rank and collective: index of its clock in `names`, of the collective, and its end.
-    Only rows of operations that release all ranks, with known ends, belong here.
+    The arrays have one row per rank and collective: index of the clock in `names`, index of the collective, end time.
+    Pass only operations that release all ranks and have a known end.
     """
     offsets, aligned = np.zeros(len(names), np.int64), np.zeros(len(names), bool)
     if len(names) < 2:
@@ -57,20 +57,20 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints) -> t
         return offsets, ~aligned, Clocks(count=len(names), note="all ranks are on one clock", residual_us=residual)
     reference = np.full(int(collective.max(initial=-1)) + 1, _UNKNOWN)
     order = np.argsort(clock, kind="stable")
-    rows_of = np.split(order, np.searchsorted(clock[order], np.arange(1, len(names))))
+    rows_of_clock = np.split(order, np.searchsorted(clock[order], np.arange(1, len(names))))
     shared = np.zeros(len(names), np.int64)
-    joining = [max(range(len(names)), key=lambda index: (len(rows_of[index]), -index))]
-    while joining:
-        aligned[joining] = True
-        for rows, offset in [(rows_of[index], offsets[index]) for index in joining]:
+    newly_aligned = [max(range(len(names)), key=lambda index: (len(rows_of_clock[index]), -index))]
+    while newly_aligned:
+        aligned[newly_aligned] = True
+        for rows, offset in [(rows_of_clock[index], offsets[index]) for index in newly_aligned]:
             new = rows[reference[collective[rows]] == _UNKNOWN]
             reference[collective[new]] = ended[new] + offset
         known = (reference[collective] != _UNKNOWN) & ~aligned[clock]
         count_of = np.bincount(clock[known], minlength=len(names))
-        # Those that share most with what is aligned go first: one that shares little would pull the others along.
-        joining = np.flatnonzero(count_of >= max(1, int(count_of.max()) // 2)).tolist()
-        for index in joining:
-            mine = rows_of[index][known[rows_of[index]]]
+        # Align first the clocks that share most collectives: a wrong offset from few collectives would spread.
+        newly_aligned = np.flatnonzero(count_of >= max(1, int(count_of.max()) // 2)).tolist()
+        for index in newly_aligned:
+            mine = rows_of_clock[index][known[rows_of_clock[index]]]
             offsets[index], shared[index] = int(np.median(reference[collective[mine]] - ended[mine])), len(mine)
     rows = np.flatnonzero(aligned[clock])
     residual = _residual(collective[rows], ended[rows] + offsets[clock[rows]])
@@ -91,7 +91,9 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints) -> t
             note=note,
             offset_us={name: moved[name] for name in largest},
             collectives=int(shared.sum()),
-            weak={names[i]: int(shared[i]) for i in np.flatnonzero((shared > 0) & (shared < _FEW)).tolist()},
+            weak={
+                names[i]: int(shared[i]) for i in np.flatnonzero((shared > 0) & (shared < _MIN_COLLECTIVES)).tolist()
+            },
             residual_us=residual,
             unaligned=[names[index] for index in np.flatnonzero(~aligned).tolist()],
         ),

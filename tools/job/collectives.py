@@ -1,21 +1,21 @@
-"""All ranks matched: which calls are one collective, how long it took, and who waited for whom.
+"""Join the calls of all ranks into collectives and transfers, and measure them: time, waiting time, last rank, rates.
 
-With d the duration of a collective on a rank (its kernel, or its Work on a backend without kernels):
+d is the duration of a collective on one rank: of its kernel, or of its Work on a backend without kernels.
 
-* `time` is that of the collective itself, from the last arrival. Where the operation releases all ranks together, the
-  last to arrive waits for nobody: its duration is the shortest d, and needs no clocks to be compared. Elsewhere
-  (a broadcast, a send) it is the last begin to the last end, on corrected clocks; where only durations are known,
-  the longest d, an upper bound.
+* `time` counts from the last arrival. If the operation releases all ranks together, the last rank does not wait, so
+  `time` is the shortest d and needs no common clock. For other operations (a broadcast, a send) it is the time from
+  the last start to the last end, on aligned clocks. If only durations are known, it is the longest d, an upper bound.
 * `waiting` of a rank is the part of its d before the last arrival.
-* algbw = S / time, busbw = algbw * factor, with S and the factor of nccl-tests (see `crossrank.comm.OPERATIONS`). Of
-  an uneven all_to_all busbw is the larger of what a rank sends to others and receives from them, of the busiest
-  rank, over time, as PARAM counts it.
+* algbw = S / time, busbw = algbw * factor, with S and the factor of nccl-tests (see `crossrank.comm.OPERATIONS`). For
+  an uneven all_to_all, busbw is the larger of the bytes that the busiest rank sends to others and receives from them,
+  divided by time, as PARAM counts it.
 
-An all_to_all with splits releases nobody together: a rank that exchanges nothing with the last to arrive has ended
-before. A collective that not all members of its group were seen in, or whose members are not known, has a time that
-includes waiting for the others: an upper bound, which is counted as such. Upper bounds too: the
-time of a launch of several sends and receives, of which one rank alone is known, and any time that is shorter than
-the residual of the clocks it was measured on.
+An all_to_all with splits does not release all ranks together: a rank that exchanges nothing with the last rank ends
+earlier. These times are counted as upper bounds:
+
+* of a collective that lacks calls of some members, or whose members are unknown: the time may include waiting;
+* of a launch of several sends and receives, because only one rank is known;
+* any time that is shorter than the residual of its clocks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from crossrank.tools.job.launches import SEND_RECV, Launches, launches, of_colle
 from crossrank.tools.job.matching import match_calls, part_lanes
 from crossrank.tools.traces.rank_trace import Interned
 
-_BY_PROFILER = ("kineto", "nsight")
-_OF_COLLECTIVE = (
+_PROFILERS = ("kineto", "nsight")
+_COLLECTIVE_COLUMNS = (
     *("kind", "number", "step", "calls", "bytes", "exchanged", "ranks", "expected", "called_ns", "arrived_ns"),
     *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank"),
 )
-_OF_END = ("clock", "collective", "ended_ns")
+_END_COLUMNS = ("clock", "collective", "ended_ns")
 NO_DURATION = "calls that do not end after their start: their times are ignored"
 MOVED = (
     "calls that crossrank numbered by counting, on clocks that it moved by more than half the time between calls: they "
@@ -48,36 +48,35 @@ MOVED = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobTables(Launches):
-    """The launches of all ranks, and the collectives and transfers that they are parts of.
+    """The launches of all ranks, and the collectives and transfers that they belong to.
 
-    `calls` has, beside the columns of `Launches`, `collective` (its row in `collectives`), `comparable` (its times are
-    on the common clock) and `waiting_ns`. Its times are on the common clock, as far as it could be put there.
+    `calls` has the columns of `Launches` and `collective` (its row in `collectives`), `comparable` (its times are on
+    the common clock) and `waiting_ns`. Times are on the common clock if the rank's clock could be aligned.
     """
 
     collectives: pl.DataFrame
-    """One row per collective or transfer, with the columns `number`, `step` and the measured ones of the tables
-    `collectives` and `transfers` in `crossrank.tools.tables`. Beside them: `kind`, that of its first rank; `launches`,
-    how many it is of; `exchanged`, the bytes of an uneven all_to_all or a batch that the busiest rank exchanges;
-    `opens`: it is the first that one of its ranks made in a window of a profiler, which began on that rank when it
-    did."""
+    """One row per collective or transfer, with `number`, `step` and the measured columns of the tables `collectives`
+    and `transfers` in `crossrank.tools.tables`. More columns: `kind` of its first rank; `launches`, their number;
+    `exchanged`, the bytes that the busiest rank exchanges in an uneven all_to_all or a batch; `opens`, whether it is
+    the first collective of one of its ranks in a profiler window."""
     clocks: Clocks
     shift: dict[int, int]
-    """Rank -> what was added to its times to have them on the common clock, in ns."""
+    """Rank -> offset in ns that was added to its times to align them."""
     unmatched: dict[str, int]
-    """What was left out or could not be compared, and why -> calls."""
+    """Reason why calls were skipped or not compared -> number of calls."""
 
     @property
     def timed(self) -> pl.DataFrame:
-        """The collectives that have a time."""
+        """Return the collectives that have a time."""
         return self.collectives.drop_nulls("time_ns")
 
     def of_collective(self, *names: str) -> pl.DataFrame:
-        """Columns of `collectives`, with a row for each of `calls`."""
+        """Return columns of `collectives`, with one row per row of `calls`."""
         return self.collectives.select(names)[self.calls["collective"]]
 
     @cached_property
     def batches_apart(self) -> JobTables:
-        """The same with the sends and receives of batches one by one; the same object where there are no batches."""
+        """Return these tables with one row per send and receive of a batch; `self` if there are no batches."""
         if any(one.op == SEND_RECV for one in self.kinds):
             return match_collectives(self.job, batches_apart=True)
         return self
@@ -86,11 +85,11 @@ class JobTables(Launches):
 def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = False) -> JobTables:
     """Join the calls of all ranks into collectives and transfers, on one clock, and measure them.
 
-    With `batches_apart` each send of a batch is joined with its receive; the time of a launch of several is an upper
-    bound for each. `release` is that of `launches`; `id`, `number` and `ended_ns` are left out too.
+    With `batches_apart`, each send of a batch is joined with its receive. The time of the batch is then an upper bound
+    for each of them. `release` is as in `launches`; it also drops the columns `id`, `number` and `ended_ns`.
     """
     found, unmatched = launches(job, batches_apart=batches_apart, release=release), Counter[str]()
-    found = replace(found, calls=_without_impossible(found.calls, unmatched))
+    found = replace(found, calls=_drop_impossible_times(found.calls, unmatched))
     names = Interned[str]()
     clock_of = {rank: names.number(trace.clock or trace.path) for rank, trace in job.ranks.items()}
     clock = pl.col("rank").replace_strict(list(clock_of), list(clock_of.values()), return_dtype=pl.UInt32)
@@ -99,7 +98,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
     doubtful = pl.col("counted") & (~pl.col("counted")).any().over("lane")
     while True:
         ends = calls.filter(usable & ~pl.col("apart") & ~doubtful)
-        clock_of_end, collective, ended = (ends[name].cast(pl.Int64).to_numpy() for name in _OF_END)
+        clock_of_end, collective, ended = (ends[name].cast(pl.Int64).to_numpy() for name in _END_COLUMNS)
         shift, aligned, clocks = align(names.rows, clock_of_end, collective, ended)
         of_call = pl.DataFrame({"shift": shift, "aligned": aligned})[calls["clock"]]
         calls = calls.with_columns(of_call["shift"], comparable=pl.col("placed") & of_call["aligned"])
@@ -107,7 +106,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
         if parted is calls:
             break
         calls = parted
-    opens = _opens_window(job, calls)  # by each rank's own clock
+    opens = _window_openers(job, calls)  # before the shift: it compares times of one rank
     if shift.any():
         _note_large_shifts(calls, unmatched)
         calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
@@ -129,7 +128,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
     )
 
 
-def _without_impossible(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+def _drop_impossible_times(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
     impossible = calls.select((pl.col("ended_ns") <= pl.col("began_ns")).fill_null(value=False)).to_series()
     if not impossible.any():
         return calls
@@ -137,12 +136,12 @@ def _without_impossible(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.Data
     return calls.with_columns(pl.when(~impossible).then(pl.col("began_ns", "ended_ns")))
 
 
-def _opens_window(job: Job, calls: pl.DataFrame) -> pl.Series:
-    """The collectives that are the first of a rank in one of the windows that its profiler traced."""
+def _window_openers(job: Job, calls: pl.DataFrame) -> pl.Series:
+    """Return the collectives that are the first of a rank in a profiler window."""
     opening = [pl.Series(dtype=pl.UInt32)]
     rank_of_row = calls["rank"].to_numpy()
     for rank, trace in job.ranks.items():
-        if trace.timed_by not in _BY_PROFILER or not trace.busy.where:
+        if trace.timed_by not in _PROFILERS or not trace.busy.where:
             continue
         first, behind = np.searchsorted(rank_of_row, (rank, rank + 1))  # ranks follow each other
         own = calls.slice(first, behind - first).drop_nulls("began_ns").sort("began_ns", maintain_order=True)
@@ -152,8 +151,8 @@ def _opens_window(job: Job, calls: pl.DataFrame) -> pl.Series:
 
 
 def _note_large_shifts(calls: pl.DataFrame, unmatched: Counter[str]) -> None:
-    """A clock that was moved by more than half the time between calls may hide that they were counted from different
-    ones: shifted numbers look like a shifted clock."""
+    """Count calls whose clock moved by more than half the time between calls: shifted numbers look like a shifted
+    clock."""
     began, shift = pl.col("began_ns"), pl.col("shift")
     moved = calls.filter(pl.col("counted") & ~pl.col("apart") & began.is_not_null() & (shift != 0))
     between = moved.sort("lane", "began_ns").select(began.diff().over("lane").median()).item()
@@ -162,7 +161,7 @@ def _note_large_shifts(calls: pl.DataFrame, unmatched: Counter[str]) -> None:
 
 
 def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """(the launches with `waiting_ns`, the collectives with what is measured of each)."""
+    """Return (the launches with `waiting_ns`, the collectives with their measured columns)."""
     began, ended = pl.col("began_ns"), pl.col("ended_ns")
     duration = ended - began
     of_kinds = of_collectives(
@@ -186,35 +185,35 @@ def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFram
             shortest=duration.min(),
             longest=duration.max(),
             placed=(pl.col("comparable") | ended.is_null()).all(),
-            # One call that releases nobody makes the whole collective one of that kind.
+            # If one call does not release all ranks, the collective does not.
             released=pl.col("releases_all").all() & ~pl.first("apart"),
         )
         .sort("collective")
         .collect()
         .hstack(of_kinds.drop("collective"))
     )
-    collectives = _timed(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
+    collectives = _with_times(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
     of_call = collectives.select("released", "shortest", "by_begin", "compared", last_begin="arrived_ns")[
         found.calls["collective"]
     ]
     lateness, longer = pl.col("last_begin") - began, duration - pl.col("shortest")
     wait = pl.when("released").then(longer).otherwise(pl.min_horizontal(lateness, duration))
-    # Who arrived last: between clocks the shortest duration tells it better than begins that are only so well aligned.
+    # The last rank: between clocks, the shortest duration is more exact than start times on aligned clocks.
     is_last = pl.col("compared") & (pl.when("by_begin").then(lateness).otherwise(longer) == 0)
     of_call = found.calls.hstack(of_call)
     last = of_call.filter(is_last).select("collective", "rank", exact=pl.col("placed") & ~pl.col("by_begin"))
     calls = found.calls.hstack(of_call.select(waiting_ns=pl.when("compared").then(wait)))
     del of_call  # as large as the calls
     waits = calls.lazy().group_by("collective").agg(longest_wait_ns=pl.max("waiting_ns")).sort("collective").collect()
-    # Durations that kernels have are exact, whatever the clocks; what is no later than clocks may be apart is not late.
+    # Durations of kernels are exact on any clock. A start within the error of the clocks does not count as late.
     is_late = waits["longest_wait_ns"].gather(last["collective"]) > clocks.slack_ns
     last = last.filter(pl.col("exact") | is_late).group_by("collective").agg(last_rank=pl.last("rank"))
     collectives = collectives.hstack(waits.select("longest_wait_ns")).join(last, on="collective", how="left")
-    return calls, with_rates(found, collectives.sort("collective").select(_OF_COLLECTIVE))
+    return calls, with_rates(found, collectives.sort("collective").select(_COLLECTIVE_COLUMNS))
 
 
 def with_rates(found: Launches, collectives: pl.DataFrame) -> pl.DataFrame:
-    """The collectives of `found` with their rates, in GB/s of 1e9 bytes; null where none can be given."""
+    """Return `collectives` with algbw and busbw in GB/s (1e9 bytes); null if unknown."""
     time, size, exchanged, factor = map(pl.col, ("time_ns", "bytes", "exchanged", "bus_factor"))
     algbw = pl.when(pl.col("whole") & (time > 0) & (size > 0)).then(size / time)
     own = pl.when(exchanged > 0).then(exchanged / time)
@@ -223,15 +222,15 @@ def with_rates(found: Launches, collectives: pl.DataFrame) -> pl.DataFrame:
     return collectives.with_columns(rates)
 
 
-def _timed(collectives: pl.DataFrame, clocks: Clocks) -> pl.DataFrame:
-    """With the time of each collective."""
+def _with_times(collectives: pl.DataFrame, clocks: Clocks) -> pl.DataFrame:
+    """Return `collectives` with `time_ns` and how exact it is."""
     seen, time, size = map(pl.col, ("ranks", "time_ns", "bytes"))
     apart, released, placed = map(pl.col, ("apart", "released", "placed"))
     span = pl.col("ended_ns") - pl.col("arrived_ns")
     uncertain = ~released & (~placed | ((seen > 1) & (time < clocks.slack_ns)))
     vague = pl.any_horizontal("late_ends", "guessed", "shares_launch")
     return (
-        # A send that left before its receive began is over when the receive has it: ends after begins, or nothing.
+        # A send may end before its receive starts; then there is no span from the last start to the last end.
         collectives.with_columns(
             placed=placed & (span > 0).fill_null(value=False), expected=pl.when(apart).then(1).otherwise("participants")
         )
@@ -239,7 +238,7 @@ def _timed(collectives: pl.DataFrame, clocks: Clocks) -> pl.DataFrame:
         .with_columns(
             bytes=pl.when(pl.col("sized") | (size > 0)).then(size),
             is_upper_bound=(seen > 0) & ((seen < pl.col("expected")) | apart | uncertain | vague),
-            # A launch that is busy with one peer does not wait for the other.
+            # A launch of several transfers works with one peer while it waits for another.
             compared=(seen > 1) & (released | placed) & ~pl.col("shares_launch"),
             by_begin=placed & (pl.lit(value=clocks.count == 1) | ~released),
         )

@@ -1,6 +1,6 @@
-"""What a replay measured, as collectives: `replay.csv` has every call of every rank, `replay.json` the groups.
+"""Read the results of a replay as `JobTables`: `replay.csv` has every call of every rank, `replay.json` the groups.
 
-A replay has compared its ranks on one clock already: its times and waits, medians over the passes, are taken over.
+The replay has already measured all ranks on one clock. Its times and waits are medians over its passes.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _Call(msgspec.Struct):
     waiting_us_p50: _Time
     time_us_p50: _Time
     has_rate: bool = True
-    """Whether its bytes and its time belong together: not in a batch, nor where only a wait tells the end."""
+    """Whether bytes / time is a rate. False in a batch, and if only a wait shows when the call ended."""
     seq: Amount = 0
     peer: Int | None = None
     source: str | None = None
 
 
 def is_replay(path: str) -> bool:
-    """Whether a folder holds what a replay wrote, and no recording."""
+    """Return whether a folder has the files of a replay and no recording."""
     try:
         listing = list_recording(path)
     except CrossrankError:
@@ -54,7 +54,7 @@ def is_replay(path: str) -> bool:
 
 
 def read_replay(path: str) -> JobTables:
-    """The calls in the folder of a replay. Raises `CrossrankError` where its files are damaged."""
+    """Read the folder of a replay. Raises `CrossrankError` if its files are damaged."""
     report = read_report(path)
     issues = ReadIssues(join(path, CSV))
     content = b"".join(read_chunks(issues.path, issues))
@@ -93,10 +93,10 @@ def read_replay(path: str) -> JobTables:
 
 def _traces(calls: Sequence[_Call], report: ReplayReport, path: str) -> list[RankTrace]:
     sizes = {row.pg: row.ranks for row in report.rows}
-    about: dict[str, Any] = {"path": path, "source": "replay", "timed_by": "replay", "numbered_pairs": True}
+    shared: dict[str, Any] = {"path": path, "source": "replay", "timed_by": "replay", "numbered_pairs": True}
     groups = [Group(pg=pg, size=size) for pg, size in sizes.items()]
     builders = {
-        rank: TraceBuilder(RankTrace(rank=rank, placed=False, **about), groups)
+        rank: TraceBuilder(RankTrace(rank=rank, placed=False, **shared), groups)
         for rank in sorted({call.rank for call in calls})
     }
     for call in calls:

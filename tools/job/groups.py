@@ -1,11 +1,11 @@
-"""Process groups over all ranks: which groups of different ranks are one, and who their members are.
+"""Join the process groups of all ranks: which groups of different ranks are the same, and which ranks are members.
 
-A group is its name and its members: torch lets different sets of ranks use one name (`split_group`), and one rank
-cannot be in two groups of a name. Old traces name groups by the addresses of their objects, which differ between
-ranks: those are joined by their members and by their order on each rank. Where a rank's file does not have the members,
-another rank's does, or what an all_gather puts together shows how many there are. A group of which that is not known
-either is everyone who recorded a call on that name, which is noted (`ProcessGroup.inferred`); the default group is
-everyone there is.
+A group is identified by its name and its members: different sets of ranks can use one name (`split_group`), but one
+rank is never in two groups of one name. Old traces name groups by object addresses, which differ between ranks. These
+groups are joined by members and by their order on each rank.
+
+If a rank's file lacks the members, they come from another rank's file, or an all_gather shows their number. Otherwise
+the members are the ranks that recorded a call on that name (`ProcessGroup.inferred`). The default group has all ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from crossrank.tools.traces.param_comms import named_by_address
 from crossrank.tools.traces.rank_trace import RankTrace
 
 DEFAULT_GROUP = "default_pg"
-_LATE = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
+_GLOO_ONLY = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
 """Backends of a group that is gloo on every device."""
 _ONE_INPUT_PER_MEMBER = {"all_gather": 1, "gather": 1, "reduce_scatter": -1, "scatter": -1}
-"""Operations of which one side is the group's size times the other: 1 where it is the output."""
+"""Operations whose one side is the group's size times the other: 1 if the output is larger, -1 if the input is."""
 
 
 @dataclass
@@ -39,12 +39,12 @@ class Lane:
     numbers: array[int] = field(default_factory=lambda: array("q"))
 
     def row(self, number: int) -> int | None:
-        """The row of collective `number`, or None."""
+        """Return the row of collective `number`, or None."""
         index = self.index(number)
         return None if index is None else self.rows[index]
 
     def index(self, number: int) -> int | None:
-        """The place of collective `number`, or None."""
+        """Return the index of collective `number` in `numbers`, or None."""
         place = bisect_left(self.numbers, number)
         return place if place < len(self.numbers) and self.numbers[place] == number else None
 
@@ -59,26 +59,26 @@ class ProcessGroup:
     members: tuple[int, ...]
     """Global ranks in the group's order."""
     size: int
-    """How many members it has; more than `members` where not all are known."""
+    """Number of members; more than `members` if some are unknown."""
     apart: str = ""
     """As in `RankGroup`."""
     inferred: bool = False
-    """The members are gathered from who recorded a call on it: there may be more."""
+    """The members are the ranks that recorded a call on the group; there may be more."""
     guessed: bool = False
-    """Nothing tells their number either."""
+    """The number of members is unknown too."""
     backend: str = ""
     locality: Locality = "unknown"
     eager: bool = False
     """As in `Group`."""
     local_index: dict[int, int] = field(default_factory=dict)
-    """Rank -> index of the group in that rank's own list."""
+    """Rank -> index of the group in that rank's list."""
     lanes: dict[int, Lane] = field(default_factory=dict)
     """Rank -> its collectives."""
     has_p2p: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members in rising order."""
+        """Return the members in ascending order."""
         return tuple(sorted(self.members))
 
     @property
@@ -87,60 +87,59 @@ class ProcessGroup:
 
     @property
     def late_ends(self) -> bool:
-        """Whether its backend tells the end of a send or receive only when somebody waits for it."""
-        return _LATE.search(self.backend) is not None
+        """Return whether the end of a send or receive is known only when a thread waits for it (gloo)."""
+        return _GLOO_ONLY.search(self.backend) is not None
 
 
 def is_world(group: Group) -> bool:
-    """Whether a group is that of all ranks, as far as its name and description say."""
+    """Return whether name and description are those of the default group."""
     return group.desc == DEFAULT_GROUP or (not group.desc and group.pg in ("0", DEFAULT_GROUP))
 
 
 class Members:
-    """The members of the groups of a job. Thousands of ranks have groups of thousands: each list is looked through
-    once, and equal ones are one object."""
+    """The members of a job's groups. Each list is checked once, and equal tuples are one object: thousands of ranks
+    may have groups of thousands."""
 
     def __init__(self) -> None:
-        self._of_list: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        self._by_list: dict[int, tuple[list[int], tuple[int, ...]]] = {}
         self._equal: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def of(self, group: Group) -> tuple[int, ...]:
-        """The members of a group; none where they are not recorded, one is there twice, or one is no rank."""
+        """Return the members of a group; empty if they are not recorded, repeated or invalid."""
         ranks = group.ranks
         if not ranks:
             return ()
-        known = self._of_list.get(id(ranks))
+        known = self._by_list.get(id(ranks))
         if known is None:
             valid = len(set(ranks)) == len(ranks) and min(ranks) >= 0 and max(ranks) < MOST_RANKS
-            known = self._of_list[id(ranks)] = ranks, self.one(tuple(ranks) if valid else ())
+            known = self._by_list[id(ranks)] = ranks, self.one(tuple(ranks) if valid else ())
         return known[1]
 
     def one(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """The object that stands for all tuples that equal this one."""
+        """Return the shared object for tuples equal to this one."""
         return self._equal.setdefault(members, members)
 
 
 def world_of(
     traces: Sequence[RankTrace], world_size: int | None, sizes: Sizes, members: Members
 ) -> tuple[tuple[int, ...], bool]:
-    """(every rank that the job is known to have, whether it is known to have no others); `world_size` as the user
-    gives it."""
+    """Return (all known ranks of the job, whether there are no others). `world_size` is given by the user."""
     if world_size is not None:
         return members.one(tuple(range(world_size))), True
     groups = {id(one.group): (one, members.of(one.group)) for trace in traces for one in trace.groups}.values()
     known = [trace.world_size or 0 for trace in traces]
     known += [len(ranks) or sizes.get((one.group.pg, one.apart), 0) for one, ranks in groups if is_world(one.group)]
     last = [trace.rank or 0 for trace in traces] + [max(ranks) for _, ranks in groups if ranks]
-    # Ranks count from 0, so that below one that is there none can be lacking.
+    # Ranks count from 0, so all ranks below a known one exist.
     return members.one(tuple(range(max([*known, *(rank + 1 for rank in last)], default=0)))), any(known)
 
 
 Sizes = dict[tuple[str, str], int]
-"""Name of a group, and what is counted apart on it -> how many members its calls show it to have."""
+"""(name of a group, `RankGroup.apart`) -> number of members that its calls show."""
 
 
 def sizes_shown(traces: Sequence[RankTrace]) -> Sizes:
-    """The sizes of groups whose members some rank does not know, from what is gathered and scattered on them."""
+    """Return the sizes of groups whose members are unknown on some rank, from the shapes of gathers and scatters."""
     found: dict[tuple[str, str], Counter[int]] = {}
     for trace in traces:
         if all(one.group.ranks is not None for one in trace.groups):
@@ -154,7 +153,7 @@ def sizes_shown(traces: Sequence[RankTrace]) -> Sizes:
 
 
 def _size_shown_by(call: CommRecord) -> int:
-    """How many members a gathering or scattering call shows; 0 = it shows nothing, or is uneven."""
+    """Return the number of members that the shapes of a gather or scatter show; 0 if unknown or uneven."""
     way = _ONE_INPUT_PER_MEMBER.get(call.op, 0)
     part, whole = (call.inputs, call.outputs)[::way] if way else ([], [])
     if any(shape != whole[0] for shape in whole):
@@ -166,7 +165,7 @@ def _size_shown_by(call: CommRecord) -> int:
 def join_groups(
     traces: Sequence[RankTrace], world: tuple[int, ...], world_is_known: bool, sizes: Sizes, known: Members
 ) -> tuple[list[ProcessGroup], dict[int, list[int]]]:
-    """All groups, and for each rank the index of each of its own groups among them."""
+    """Return (all groups, rank -> index among them of each of the rank's groups)."""
     members_of: dict[str, dict[int, tuple[int, ...]]] = {}
     for trace in traces:
         for one in trace.groups:
@@ -184,7 +183,7 @@ def join_groups(
             group, name = one.group, one.group.pg
             members = known.of(group)
             if not members:
-                # Members that one rank knows serve for a rank that does not.
+                # Take the members from another rank's file.
                 fitting = [ranks for ranks in members_of.get(name, {}).values() if rank in ranks]
                 members = fitting[0] if len(fitting) == 1 else ()
             size = sizes.get((name, one.apart), 0) or max(group.size, 0)

@@ -1,8 +1,10 @@
-"""All ranks of a job together: their groups, and the collectives of each rank on each group by number.
+"""All ranks of a job: their groups, and the collectives of each rank on each group by number.
 
-`Job.match` joins groups across ranks for every command. On top of it `matching` joins launches that were timed, for
-bandwidth, timeline and report, `analysis/diagnosis/p2p` pairs sends with receives that may never meet, and
-`replay/plan/counterparts` those that are to be made again.
+`Job.match` joins groups across ranks for every command. These modules build on it:
+
+* `matching` joins timed launches, for bandwidth, timeline and report.
+* `analysis/diagnosis/p2p` pairs sends and receives, which may lack a match.
+* `replay/plan/counterparts` pairs sends and receives for a replay.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ class Job:
     group_of: dict[int, list[int]]
     """Rank -> its local index of a group -> index in `groups`."""
     signatures: list[CommRecord]
-    """The rows that `Calls.signature` of every rank points to."""
+    """`Calls.signature` of every rank is an index into these."""
     stacks: list[tuple[Frame, ...]]
     world: tuple[int, ...]
-    """Every rank that the job is known to have."""
+    """All known ranks of the job."""
     outside: list[str] = field(default_factory=list)
-    """What was left out because it does not belong to this job."""
+    """Files that were skipped because they do not belong to this job."""
     skipped: list[str] = field(default_factory=list)
-    """Files that could not be used, and why."""
+    """Files that could not be used, with the reason."""
 
     @classmethod
     def match(cls, traces: Sequence[RankTrace], world_size: int | None = None, *, lanes: bool = True) -> Self:
-        """Match the ranks, of which each is there once. `world_size` is what the user says. Without `lanes` groups have
-        none."""
+        """Match traces of different ranks. `world_size` is given by the user. Without `lanes`, `ProcessGroup.lanes`
+        stays empty."""
         members = Members()
-        traces, outside = _without_strangers(sorted(traces, key=lambda one: one.rank or 0), world_size, members)
+        traces, outside = _drop_outside_ranks(sorted(traces, key=lambda one: one.rank or 0), world_size, members)
         sizes = sizes_shown(traces)
         world, world_is_known = world_of(traces, world_size, sizes, members)
         signatures, stacks = Signatures(), Interned[tuple[Frame, ...]]()
@@ -75,37 +77,37 @@ class Job:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that the job has and of which nothing was left."""
+        """Return the ranks without a file."""
         return [rank for rank in self.world if rank not in self.ranks]
 
     @property
     def notes(self) -> list[str]:
-        """What files say about themselves, each once."""
+        """Return the notes of all files, each once."""
         return list(dict.fromkeys(note for one in self.ranks.values() for note in one.notes))
 
     def signature(self, rank: int, row: int) -> CommRecord:
-        """What a call is, without its number and times."""
+        """Return a call's record without its number and times."""
         return self.signatures[self.ranks[rank].calls.signature[row]]
 
     def stack(self, rank: int, row: int) -> tuple[Frame, ...]:
-        """Where a call was made, innermost frame first; one frame where only the line is recorded."""
+        """Return a call's stack, innermost frame first; one frame if only the line is recorded."""
         return self.stacks[self.ranks[rank].calls.stack[row]] or stack_of(self.signature(rank, row))
 
     def group_at(self, rank: int, row: int) -> ProcessGroup:
-        """The group that a call was made on."""
+        """Return the group of a call."""
         return self.groups[self.group_of[rank][self.ranks[rank].calls.group[row]]]
 
 
-def _without_strangers(
+def _drop_outside_ranks(
     traces: list[RankTrace], world_size: int | None, members: Members
 ) -> tuple[list[RankTrace], list[str]]:
-    """Leave out ranks beyond the world: most often a file of another job, or a number that is no rank."""
+    """Drop ranks outside the world: usually a file of another job, or an invalid number. Returns (kept, reasons)."""
     claims: Counter[int] = Counter()
     for trace in traces:
-        of_group = (max(members.of(one.group), default=-1) + 1 for one in trace.groups if is_world(one.group))
-        claim = trace.world_size or max(of_group, default=0)
-        claims[claim] += (trace.rank or 0) < claim  # one that shuts out who says it is none
-    # What one rank says does not shut out the others.
+        sizes = (max(members.of(one.group), default=-1) + 1 for one in trace.groups if is_world(one.group))
+        claim = trace.world_size or max(sizes, default=0)
+        claims[claim] += (trace.rank or 0) < claim  # a size that excludes its own rank is wrong
+    # Most ranks must agree on a size: one wrong file must not exclude the others.
     size = world_size or next((size for size, by in claims.items() if by * 2 > len(traces)), 0)
     if not size:
         return traces, []
@@ -131,7 +133,7 @@ def _fill_lanes(trace: RankTrace, groups: list[ProcessGroup], own: list[int], p2
     rows = rows[np.argsort(of_group[rows], kind="stable")]
     for part in np.split(rows, np.flatnonzero(np.diff(of_group[rows])) + 1):
         numbers = np.frombuffer(calls.number, np.int64)[part]
-        # Not one without a number, recorded twice, or of a new epoch of the recorder.
+        # Skips calls without a number, recorded twice, or after a restart of the recorder's numbers.
         rises = numbers > np.maximum.accumulate(np.append(0, numbers))[:-1]
         if rises.any():
             lane = Lane(array("I", part[rises].astype(np.uint32).tobytes()), array("q", numbers[rises].tobytes()))

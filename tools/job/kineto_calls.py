@@ -1,10 +1,14 @@
-"""Calls from a Kineto trace alone.
+"""Read calls from a Kineto trace without an execution trace.
 
-Every kernel that communicates is a call. What it does is taken from the first of these that says it: the arguments
-that Kineto gives with the kernel, the record or the c10d or `nccl:` range on the host that its launch lies in, its
-name. NCCL runs several operations with one kernel (SendRecv), RCCL all of them (Generic), and libraries that call NCCL
-themselves (vLLM's pynccl) leave no range: of such a call the kernel's time is known, and not its size. A trace without
-kernels that communicate has the host's records, or the ranges of Works, whose times are known then.
+Every communication kernel is a call. Its operation comes from the first of these that has one:
+
+1. the kernel's arguments in the trace;
+2. the host record, or the c10d or `nccl:` range, around its launch;
+3. the kernel's name.
+
+NCCL runs several operations with one kernel (SendRecv), RCCL all of them (Generic). Libraries that call NCCL directly
+(vLLM's pynccl) leave no range: these calls have a time but no size. A trace without communication kernels has only the
+host's records, or the ranges of Works; the latter have times.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from crossrank.tools.traces.param_comms import ParamComms, from_kineto, shapes_f
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 
 HALF_HOUR = 1_800_000_000_000
-"""ns that a trace may last which says only when it began."""
+"""Assumed maximum length (ns) of a trace that has only a start time."""
 
 ARGUMENTS = "described by the kernel's arguments in the Kineto trace"
 RANGE = "described by the host range around the kernel's launch"
@@ -38,7 +42,7 @@ _RECORD = "record_param_comms"
 
 
 def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
-    """The communication of a Kineto trace, each call with the time of its kernel."""
+    """Read the calls of a Kineto trace, each with the time of its kernel."""
     kineto = read_kineto(path)
     trace = RankTrace(
         rank=kineto.rank if rank is None else rank,
@@ -54,7 +58,7 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
     groups = {group.pg: group for group in kineto.groups}
     budget = Budget.of(path)
     described_by: Counter[str] = Counter()
-    rows = _of_kernels(kineto, described_by) or _of_host(kineto) or _of_works(kineto, described_by)
+    rows = _kernel_rows(kineto, described_by) or _host_rows(kineto) or _work_rows(kineto, described_by)
     rows.sort(key=lambda row: row[0])
     for number, (start, source, described) in enumerate(rows):
         group = groups.get(described.pg)
@@ -76,10 +80,10 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
 
 
 _Row = tuple[int, DeviceEvent | HostEvent, ParamComms]
-"""When the call was made, what has its time, what it is."""
+"""(time of the call, event with its start and end, description)"""
 
 
-def _of_kernels(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
+def _kernel_rows(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
     launches = {call.correlation: index for index, call in enumerate(trace.calls) if call.correlation is not None}
     naming = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
     nesting = nest(naming, trace.calls)
@@ -104,18 +108,18 @@ def _of_kernels(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
         else:
             described_by[NAME if op is not None else NOTHING] += 1
             around = ParamComms(name=op or event.name.partition("(")[0].strip())
-        if described is not None:  # the launch of several calls: what they were called on is known
+        if described is not None:  # a launch of several calls: their group is known
             around = msgspec.structs.replace(around, pg=described.pg, desc=described.desc, ranks=described.ranks)
         rows.append((start, event, around))
     return rows
 
 
 def _descriptions(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, ParamComms]:
-    """What each of `events` and those around it say of what is launched inside it, the innermost first; the arguments
-    of one say more than a name. Those that say nothing are not there."""
+    """Return event -> description of the calls launched inside it, from the innermost event that has one. Arguments
+    are preferred to names."""
     described: dict[int, ParamComms] = {}
     named: dict[int, ParamComms] = {}
-    for index in nesting.order:  # what is around an event comes before it
+    for index in nesting.order:  # parents first
         name = ParamComms(name=events[index].name)
         for found, own in ((described, from_kineto(events[index].args)), (named, name)):
             if own is None or operation_of(own.name) is None:
@@ -125,8 +129,8 @@ def _descriptions(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, Pa
     return named | described
 
 
-def _of_host(trace: KinetoTrace) -> list[_Row]:
-    """The host's records, of a backend without kernels."""
+def _host_rows(trace: KinetoTrace) -> list[_Row]:
+    """Return the host's records, for a backend without kernels."""
     found: list[_Row] = []
     for event in trace.host:
         described = from_kineto(event.args)
@@ -135,8 +139,8 @@ def _of_host(trace: KinetoTrace) -> list[_Row]:
     return found
 
 
-def _of_works(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
-    """The ranges of Works, where nothing else tells of a call."""
+def _work_rows(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
+    """Return the ranges of Works, for a trace without other information on calls."""
     works = [event for event in trace.host if is_work(event.name) and operation_of(event.name) is not None]
     described_by.update({WORK: len(works)} if works else {})
     return [(event.start, event, ParamComms(name=event.name)) for event in works]
