@@ -142,7 +142,7 @@ def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSou
         return comms_with_times(rank, files)
     later = [one.path for kind in (LINKED, KINETO) for one in files.get(kind, ()) if one.window > 1]
     skipped += [
-        f"{path}: skipped: a later window of rank {rank} without a comms file; give this file alone" for path in later
+        f"{path}: is a later window of rank {rank} without a comms file; give this file alone" for path in later
     ]
     pairs = () if LINKED in files else pairs_of_rank(rank, files)
     if pairs:
@@ -218,7 +218,7 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
     others = sorted(found.unmixed - {one.rank for one in ranks})
     if others:
         found.skipped.append(
-            f"rank {rank_ranges(others)}: skipped: it has no Nsight export, and crossrank does not mix exports with "
+            f"rank {rank_ranges(others)}: has no Nsight export, and crossrank does not mix exports with "
             "other files; --source kineto, flight or comms reads the other files"
         )
     ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.path))

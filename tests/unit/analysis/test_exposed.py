@@ -12,8 +12,8 @@ from crossrank.tools.traces.rank_trace import HostWaits, RankTrace, TraceBuilder
 
 MS = 1_000_000
 SEEN = (
-    "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass, "
-    "for what C++ called in it; what else C++ waits for is not seen"
+    "measured on the host: in Python's Work.wait, in wait_tensor, in launches, and at the end of a backward pass "
+    "for calls that C++ made in it; other waits inside C++ are not recorded"
 )
 
 
@@ -102,7 +102,7 @@ def test_notes_say_what_is_not_seen() -> None:
     on_gpu = rank(1, (0, 1, 2, "wait"), backend="nccl")
     assert [note.split(": what")[0] for note in exposed(on_gpu, rank(2)).notes] == [
         SEEN,
-        "on a GPU most waits make the stream wait and return at once",
+        "on a GPU most waits make only the stream wait and return at once",
         "1 rank of 2 recorded no waits",
     ]
 

@@ -87,7 +87,7 @@ def test_ranks_have_their_step_its_time_what_is_exposed_and_since_when_they_are_
     assert first.exposed_share == pytest.approx((50 + 50 + 70) / 300, abs=1e-4)
     assert (second.step, second.silent_s, second.unheard_s, second.ended) == (3, None, None, "SIGTERM")
     assert second.exposed_share is None
-    assert found.notes == ["who comes last is by the clocks of 2 nodes, as they are"]
+    assert found.notes == ["the last rank is by the clocks of 2 nodes, which are not aligned"]
 
 
 def test_what_may_still_change_counts_once() -> None:

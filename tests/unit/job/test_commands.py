@@ -112,19 +112,19 @@ def test_ranks_of_different_runs_are_refused(folder: Path, run: Command, command
     (folder / "copy_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes())
     code, _, err = run(command, folder)
     assert (code, "copy_1.sqlite and " in err) == (2, True)
-    assert err.endswith("are both of rank 1; name the one that counts, or the folder of one run\n")
+    assert err.endswith("are both of rank 1; give one of them, or the folder of one run\n")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bandwidth", "{empty}"], "holds nothing that measured communication"),
-        (["timeline", "{empty}"], "holds nothing that measured communication"),
-        (["report", "{empty}"], "holds nothing that measured communication"),
+        (["bandwidth", "{empty}"], "has no communication measurements"),
+        (["timeline", "{empty}"], "has no communication measurements"),
+        (["report", "{empty}"], "has no communication measurements"),
         (["bandwidth", "{nowhere}"], "no such file or folder"),
         (["bandwidth", "{folder}", "--by", "op,colour"], "choose from op, group, size, locality, source"),
         (["bandwidth", "{folder}", "--line-rate", "fast"], "is not [LOCALITY=]RATE"),
-        (["bandwidth", "{folder}", "--source", "flight"], "measured communication for --source flight"),
+        (["bandwidth", "{folder}", "--source", "flight"], "communication measurements for --source flight"),
         (["timeline", "{folder}", "--ranks", "7"], "has none of the ranks given by --ranks"),
         (["timeline", "{folder}", "-o", "{nowhere}/t.pftrace"], "cannot be written"),
         (["report", "{folder}", "-o", "{nowhere}/r.html"], "cannot be written"),

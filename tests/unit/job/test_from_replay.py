@@ -58,13 +58,13 @@ def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder:
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("\n0,0,all_reduce", "\n2,0,all_reduce", "has no call, or one of a rank beyond 2"),
-        ("\n0,0,all_reduce", "\n-1,0,all_reduce", "is not what a replay writes"),
-        ("\n0,0,all_reduce", "\n0,-1,all_reduce", "is not what a replay writes"),
-        (",4000,", ",1125899906842624,", "is not what a replay writes"),
-        (",1.3,", ",nan,", "is not what a replay writes"),
-        (",1.3,", ",1e12,", "is not what a replay writes"),
-        ("completion_us_p50", "something", "is not what a replay writes"),
+        ("\n0,0,all_reduce", "\n2,0,all_reduce", "has no call, or a rank of 2 or more"),
+        ("\n0,0,all_reduce", "\n-1,0,all_reduce", "is not a file of crossrank replay"),
+        ("\n0,0,all_reduce", "\n0,-1,all_reduce", "is not a file of crossrank replay"),
+        (",4000,", ",1125899906842624,", "is not a file of crossrank replay"),
+        (",1.3,", ",nan,", "is not a file of crossrank replay"),
+        (",1.3,", ",1e12,", "is not a file of crossrank replay"),
+        ("completion_us_p50", "something", "is not a file of crossrank replay"),
     ],
 )
 def test_numbers_that_no_replay_writes_are_refused(folder: Path, old: str, new: str, problem: str) -> None:

@@ -99,7 +99,7 @@ def test_windows_beside_a_comms_file_give_its_calls_their_times(tmp_path: Path) 
     assert times == [(20 * US, 50 * US), (120 * US, 150 * US), None, (40 * US, 70 * US), None]
     assert (trace.timed_by, trace.placed, len(trace)) == ("kineto", True, 5)
     assert trace.matched == {"host operations": (24, 24), "GPU activities": (4, 4)}
-    assert [note.partition(": ")[0] for note in trace.notes] == ["no durations from it"]
+    assert [note.partition(": ")[0] for note in trace.notes] == ["its durations are not used"]
 
     whole = Path(pairs[1].et).read_bytes()
     Path(pairs[1].et).write_bytes(whole[: len(whole) * 3 // 4])

@@ -137,7 +137,7 @@ BOTH = [file("et"), file("kineto")]
 EVERY = [*BOTH, file("comms"), file("flight"), file("linked", window=2), file("et", window=2), file("kineto", window=2)]
 EXPORTED = RankSources(kind="nsight", path="nsight-0.1", rank=0, comms=((0, "comms-0.1"), (2, "comms-2.1")))
 RUN_EXPORT = "run: nsys export --type sqlite --output nsight-1.sqlite nsight-1.nsys-rep"
-LATER = "kineto-0.2: a later window of rank 0 without a comms file; name it by itself"
+LATER = "kineto-0.2: is a later window of rank 0 without a comms file; give this file alone"
 
 
 @pytest.mark.parametrize(
@@ -195,11 +195,11 @@ def test_of_the_files_of_a_rank_those_that_say_most_are_read(
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
-        ([file("et")], None, "a, b: holds nothing that measured communication; name a recording, a folder of"),
-        ([file("et", problem="bad")], "flight", "communication for --source flight \\(et-0.1: bad\\); name a rec"),
+        ([file("et")], None, "a, b: has no communication measurements; give a recording, a folder of"),
+        ([file("et", problem="bad")], "flight", "communication measurements for --source flight \\(et-0.1: bad\\); give a rec"),
         ([file("flight"), report("r.qdrep")], "nsight", "^r.qdrep: is a report, not an export; run: "),
         ([report("r.qdrep")], "flight", "^r.qdrep: is a report, not an export; run: "),
-        ([file("flight")], "nsight", "holds no Nsight export"),
+        ([file("flight")], "nsight", "has no Nsight export"),
         ([file("flight"), replace(file("flight"), path="x/b")], None, "^flight-0.1 and x/b are both of rank 0;"),
         ([file("flight", None), replace(file("flight", None), path="b")], None, "are both without a rank in their n"),
     ],
@@ -216,8 +216,8 @@ def test_exports_are_not_mixed_with_other_files_and_that_is_reported(tmp_path: P
     found = find([str(tmp_path)])
     assert [one.source for one in read(found, Fleet())] == ["nsight"]
     assert found.skipped == [
-        "rank 1: has no export of Nsight Systems, and its other files are not mixed with those of other ranks; "
-        "--source kineto, flight or comms reads them"
+        "rank 1: has no Nsight export, and crossrank does not mix exports with other files; "
+        "--source kineto, flight or comms reads the other files"
     ]
     assert [one.timed_by for one in read(find([str(tmp_path)], source="kineto"), Fleet())] == ["kineto", "kineto"]
 
@@ -249,8 +249,8 @@ def test_the_ranks_of_a_run_come_in_their_order_with_what_is_wrong_with_them() -
     assert found.skipped == [
         "first",
         f"file-{MOST_RANKS}: rank {MOST_RANKS} is invalid; record it again",
-        "rank 7-8: has no export of Nsight Systems, and its other files are not mixed with those of other ranks; "
-        "--source kineto, flight or comms reads them",
+        "rank 7-8: has no Nsight export, and crossrank does not mix exports with other files; "
+        "--source kineto, flight or comms reads the other files",
     ]
     assert [one.world_size for one in settled] == [None, MOST_RANKS, None]
     assert [one.notes for one in settled] == [[], [], ["file-2: has an invalid world size, 0", "left out\\udc80"]]
@@ -274,8 +274,8 @@ MINUTE = 60_000 * MS
             "different runs: file-0 ends 60 s before file-1 begins; ",
         ),
         ([called_at(0, 5), called_at(1, WALL)], None),
-        ([called_at(0, world_size=2), called_at(1, world_size=4)], "file-0 of 2 ranks, file-1 of 4 ranks; name"),
-        ([called_at(0), called_at(None)], "^file-None: neither its name nor its content tells its rank"),
+        ([called_at(0, world_size=2), called_at(1, world_size=4)], "file-0 of 2 ranks, file-1 of 4 ranks; give"),
+        ([called_at(0), called_at(None)], "^file-None: its rank is neither in its name nor in its content"),
         ([called_at(0), called_at(0)], "^file-0 and file-0 are both of rank 0"),
         ([], "^first; second; third$"),
         ([called_at(-1)], "^first; second; third$"),

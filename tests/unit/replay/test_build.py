@@ -267,7 +267,7 @@ def test_damage_counts_against_the_coverage() -> None:
         ([rank_trace(0, [BARRIER])], "job: has no file of rank 1 of 2; add it"),
         ([rank_trace(-1, []), rank_trace(0, [])], "rank--1: rank -1 is outside the job of 2 ranks; name"),
         ([rank_trace(0, []), rank_trace(2, [])], "rank-2: rank 2 is outside the job of 2 ranks; name one job's files"),
-        ([replace(rank_trace(0, []), rank=None), rank_trace(1, [])], "rank-0: neither its name nor its content tells"),
+        ([replace(rank_trace(0, []), rank=None), rank_trace(1, [])], "rank-0: its rank is neither in its name"),
         ([rank_trace(0, []), rank_trace(0, [])], "rank-0 and rank-0 are both of rank 0"),
         ([rank_trace(0, [], world=2), rank_trace(1, [], world=4)],
          "the ranks are from different runs: rank-0 of 2 ranks, rank-1 of 4 ranks"),

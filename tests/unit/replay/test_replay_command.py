@@ -52,7 +52,7 @@ def test_a_dry_run_links_no_window_unless_times_are_asked_for(run: Command, monk
     for words, ranks in (([], ()), (["--pace", "recorded"], (0, 1)), (["--pace", "1", "--one-trace"], (0,))):
         code, out, err = run(str(RECORDING), "--dry-run", *words)
         assert (code, err) == (0, "")
-        linked = [line for line in out.splitlines() if "no durations from it" in line]
+        linked = [line for line in out.splitlines() if "its durations are not used" in line]
         assert linked == [f"  its durations are not used: rank {rank} is linked" for rank in ranks]
 
 

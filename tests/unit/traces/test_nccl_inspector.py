@@ -120,5 +120,5 @@ def test_beside_a_recording_logs_are_left_out_unless_they_are_asked_for(tmp_path
     (tmp_path / "trace_0.json").write_text('{"traceEvents": []}')
     found = find([str(tmp_path)])
     assert [one.kind for one in found.tasks] == ["kineto"]
-    assert found.notes == ["4 log(s) of NCCL Inspector were left out; --source inspector reads them alone"]
+    assert found.notes == ["skipped 4 log(s) of NCCL Inspector; --source inspector reads only them"]
     assert len(find([str(tmp_path)], source="inspector").tasks) == 4
