@@ -129,6 +129,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.prose
 
 # The pages in site/; every link and every name in them has to be there.
 docs: $(STAMP)

@@ -73,7 +73,7 @@ def enable(
     _asked = True
     with _lock:
         if _current is not None:
-            log.warning("crossrank: already enabled; the first enable() stays in force")
+            log.warning("crossrank: already enabled; this enable() has no effect")
             return Tracing(_current)
         try:
             config = configuration.load(arguments, os.environ)

@@ -103,7 +103,7 @@ def parse_window(text: str) -> Window:
     """
     parts = text.split(":")
     if len(parts) not in (2, 3) or not all(p.isascii() and p.isdigit() and len(p) <= _DIGITS for p in parts):
-        raise ValueError(" is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000")
+        raise ValueError(" is not START:STOP or START:STOP:EVERY in steps, for example 10:12 or 10:12:1000")
     start, stop = int(parts[0]), int(parts[1])
     every = int(parts[2]) if len(parts) == 3 else None
     if stop <= start:
@@ -132,7 +132,7 @@ def _on_off(text: str) -> bool:
 
 def _folder(text: str) -> str:
     if is_url(text):
-        raise ValueError(" is a URL; name a folder, and copy it when the job has ended")
+        raise ValueError(" is a URL; give a folder, and copy it after the job")
     return text
 
 

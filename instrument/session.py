@@ -117,13 +117,13 @@ class Session:
                 self._epoch += 1
                 if has_moved:
                     self.windows.close()
-                    self._end_files("the process group was created anew with another rank or size")
+                    self._end_files("the process group was created again with another rank or size")
             # From here on the writer's thread takes in groups of this world, for the files that they belong to.
             self._world = weakref.ref(world)
             once_per_job.join(self._is_first_to_say if size > 1 and has("store") else None)
             self.gpu.begin()
             topology = self._begin_topology(rank, size)
-            with self.failures.reported("the recording goes on without files"):
+            with self.failures.reported("the recording continues without files"):
                 if has_moved:
                     self._begin_files(topology)
                 elif self.writer is not None:
@@ -142,7 +142,7 @@ class Session:
                 else:
                     log.warning(
                         "crossrank: %s takes more than %g s to open, because its file system is slow or another "
-                        "process still writes files of this rank: calls are kept meanwhile, windows and dumps are not",
+                        "process still writes files of this rank: calls are kept, but windows and dumps are not",
                         *(self.facts.config.directory, _PATIENCE),
                     )
             if first:
@@ -165,7 +165,7 @@ class Session:
         finally:  # a handler of the script may raise in here
             self.finished = True
             self.recorder.active = False
-            self._attempt("the watch for hangs goes on", self.hangs.stop)
+            self._attempt("hang detection continues", self.hangs.stop)
             self._attempt("changes to torch and Python stay", lambda: registry.uninstall(self.failures))
             self._attempt("warnings may be missing", once_per_job.leave)
 
@@ -231,7 +231,7 @@ class Session:
 
         def open_folder() -> Path | None:
             """The path of the comms file, in the folder of this rank; None where that cannot be written."""
-            with self.failures.reported("the recording goes on without files"):
+            with self.failures.reported("the recording continues without files"):
                 files = RankFiles(config.directory, rank, facts.world_size, is_wanted=lambda: self._opening is writer)
                 if self._opening is writer:
                     self.files = files

@@ -102,8 +102,8 @@ def _check_launched(arguments: argparse.Namespace, combinations: list[Combinatio
     swept = {name for one in combinations for name in one.variables}
     if swept or any("nproc" in one.options for one in combinations):
         raise CrossrankError(
-            f"--sweep {', '.join(sorted(swept or {'nproc'}))}: variables and the number of ranks are set when "
-            f"processes start, which {place.launcher} does; start one replay per value"
+            f"--sweep {', '.join(sorted(swept or {'nproc'}))}: {place.launcher} set the variables and the number of "
+            "ranks when it started the processes; start one replay per value"
         )
 
 
@@ -122,7 +122,7 @@ def _run_combinations(arguments: argparse.Namespace, combinations: list[Combinat
         stamp = sweep.stamp(given, one, digest)
         report: ReplayReport | str | None = sweep.finished(folder, stamp) if folder is not None else None
         if report is not None:
-            print(f"{one.name}: done before, in {folder}", file=sys.stderr)
+            print(f"{one.name}: skipped, because {folder} already has its result", file=sys.stderr)
         else:
             try:
                 code, report = _replay_once(recorded, given, one.variables, folder, lead)
@@ -205,7 +205,7 @@ def settings_of(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Set
 
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
     if given.graph and (device, backend) != ("cuda", "nccl"):
-        raise CrossrankError(f"--graph captures calls of nccl on a GPU, not of {backend} on {device}; leave it out")
+        raise CrossrankError(f"--graph needs nccl on a GPU, and this replay uses {backend} on {device}; remove --graph")
     slack_ns = max(_longest_pause_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
     recorded = [rank.compute.threads for rank in plan.ranks if rank.compute is not None]
     values = {name: getattr(given, name) for name in Settings.__struct_fields__ if hasattr(given, name)}
@@ -239,7 +239,7 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         for name in ("steps", "partial", "one_trace", "world_size", "trace_type", "window"):
             if getattr(arguments, name):
                 option = f"--{name.replace('_', '-')}"
-                raise CrossrankError(f"{option} is for traces, and {path} is a plan, which is made; leave it out")
+                raise CrossrankError(f"{option} applies to traces, and {path} is a plan; remove {option}")
         plan = load_plan(path)
         computes = any(rank.compute is not None for rank in plan.ranks)
         if computes != arguments.compute:
@@ -254,8 +254,8 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
     steps: tuple[int, int] | None = arguments.steps
     if steps is not None and found.kind != COMMS:
         raise CrossrankError(
-            "--steps is for recordings, whose comms files know iterations; "
-            f"{path} has {replay_inputs.KINDS[found.kind]}"
+            f"--steps applies to recordings, whose comms files have steps; {path} has "
+            f"{replay_inputs.KINDS[found.kind]}; remove --steps"
         )
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
     ranks = replay_inputs.read(found, fleet_of(arguments, size), steps=steps, one_trace=arguments.one_trace)
@@ -320,8 +320,8 @@ def _change_plan(recorded: Plan, given: argparse.Namespace, launched: int | None
     ranks = given.nproc or launched or plan.world_size
     if launched is None and ranks > _MAX_LOCAL_RANKS and (ranks != plan.world_size or not given.dry_run):
         raise CrossrankError(
-            f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or "
-            "choose fewer with --nproc"
+            f"{ranks} ranks are too many for one machine (at most {_MAX_LOCAL_RANKS}); start them with torchrun, srun "
+            "or mpirun, or choose fewer with --nproc"
         )
     if ranks != plan.world_size:
         plan = transform.resize(plan, ranks)
@@ -332,10 +332,13 @@ def _change_plan(recorded: Plan, given: argparse.Namespace, launched: int | None
     scale = parse_pace(given.pace).scale
     longest = 0.0 if given.compute else max(gaps) * scale / 1e9
     if longest > _MAX_GAP_S:
-        raise CrossrankError(f"--pace {given.pace}: a gap would be {longest:.3g} s; choose a factor, or --pace fast")
+        raise CrossrankError(
+            f"--pace {given.pace}: a gap would be {longest:.3g} s long; choose a number below 1, or --pace fast"
+        )
     if scale and not any(gaps) and not given.compute:
         raise CrossrankError(
-            f"--pace {given.pace}: {plan.source} has no times to keep; replay a recording, Kineto or linked traces"
+            f"--pace {given.pace}: {plan.source} has no times, so no gaps; replay a recording, Kineto traces or linked "
+            "traces"
         )
     settle(plan, partial=given.partial)
     return plan
@@ -367,7 +370,7 @@ def _run_here(plan: Plan, settings: Settings, variables: Mapping[str, str]) -> l
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if settings.device == "cpu" and needed > free:
         raise CrossrankError(
-            f"{plan.world_size} ranks need {amount(needed)} for their tensors, and {amount(free)} are free; "
+            f"{plan.world_size} ranks need {amount(needed)} of memory for their tensors, and {amount(free)} are free; "
             "make messages smaller with --scale-bytes, or choose fewer calls or ranks"
         )
     from crossrank.replay.run.processes import run_local

@@ -162,7 +162,7 @@ CHANGE = (
 )
 RUN = (
     Option("--backend", "nccl, gloo, … (default: nccl with GPUs, otherwise gloo)", "NAME"),
-    Option("--device", "cpu or cuda", "NAME"),
+    Option("--device", "cpu or cuda (default: cuda if there is a GPU, except with gloo)", "NAME"),
     Option(
         "--pace",
         "time between calls: fast (default) = none, recorded = the recorded gaps, compute = keep the device busy "
@@ -268,7 +268,9 @@ NO_EFFECT = _split_names("strict sweep output by json save_plan dry_run")
 
 def add_arguments(parser: argparse.ArgumentParser, mode: str = REPLAY) -> None:
     """Add the options of the command; all others get their unset values."""
-    parser.add_argument("trace", nargs="?", help="a recording, a folder of traces of all ranks, one file, or a plan")
+    parser.add_argument(
+        "trace", nargs="?", help="a recording, a folder with the traces of all ranks, one file, or a plan"
+    )
     names = _BOTH | _ONLY_PROBE if mode == PROBE else OPTIONS.keys() - _ONLY_PROBE
     for title, options in _GROUPS.items():
         group = parser.add_argument_group(title)

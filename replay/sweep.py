@@ -131,10 +131,13 @@ def print_sweep(results: list[tuple[Combination, ReplayReport | str]]) -> None:
 
 
 _PASS = (
-    "Sweep: each combination, per pass",
-    ("#end to end ms p50", "#p95", "#CPU us/call", "#best busbw GB/s", "#longest row us", "which"),
+    "Sweep: times per pass, one row per combination",
+    ("#end to end ms p50", "#p95", "#CPU us/call", "#best busbw GB/s", "#time us p50", "operation with most time"),
 )
-_STEP = ("Sweep: a whole step", ("#step ms p50", "#p95", "#exposed communication ms", "#against the first", ""))
+_STEP = (
+    "Sweep: times per step, one row per combination",
+    ("#step ms p50", "#p95", "#exposed communication ms", "#ratio", ""),
+)
 
 
 def _step_cells(step: StepComparison, first: StepComparison) -> tuple[str, ...]:

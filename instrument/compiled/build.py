@@ -47,7 +47,7 @@ _UNMAPPED = 65534
 """Owner of what is root's outside of a container that knows few users."""
 _ALL_USERS = ["0", "0", "4294967295"]
 _UNTRIED = (3, 14)
-"""The first version of Python whose frames the kernel has not been tried on."""
+"""The first version of Python whose frames the kernel is untested on."""
 
 
 class NotBuiltError(CrossrankError):
@@ -80,7 +80,7 @@ def load() -> ModuleType:
                 os.close(descriptor)
         _refuse_known_failure(built)
     except (OSError, RuntimeError) as error:
-        raise CrossrankError(f"the compiled kernel cannot be had ({one_line(error)})") from error
+        raise CrossrankError(f"the compiled kernel is not available ({one_line(error)})") from error
     raise NotBuiltError("the compiled kernel is not built yet")
 
 
@@ -157,9 +157,9 @@ def build_idly(built: str) -> None:
 def _place() -> Path:
     """Where the kernel for this torch and Python is, or is to be. Raises `CrossrankError` where there can be none."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise CrossrankError("the compiled kernel has not been tried on a Python without the global interpreter lock")
+        raise CrossrankError("the compiled kernel is untested on a Python without the global interpreter lock")
     if sys.version_info >= _UNTRIED:
-        raise CrossrankError(f"the compiled kernel has not been tried on Python {platform.python_version()}")
+        raise CrossrankError(f"the compiled kernel is untested on Python {platform.python_version()}")
     return _folder() / f"{_MODULE}-{_fingerprint()}.so"
 
 
@@ -190,7 +190,7 @@ def _folder() -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise CrossrankError(f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME") from error
+        raise CrossrankError(f"{folder} cannot be created ({error.strerror}); set XDG_CACHE_HOME") from error
     folder = folder.resolve()
     _refuse_others_file(folder, folder.stat())
     is_contained = False

@@ -86,7 +86,7 @@ def install(session: Dispatched) -> None:
             _kernels = _install_kernels(session)
         except Exception as error:
             raise CrossrankError(
-                f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
+                f"torch {torch.__version__} does not allow crossrank to record its c10d ops ({one_line(error)}); "
                 "crossrank is tested with torch 2.8 to 2.15"
             ) from error
     if has("coalescing"):
@@ -132,13 +132,15 @@ def _loaded(*, waits: bool) -> ModuleType:
 
 def _python_instead(session: Recorded, error: Exception) -> PythonRecorder:
     why = one_line(error) if not isinstance(error, CrossrankError) else str(error)
-    log.warning("crossrank: calls are recorded in Python, at more cost: %s; TRACING_KERNEL=python mutes this", why)
+    log.warning(
+        "crossrank: the Python kernel records calls, at a higher cost: %s; TRACING_KERNEL=python mutes this", why
+    )
     return _in_python(session, why)
 
 
 def _in_python(session: Recorded, why: str = "") -> PythonRecorder:
     if session.facts.config.timing:
-        log.warning("crossrank: how long calls of a CPU backend take is not recorded: that needs the compiled kernel")
+        log.warning("crossrank: durations of calls on a CPU backend are not recorded: they need the compiled kernel")
     return PythonRecorder(session, why)
 
 
@@ -297,9 +299,7 @@ def _follow_waits(recorder: Recorder) -> None:
     for owner, make in around.items():
         plain = vars(owner)["wait"]
         if _plain_waits.setdefault(owner, plain) is not plain:  # put around ours since: it would call it, and ours it
-            log.warning(
-                "crossrank: waits are not recorded: %r has taken the place of %s.wait", plain, owner.__qualname__
-            )
+            log.warning("crossrank: waits are not recorded: %r has replaced %s.wait", plain, owner.__qualname__)
             return
         _patches.replace(owner, "wait", make(owner.wait))  # type: ignore[attr-defined]
     recorder.follows_waits = True

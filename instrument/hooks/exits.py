@@ -237,7 +237,7 @@ def _text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:
-        text = "its text is not available"
+        text = "its text is unavailable"
     text = f"{type(error).__name__}: {text}"
     if not _keeps_texts and OF_A_BACKEND.search(text) is None:
         text = f"{type(error).__name__} (its text is not recorded)"

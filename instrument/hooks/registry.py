@@ -47,7 +47,7 @@ class Hook:
 
 HOOKS = (
     Hook(dispatcher),
-    Hook(optimizer, lost="optimizer steps or backward passes are not seen, and iterations may be miscounted"),
+    Hook(optimizer, lost="optimizer steps or backward passes are not seen, and steps may be miscounted"),
     Hook(profiler, lost="a profiler of your own must not run during a window"),
     Hook(spawn, in_child=lambda: None),  # what a forked child starts is followed as well
     Hook(exits),

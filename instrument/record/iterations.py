@@ -67,7 +67,7 @@ class Iterations:
 
     def step(self) -> None:
         """The training loop says that an iteration has ended. From now on only these calls count."""
-        with self._session.failures.reported("an iteration was not counted"):
+        with self._session.failures.reported("a step was not counted"):
             if not self._explicit:
                 self._explicit = True
                 self._session.recorder.step = 0  # whatever the optimizers' steps have come to in the first iteration
@@ -90,7 +90,7 @@ class Iterations:
         except Exception as error:
             if raised_by_script(error):
                 raise
-            session.failures.report("an iteration was not counted", error)
+            session.failures.report("a step was not counted", error)
 
     def _advance(self) -> int:
         """An iteration ends; returns its number."""

@@ -182,7 +182,9 @@ class Recorder(ABC):
         """Report a failure, once."""
         if not self._complained:
             self._complained = True
-            log.warning("crossrank: a call could not be recorded: %s; training goes on, further ones are counted", why)
+            log.warning(
+                "crossrank: a call could not be recorded: %s; training continues, and further failures are counted", why
+            )
 
     def _count_failures(self, count: int) -> None:
         with self._lock:

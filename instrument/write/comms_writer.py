@@ -349,7 +349,7 @@ class CommsWriter:
     def _fail(self, what: str, error: Exception) -> None:
         if not self._complained:
             self._complained = True
-            report(f"{what}; training goes on, the loss is counted", error)
+            report(f"{what}; training continues, and the loss is counted", error)
 
 
 def _record_line(entry: Call, locality: Locality) -> bytes:

@@ -175,7 +175,7 @@ class DeviceTimes:
         self._in_vain += 1
         if not entries:
             if self._any and (self._in_vain >= _MOST_IN_VAIN or self._stopped):
-                self._complain("torch's flight recorder holds none of them; %s=2000 makes it keep calls", SIZE)
+                self._complain("torch's flight recorder has none of them; %s=2000 makes it keep calls", SIZE)
             return []
         first, last = entries[0].record_id, entries[-1].record_id
         if self._next is not None and last < self._next - 1:  # torch has begun a new recorder
@@ -183,7 +183,7 @@ class DeviceTimes:
             self._open.clear()
         if self._next is not None and first > self._next:
             self._complain(
-                "%d entries fell out of torch's flight recorder of %d first; %s=%d keeps more",
+                "%d entries left torch's flight recorder of %d before they were read; %s=%d keeps more",
                 *(first - self._next, self._most, SIZE, 10 * self._most),
             )
         if self._next is not None and self._noted:
@@ -211,4 +211,4 @@ class DeviceTimes:
     def _complain(self, why: str, *values: object) -> None:
         if not self._complained:
             self._complained = True
-            log.warning("crossrank: how long NCCL's calls took is not recorded of all: " + why, *values)
+            log.warning("crossrank: durations are missing for some NCCL calls: " + why, *values)

@@ -123,7 +123,7 @@ def _domain_of_process() -> Any:
     """The domain of this process; None where no tool takes its ranges, which is logged if one is attached."""
     tool = os.environ.get(_TOOL)
     attached = bool(tool) and tool != _NO_TOOL
-    reason = "it accepts no ranges of this domain; if nsys filters domains, name crossrank in --nvtx-domain-include"
+    reason = "it accepts no ranges of this domain; if nsys filters domains, add crossrank to --nvtx-domain-include"
     try:
         import nvtx
 

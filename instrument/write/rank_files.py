@@ -78,7 +78,7 @@ class RankFiles:
             self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise CrossrankError(
-                f"cannot write to {self.recording}: {error.strerror}; name another folder with TRACING_DIR"
+                f"cannot write to {self.recording}: {error.strerror}; set another folder with TRACING_DIR"
             ) from error
         self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=writable(place))
         self._inherited = msgspec.json.encode(self._owner).decode()
@@ -226,7 +226,7 @@ def _take_part(recording: Path, rank: int, world_size: int) -> tuple[Path, socke
             break
         lock.close()
     part.mkdir(exist_ok=True)
-    log.warning("crossrank: process %d was started by one that records in %s: it uses %s", os.getpid(), recording, part)
+    log.warning("crossrank: the parent of process %d records in %s: it uses %s", os.getpid(), recording, part)
     return part, lock
 
 

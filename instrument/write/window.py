@@ -116,7 +116,7 @@ class Windows:
         if window is not None and recorder.window_open and not window.continues(ended) and not capturing:
             self.close(ended)
         if recorder.window_open:
-            with self._reported("iterations have no range in the traces"):
+            with self._reported("steps have no range in the traces"):
                 self._begin_step()
         elif window is None or capturing:
             return
@@ -192,7 +192,7 @@ class Windows:
         window = self._session.facts.config.window
         if self._session.facts.rank == 0 and window is not None and self._number == 0:
             log.warning(
-                "crossrank: the window %d:%d never opened: the recording ended in iteration %d",
+                "crossrank: the window %d:%d never opened: the recording ended in step %d",
                 window.start,
                 window.stop,
                 self._session.recorder.step,
@@ -258,7 +258,7 @@ class Windows:
         except OSError as error:
             self._lacks("execution trace", one_line(error))
         if not self._kineto.start() and has("Kineto"):
-            self._lacks("Kineto trace", "your profiler is running, and keeps running undisturbed")
+            self._lacks("Kineto trace", "your profiler is running, and continues undisturbed")
         self._begin_step()
 
     def _start_execution_trace(self, files: RankFiles) -> None:

@@ -147,7 +147,7 @@ def refusal(found: Found, operation: ComputeOperation) -> str:
         return _STRANGE_ARGUMENT
     elements, most = _largest_tensor(schema, operation.arguments), memory()
     if elements > most:
-        return f"asks for a tensor of more than {most:,} elements, and this machine has so many bytes of memory"
+        return f"asks for a tensor of more than {most:,} elements, more than this machine has bytes of memory"
     return ""
 
 

@@ -53,4 +53,4 @@ def test_a_window_drives_a_capture_of_nsight_systems(tmp_path: Path) -> None:
         read = machine.crossrank(
             tmp_path / "read", "bandwidth", tmp_path / "recording", tmp_path / "export" / "one.sqlite"
         )
-        assert "launched within our marker" in read.text
+        assert "launched inside crossrank's marker" in read.text

@@ -84,7 +84,7 @@ def test_one_report_per_rank_under_torchrun(tmp_path: Path, gpu: bool, capture: 
         check=False,
     )
     assert (done.returncode, done.stdout.count("trained")) == (0, 2), done.stderr
-    assert ("launched within our marker" in done.stdout) == gpu
+    assert ("launched inside crossrank's marker" in done.stdout) == gpu
     for name in ("timeline.pftrace", "report.html"):
         assert (tmp_path / "nsys-reports" / name).stat().st_size > 500
     for rank in (0, 1):

@@ -505,7 +505,7 @@ loop.add_signal_handler(signal.SIGUSR2, lambda: None)
 
 @pytest.mark.parametrize(
     ("text", "noted"),
-    [("raise RuntimeError", "Odd: its text is not available"), ("return '\\ud800 half'", "Odd: \\ud800 half")],
+    [("raise RuntimeError", "Odd: its text is unavailable"), ("return '\\ud800 half'", "Odd: \\ud800 half")],
 )
 def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(
     text: str, noted: str, scripts: Scripts

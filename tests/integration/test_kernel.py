@@ -211,7 +211,7 @@ def test_build_kernel_builds_what_failed_before(broken_compiler: Cache) -> None:
     ("variables", "why"),
     [
         ({"CXX": "/nowhere/c++"}, "there is no C++ compiler (/nowhere/c++)"),
-        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "/dev/null/cache/crossrank cannot be made (Not a directory)"),
+        ({"XDG_CACHE_HOME": "/dev/null/cache"}, "/dev/null/cache/crossrank cannot be created (Not a directory)"),
     ],
     ids=["no compiler", "no folder"],
 )
@@ -229,7 +229,7 @@ def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
 
 def test_a_python_that_the_kernel_has_not_been_tried_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_UNTRIED", sys.version_info[:2])
-    with pytest.raises(CrossrankError, match="the compiled kernel has not been tried on Python 3"):
+    with pytest.raises(CrossrankError, match="the compiled kernel is untested on Python 3"):
         build.load()
 
 

@@ -343,7 +343,7 @@ def test_an_unwritable_folder_is_told_once_and_training_goes_on(folder: str, scr
         """)
     assert result.stdout == "trained\n"
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"crossrank: the recording goes on without files: cannot write to {folder}")
+    assert line.startswith(f"crossrank: the recording continues without files: cannot write to {folder}")
     assert "TRACING_DIR" in line
 
 
@@ -395,11 +395,11 @@ def test_a_failure_inside_the_recorder_is_counted_and_the_call_goes_through(two_
         ({"TRACING": "SOME"}, "TRACING='SOME' is not one of CROSSNODE, ALL, NONE"),
         (
             {"TRACING_WINDOW": "ten"},
-            "TRACING_WINDOW='ten' is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000",
+            "TRACING_WINDOW='ten' is not START:STOP or START:STOP:EVERY in steps, for example 10:12 or 10:12:1000",
         ),
         (
             {"TRACING_DIR": "s3://bucket/run"},
-            "TRACING_DIR='s3://bucket/run' is a URL; name a folder, and copy it when the job has ended",
+            "TRACING_DIR='s3://bucket/run' is a URL; give a folder, and copy it after the job",
         ),
         (
             {"TRACING_RING": "999999999999999999"},

@@ -59,7 +59,7 @@ def test_unless_asked_for_ends_are_not_followed(two_ranks: TwoRanks) -> None:
 def test_the_kernel_in_python_says_that_it_does_not_follow_them(scripts: Scripts) -> None:
     source = "crossrank.enable()\ndist.all_reduce(torch.ones(8))\n"
     result = scripts(TRACING_TIMING="1", TRACING_KERNEL="python").python(source)
-    said = "crossrank: how long calls of a CPU backend take is not recorded: that needs the compiled kernel"
+    said = "crossrank: durations of calls on a CPU backend are not recorded: they need the compiled kernel"
     assert result.stderr.splitlines()[0] == said
 
 
@@ -193,7 +193,7 @@ def test_a_recorder_that_keeps_nothing_is_said(variable: str, why: str, scripts:
     )
     result = scripts(TRACING_KERNEL="python", **{variable: "0"}).python(NUMBERED + source)
     (said,) = (line for line in result.stderr.splitlines() if "NCCL's calls" in line)
-    assert said.startswith(f"crossrank: how long NCCL's calls took is not recorded of all: {why}")
+    assert said.startswith(f"crossrank: durations are missing for some NCCL calls: {why}")
 
 
 def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(scripts: Scripts) -> None:

@@ -1,7 +1,8 @@
-"""Checks the English of pages, help texts, messages, docstrings and comments: `python -m tests.prose [PART OF A PATH]`.
+"""Checks the English of the project: `python -m tests.prose [--all] [PART OF A PATH]`.
 
-Prints each place that breaks a rule of `rules.py`, and how readable the pages are. Exits with 1 where one does.
-`exceptions.txt` lists texts that are right as they are.
+Prints each place in a page, help text or message that breaks a rule of `rules.py`, and each page that is hard to read.
+With `--all`, also checks docstrings and comments. Exits with 1 if a place is found. `exceptions.txt` lists texts that
+are correct.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
 
 
 def main() -> int:
-    part = sys.argv[1] if len(sys.argv) > 1 else ""
+    everything = "--all" in sys.argv
+    part = next((word for word in sys.argv[1:] if word != "--all"), "")
     allowed = {line for line in _EXCEPTIONS.read_text().splitlines() if line and not line.startswith("#")}
-    texts = list(all_texts(part))
+    texts = [text for text in all_texts(part) if everything or text.kind not in ("docstring", "comment")]
     found = [
         f"{text.file}:{text.line}: {complaint}"
         for text in texts

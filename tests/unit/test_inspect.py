@@ -176,7 +176,7 @@ def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, inspect: Comma
     assert (code, out) == (2, "")
     named, _, rest = err.removeprefix("crossrank: ").partition(" are both")
     assert sorted(named.split(" and ")) == sorted(map(str, paths))
-    assert rest == " of rank 0; name the one that counts, or the folder of one run\n"
+    assert rest == " of rank 0; give the right one, or the folder of one run\n"
 
 
 def test_files_of_two_jobs_are_no_complete_recording(folder: Path, inspect: Command) -> None:

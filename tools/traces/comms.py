@@ -89,10 +89,10 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         _add_waits(trace, file.waits, clock, row_of)
     if clock.set_by:
         trace.notes.append(
-            f"{path}: its wall clock was set by {clock.set_by / 1e9:+,.3f} s while it ran; that is left out"
+            f"{path}: its wall clock was set by {clock.set_by / 1e9:+,.3f} s while it ran; crossrank ignores that"
         )
     if file.end is None:
-        trace.notes.append(f"{path}: has no end: the process died, or still runs")
+        trace.notes.append(f"{path}: has no last line: the process died, or still runs")
     elif "wall" in header.clock:
         # Of a file without an end nobody knows how long the run went on.
         ends = [line["wall"] for line in clocks if "wall" in line] + ([clock.at(last.t)] if last else [])

@@ -55,7 +55,7 @@ WHAT = {
     NSIGHT: "an export of Nsight Systems",
     REPORT: "a report of Nsight Systems",
     DATABASE: "a database of crossrank diagnose",
-    "": "of no kind that is known",
+    "": "a file of unknown type",
 }
 
 _OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
@@ -106,7 +106,7 @@ class FoundFile:
 
     path: str
     kind: str
-    """Empty where it is of no kind that is known."""
+    """Empty where it is a file of unknown type."""
     rank: int | None
     window: int = 1
     size: int = 0
@@ -116,7 +116,7 @@ class FoundFile:
     problem: str = ""
     """Why it cannot be used."""
     partial: bool = False
-    """It was cut off while it was written."""
+    """It was cut off during writing."""
     left_out: bool = False
     """It can be used, but another one is nearer to the path that was named."""
 
@@ -217,7 +217,7 @@ def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:
         whole = folder + name if is_folder(path) else path
         yield replace(look(whole), size=os.path.getsize(whole) if os.path.isfile(whole) else 0, depth=depth)
     useless = FoundFile(path="", kind="", rank=None, depth=depth, problem="is neither a file nor a folder")
-    partial = replace(useless, problem="was cut off while it was written", partial=True)
+    partial = replace(useless, problem="was cut off during writing", partial=True)
     for like, names in ((partial, listing.partial), (useless, listing.special)):
         for name in names:
             yield replace(like, path=folder + name, rank=rank_in_name(name))
@@ -251,7 +251,7 @@ def _without_doubles(files: list[FoundFile]) -> list[FoundFile]:
         if file.problem or nearest.depth == file.depth:
             found.append(file)
         elif file.kind != LINKED:  # which `link` and `convert --keep-linked` wrote there themselves
-            text = f"is of rank {file.rank}, as {nearest.path} is, and was left out"
+            text = f"is of rank {file.rank}, as {nearest.path} is, and was skipped"
             found.append(replace(file, problem=text, left_out=True))
     return found
 
@@ -278,5 +278,5 @@ def files_by_rank(files: Iterable[FoundFile], kinds: Collection[str]) -> dict[in
         if len(same) > 1 and same[-2].window == file.window:
             names = " and ".join(one.path for one in same[-2:])
             of = f"of rank {file.rank}" if file.rank is not None else "without a rank in their names"
-            raise CrossrankError(f"{names} are both {of}; name the one that counts, or the folder of one run")
+            raise CrossrankError(f"{names} are both {of}; give the right one, or the folder of one run")
     return dict(found)

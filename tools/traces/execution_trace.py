@@ -167,7 +167,7 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
     document = Document(path, _SHAPE, nodes.take)
     file = document.content
     if not nodes.count:
-        raise CrossrankError(f"{path}: holds no nodes at all; record a window in which the job takes a step")
+        raise CrossrankError(f"{path}: has no nodes; record a window with a training step")
     damage = list(document.damage)
     if nodes.odd:
         damage.append(f"{len(nodes.odd)} attribute(s) are not as the schema has them (first: of node {nodes.odd[0]})")
@@ -219,7 +219,7 @@ class _Nodes:
     def kept(self) -> list[HostOp]:
         ids = {node.id for node in self.nodes} if self._keeps is not None else set()
         for node in self.nodes if self._keeps is not None else ():
-            for _ in range(_DEEPEST):  # ids may run in a cycle in a broken file
+            for _ in range(_DEEPEST):  # ids may form a cycle in a broken file
                 if node.caller in ids or not node.caller:
                     break
                 node.caller = self._parents.get(node.caller, 0)
@@ -322,7 +322,7 @@ def _schema_warnings(schema: str) -> list[str]:
     """The warning for an unknown schema."""
     version = re.match(r"\d+\.\d+\.\d+", schema)
     if version is None:
-        return [f"schema {schema!r} is no version; read by the fields that are there"]
+        return [f"schema {schema!r} is not a version; read by the fields that exist"]
     if version[0] in KNOWN_SCHEMAS:
         return []
     return [f"schema {schema!r} is not known, read as {NEWEST_SCHEMA!r}; check what it links"]
@@ -376,7 +376,7 @@ def _break_cycles(nodes: list[HostOp]) -> list[str]:
         settled.update(path)
     if not broken:
         return []
-    return [f"{len(broken)} chain(s) of parents run in a cycle (first: at node {broken[0]}); cut there"]
+    return [f"{len(broken)} chain(s) of parents form a cycle (first: at node {broken[0]}); cut there"]
 
 
 def is_thread_root(node: HostOp) -> bool:

@@ -119,21 +119,21 @@ class Document(Generic[Content]):
             salvaged = self._salvage() if self._head else None
             if salvaged is None:
                 raise CrossrankError(
-                    f"{self.path}: is not {self._shape.what} ({one_line(error)}){problems}; name the right file"
+                    f"{self.path}: is not {self._shape.what} ({one_line(error)}){problems}; give the right file"
                 ) from error
             return salvaged
         self._take(getattr(content, self._shape.rows))
         return content
 
     def _stream(self) -> None:
-        """Hand on the rows, and leave the last ones and what follows the list in `_rest`."""
+        """Hand on the rows, and leave the last ones and the part after the list in `_rest`."""
         memory = machine.memory()
         size = 0
         for chunk in read_chunks(self.path, self.issues):
             size += len(chunk)
             if size * _MEMORY_PER_BYTE > memory:
                 raise CrossrankError(
-                    f"{self.path}: holds more than {size / 1e9:.1f} GB of JSON, too much for this machine's "
+                    f"{self.path}: has more than {size / 1e9:.1f} GB of JSON, too much for this machine's "
                     f"{memory / 1e9:.0f} GB of memory; record a shorter window, or use a larger machine"
                 )
             if self._shape.hashed:
@@ -213,8 +213,8 @@ class Document(Generic[Content]):
         fields: dict[str, Any] = {}
         for candidate, problem in (
             (before + after, ""),
-            (before + "]}", f"what follows the {name} is broken and was left out"),
-            ("{}", f"what stands around the {name} is broken and was left out"),
+            (before + "]}", f"the part after the {name} is broken and was skipped"),
+            ("{}", f"the part around the {name} is broken and was skipped"),
         ):
             with suppress(ValueError, RecursionError):
                 fields = json.loads(candidate)

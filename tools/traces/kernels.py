@@ -96,4 +96,4 @@ def _known(name: str, also: str) -> tuple[str, str | None] | None:
         if match:
             operation = operation_of(match.groupdict().get("op") or "")
             return family.library, family.op or (operation.name if operation else None)
-    return ("named by the user", None) if also and re.search(also, name) else None
+    return ("selected by the user", None) if also and re.search(also, name) else None

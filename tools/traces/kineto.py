@@ -245,15 +245,15 @@ def read_kineto(path: str) -> KinetoTrace:
     trace = KinetoTrace(path=path)
     document = Document(path, _SHAPE, trace.take)
     if not (trace.host or trace.calls or trace.device or trace.unread):
-        raise CrossrankError(f"{path}: holds no events at all; record a window in which the job takes a step")
+        raise CrossrankError(f"{path}: has no events; record a window with a training step")
     trace.sha256, file = document.sha256, document.content
     trace.base_ns, info = file.baseTimeNanoseconds, file.distributedInfo
     trace.groups = tuple(read_groups(info.pg_config, document.budget))
     trace.rank, trace.world_size = info.rank, info.world_size
-    trace.warnings += _counted(trace._bad_durations, "have no valid duration; taken as 0")
+    trace.warnings += _counted(trace._bad_durations, "have no valid duration; 0 is used")
     trace.damage += document.damage
-    trace.damage += _counted(trace._untimed, "have no valid time and were left out")
-    trace.damage += _counted(trace._bad_args, "have arguments that cannot be read and were left out")
+    trace.damage += _counted(trace._untimed, "have no valid time and were skipped")
+    trace.damage += _counted(trace._bad_args, "have arguments that cannot be read and were skipped")
     return trace
 
 

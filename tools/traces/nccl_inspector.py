@@ -19,7 +19,7 @@ from crossrank.recording import ReadIssues, read_lines
 from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, TraceBuilder
 
 LEAVES_OUT = (
-    "NCCL Inspector leaves out what is smaller than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (8,192 B unless told), barriers "
+    "NCCL Inspector skips calls that are smaller than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (default 8,192 B), barriers "
     "among it, and has times of whole microseconds"
 )
 _SIZE_OF_ONE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -27,7 +27,7 @@ _SIZE_OF_ONE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter
 _TIMED_BY = {
     "kernel_gpu": "NCCL Inspector: the kernel, by the GPU's clock",
     "kernel_cpu": "NCCL Inspector: the kernel, by the CPU's clock",
-    "collective_cpu": "NCCL Inspector: from the launch on, by the CPU's clock",
+    "collective_cpu": "NCCL Inspector: from the launch, by the CPU's clock",
 }
 _MOST_PROBLEMS = 3
 
@@ -99,12 +99,12 @@ def read_inspector(path: str) -> RankTrace:
         try:
             _take(decode(text), trace, builder)
         except BROKEN as error:
-            damaged.append(f"line {number} is none of NCCL Inspector ({one_line(error)})")
+            damaged.append(f"line {number} is not from NCCL Inspector ({one_line(error)})")
     trace.problems = [*issues.problems, *damaged[:_MOST_PROBLEMS]]
     if len(damaged) > _MOST_PROBLEMS:
         trace.problems.append(f"so are {len(damaged) - _MOST_PROBLEMS} more lines")
     if not len(trace):
-        raise CrossrankError(f"{path}: holds no operation that NCCL Inspector measured: {'; '.join(trace.problems)}")
+        raise CrossrankError(f"{path}: has no operation that NCCL Inspector measured: {'; '.join(trace.problems)}")
     return trace
 
 
@@ -136,7 +136,7 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
     # Of a communicator each operation is counted apart.
     group = builder.define(Group(pg=pg, size=size, desc=desc, backend="nccl"), "" if is_p2p else op)
     if trace.group_rank.setdefault(group, header.rank) != header.rank and not trace.notes:
-        trace.notes.append(f"{trace.path}: is of a process of several ranks; all its lines are taken for those of one")
+        trace.notes.append(f"{trace.path}: is of a process of several ranks; all its lines count as lines of one rank")
     called = times.coll_start_ts or times.p2p_start_ts if times is not None else 0
     begins = [one.kernel_start_ts for one in times.kernel_events if one.kernel_start_ts] if times is not None else []
     trace.timed = trace.timed and called > 0
@@ -182,9 +182,7 @@ def number_ranks(traces: Sequence[RankTrace]) -> None:
     else:
         for rank, trace in enumerate(sorted(traces, key=lambda one: (one.host, int(one.about["pid"]), one.path))):
             trace.rank, trace.world_size = rank, len(traces)
-        traces[0].notes.append(
-            "no communicator holds all processes: ranks are numbers of theirs, by host and process id"
-        )
+        traces[0].notes.append("no communicator has all processes: crossrank numbers the ranks by host and process id")
     members = {
         pg: [ranked[place].rank or 0 for place in range(sizes[pg])]
         for pg, ranked in places.items()

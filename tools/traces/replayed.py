@@ -406,6 +406,6 @@ def read_report(folder: str) -> ReplayReport:
             raise msgspec.DecodeError("its schema is not that of a replay")
     except BROKEN as error:
         raise CrossrankError(
-            f"{path}: is no result of crossrank replay ({one_line(error)}); name the folder given to its -o"
+            f"{path}: is not a result of crossrank replay ({one_line(error)}); give the folder of its option -o"
         ) from error
     return report

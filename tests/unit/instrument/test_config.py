@@ -47,7 +47,7 @@ def test_an_argument_wins_over_the_variable_and_the_new_name_over_the_alias() ->
         ({"TRACING_RING": "30000000"}, "TRACING_RING='30000000' is not a whole number from 1 to 1,048,576"),
         (
             {"TRACING_WINDOW": "1:9999999999999999999"},
-            "TRACING_WINDOW='1:9999999999999999999' is not START:STOP or START:STOP:EVERY in iterations, for example "
+            "TRACING_WINDOW='1:9999999999999999999' is not START:STOP or START:STOP:EVERY in steps, for example "
             "10:12 or 10:12:1000",
         ),
         *(

@@ -114,7 +114,7 @@ def test_calls_without_their_splits_are_counted_where_no_recording_has_them(tmp_
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert times.unattributed == {LEFT_OUT: 1}
     assert [note.partition(": ")[2] for note in times.notes] == [
-        "1 group(s) have more members than a marker holds; the recording names them"
+        "1 group(s) have more members than fit into a marker; the recording has them"
     ]
 
 

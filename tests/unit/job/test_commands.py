@@ -46,7 +46,7 @@ measured   Nsight Systems: kernels launched inside NVTX ranges of crossrank or N
 clocks     2 clocks, aligned by the end times of collectives; remaining difference 0.0 us (p50), 0.0 us (max)
 
 Communication kernels with a call, by method of matching
-          4  launched within our marker
+          4  launched inside crossrank's marker
 """  # noqa: E501
     )
 

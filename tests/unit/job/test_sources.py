@@ -196,7 +196,7 @@ def test_of_the_files_of_a_rank_those_that_say_most_are_read(
     ("files", "source", "message"),
     [
         ([file("et")], None, "a, b: has no communication measurements; give a recording, a folder of"),
-        ([file("et", problem="bad")], "flight", "communication measurements for --source flight \\(et-0.1: bad\\); give a rec"),
+        ([file("et", problem="bad")], "flight", "measurements for --source flight \\(et-0.1: bad\\); give a rec"),
         ([file("flight"), report("r.qdrep")], "nsight", "^r.qdrep: is a report, not an export; run: "),
         ([report("r.qdrep")], "flight", "^r.qdrep: is a report, not an export; run: "),
         ([file("flight")], "nsight", "has no Nsight export"),

@@ -204,7 +204,7 @@ def test_a_field_or_file_of_an_unknown_kind_is_counted(job: Path) -> None:
     (notes,) = [file for file in result.files if not file.kind]
     assert (notes.output, notes.is_loss) == (None, False)
     assert notes.why is not None
-    assert "notes.txt: is of no kind that is known" in notes.why
+    assert "notes.txt: is a file of unknown type" in notes.why
 
 
 def test_every_field_of_the_structs_of_files_has_a_class() -> None:
@@ -364,7 +364,7 @@ def test_the_command_says_what_became_of_what(job: Path, capsys: pytest.CaptureF
     out, err = capsys.readouterr()
     assert re.search(r"comms file +0-1 +2 +0\n", out)
     assert re.search(r"verified   0 of \d+ replaced texts with at least 4 characters found in the result", out)
-    assert "notes.txt: is of no kind that is known; skipped" in err
+    assert "notes.txt: is a file of unknown type; skipped" in err
     assert not any(piece in out + err for piece in PIECES)
     assert main(["anonymize", str(job), "-o", str(output)]) == 2
     assert f"{output}: is not empty; choose a new folder with -o" in capsys.readouterr().err
@@ -391,12 +391,12 @@ def keep_notes_alone(job: Path) -> None:
         pytest.param(cut_off, 1, "rank-0.comms.jsonl: the last zstd frame is cut off", set(), id="a torn comms file"),
         pytest.param(
             keep_notes_alone,
-            *(2, "has no file to anonymize, only of no kind that is known", None),
+            *(2, "has no file to anonymize, only a file of unknown type", None),
             id="where nothing is known nothing is written",
         ),
         pytest.param(
             lambda job: (job / "rank-0.kineto.json").rename(job / "alice_job-482131.pt.trace.json"),
-            *(0, "notes.txt: is of no kind that is known", set()),
+            *(0, "notes.txt: is a file of unknown type", set()),
             id="a large number in a name is no rank",
         ),
     ],

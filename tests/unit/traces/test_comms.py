@@ -77,7 +77,7 @@ def test_a_recording_without_end_leaves_its_last_call_and_its_isends_open(
         *(7, 8, 9),
         states={8: SCHEDULED, 9: SCHEDULED},
         ending=Ending(taken_at=taken_at, unseen=True),
-        notes=[f"{path}: has no end: the process died, or still runs"],
+        notes=[f"{path}: has no last line: the process died, or still runs"],
     )
 
 

@@ -178,7 +178,7 @@ def test_the_file_nearest_to_the_path_is_taken_and_the_other_is_said(tmp_path: P
         "rank_0": "",
         "rank-0.linked.json": "",
         "copy/rank_1": "",
-        "copy/rank_0": f"is of rank 0, as {tmp_path}/rank_0 is, and was left out",
+        "copy/rank_0": f"is of rank 0, as {tmp_path}/rank_0 is, and was skipped",
     }
 
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
     assert problems == {
         "dump_0": (0, "is empty"),
         "dump_1.gz": (1, "the last gzip stream is cut off; the part before it was read"),
-        ".rank-2.et.json.part": (2, "was cut off while it was written"),
+        ".rank-2.et.json.part": (2, "was cut off during writing"),
         "rank-99999999.flight.json": (None, "invalid rank 99999999; a job has at most 1048576 ranks"),
         "dump_3": (3, "is neither a file nor a folder"),
     }

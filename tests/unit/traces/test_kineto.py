@@ -91,15 +91,15 @@ def test_broken_times_and_durations_are_counted(tmp_path: Path) -> None:
     )
     trace = read(tmp_path, text)
     assert [(e.name, e.end - e.start) for e in trace.host] == [("n", 0), ("later", 2000), ("nan", 0)]
-    assert trace.damage == ["1 event(s) have no valid time and were left out (first: 'n')"]
-    assert trace.warnings == ["2 event(s) have no valid duration; taken as 0 (first: 'n')"]
+    assert trace.damage == ["1 event(s) have no valid time and were skipped (first: 'n')"]
+    assert trace.warnings == ["2 event(s) have no valid duration; 0 is used (first: 'n')"]
 
 
 def test_arguments_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     events = [event("kernel", args={"correlation": number}) for number in ([1], "4")]
     trace = read(tmp_path, {"traceEvents": events})
     assert [activity.correlation for activity in trace.device] == [4]
-    assert trace.damage == ["1 event(s) have arguments that cannot be read and were left out (first: 'n')"]
+    assert trace.damage == ["1 event(s) have arguments that cannot be read and were skipped (first: 'n')"]
 
 
 @pytest.mark.parametrize("ts", ["1e300", "1e999", "-9e20", str(1 << 53)])
@@ -107,7 +107,7 @@ def test_a_time_that_cannot_be_is_no_time(tmp_path: Path, ts: str) -> None:
     text = json.dumps({"traceEvents": [event(), event(name="absurd", ts=77)]}).replace("77", ts)
     trace = read(tmp_path, text)
     assert [host.name for host in trace.host] == ["n"]
-    assert trace.damage == ["1 event(s) have no valid time and were left out (first: 'absurd')"]
+    assert trace.damage == ["1 event(s) have no valid time and were skipped (first: 'absurd')"]
 
 
 def test_a_head_that_is_not_as_it_should_be_loses_that_field_alone(tmp_path: Path) -> None:

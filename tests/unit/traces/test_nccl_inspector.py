@@ -110,7 +110,7 @@ def test_what_is_no_line_of_it_is_named_and_the_rest_is_read(tmp_path: Path) -> 
     assert len(trace) == 11
     assert [problem.partition(" is ")[0] for problem in trace.problems] == ["line 5", "line 13"]
     path.write_text(text[:300])
-    with pytest.raises(CrossrankError, match=r"holds no operation that NCCL Inspector measured: line 1 is none"):
+    with pytest.raises(CrossrankError, match=r"has no operation that NCCL Inspector measured: line 1 is none"):
         read_inspector(str(path))
 
 

@@ -158,7 +158,7 @@ def _make_comm(communication: Communication, groups: Mapping[str, NumberedGroup]
     group = groups.get(record.pg)
     if group is None:
         raise CrossrankError(
-            f"communication {record.op} of node {communication.host} is on process group {record.pg!r}, which nobody "
+            f"communication {record.op} of node {communication.host} is on process group {record.pg!r}, which no file "
             "defines; link with the rank's comms file, or a trace with '## process_group:init ##'"
         )
     return Comm(record, group)

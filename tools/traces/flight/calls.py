@@ -75,7 +75,7 @@ _COMPARED = 8
 SAME_TIME = 50_000_000
 """ns between torch's and our note of one call: the launch lies between them."""
 GLOO_ALONE = (
-    "gloo's own dumps know neither sends and receives nor the members of groups: those who call on a name are taken"
+    "dumps of gloo lack sends, receives and the members of groups: the ranks with calls on a group are its members"
 )
 
 

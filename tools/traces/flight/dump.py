@@ -180,7 +180,7 @@ def read_flight_dump(path: str, last: int | None = None) -> FlightDump:
     except BudgetError as error:
         raise NoDumpError(str(error), refused=True) from error
     except MemoryError:
-        raise NoDumpError(f"{path}: is refused: it needs more memory than there is", refused=True) from None
+        raise NoDumpError(f"{path}: is refused: it needs more memory than is available", refused=True) from None
     except OSError as error:
         raise NoDumpError(f"{path}: cannot be read ({one_line(error)})") from error
 
@@ -205,14 +205,14 @@ def decode_flight_dump(
         try:
             return msgspec.convert(value, into, strict=False)
         except BROKEN as error:
-            problems.append(f"{what} is unusable ({one_line(error)[:200]}) and was left out")
+            problems.append(f"{what} is unusable ({one_line(error)[:200]}) and was skipped")
             return None
 
     def rows(name: str, row: Any) -> dict[str, Any]:
         """The rows of a dictionary, each by itself: one that is broken does not cost the others."""
         given = content.get(name) or {}
         if not isinstance(given, dict):
-            problems.append(f"{name} is no dictionary and was left out")
+            problems.append(f"{name} is not a dictionary and was skipped")
             return {}
         budget.spend(ROWS, len(given))
         found = {key: convert(value, row, f"an entry of {name}") for key, value in given.items()}
@@ -220,7 +220,7 @@ def decode_flight_dump(
 
     entries = content.get("entries") or []
     if not isinstance(entries, list):
-        problems.append("entries is no list")
+        problems.append("entries is not a list")
         entries = []
     wanted: Sequence[int] = range(len(entries))
     launches = columns
@@ -325,7 +325,7 @@ def _whole(path: str, data: bytes) -> Any:
     try:
         return load_whole(data)
     except RefusedPickleError as error:
-        step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
+        step = "take the dump again" if error.cut_off else "a real dump has only data"
         refused = "" if error.cut_off else "is refused: "
         raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
 
@@ -342,4 +342,4 @@ def _decode(path: str, data: bytes, budget: Budget) -> tuple[Any, Columns | None
     try:
         return orjson.loads(data), None
     except BROKEN as error:
-        raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error
+        raise NoDumpError(f"{path}: is not complete JSON ({one_line(error)[:200]}); take the dump again") from error

@@ -215,5 +215,5 @@ def _row_by_row(rows: list[Any], problems: list[str]) -> list[Entry]:
             broken += 1
             first = first or f"entry {number}: {one_line(error)[:200]}"
     if broken:
-        problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were left out")
+        problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were skipped")
     return entries

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from crossrank.budget import VALUES, Budget
 
-_OTHER_OPCODE = "holds a pickle opcode that is not data, or not in the order that dumps have"
-_OTHER_TUPLE = "holds a tuple of other things than strings, which no dump has"
+_OTHER_OPCODE = "has a pickle opcode that is not data, or not in the order of dumps"
+_OTHER_TUPLE = "has a tuple with other values than strings, which no dump has"
 
 
 class RefusedPickleError(ValueError):
@@ -53,17 +53,17 @@ def unpickle(data: bytes) -> Any:
     except RefusedPickleError:
         raise
     except Exception as error:
-        raise RefusedPickleError(f"is no sound pickle ({type(error).__name__}: {str(error)[:120]})") from error
+        raise RefusedPickleError(f"is not a valid pickle ({type(error).__name__}: {str(error)[:120]})") from error
 
 
 class _DataUnpickler(Unpickler):
     """The second lock: were an opcode overlooked, it would still find no global."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise RefusedPickleError(f"names the global {module[:80]}.{name[:80]}, which data has no need of")
+        raise RefusedPickleError(f"uses the global {module[:80]}.{name[:80]}, which data does not need")
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise RefusedPickleError("holds a persistent id, which data has no need of")
+        raise RefusedPickleError("has a persistent id, which data does not need")
 
 
 _BUFFER = 1 << 18

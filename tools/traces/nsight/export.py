@@ -78,12 +78,14 @@ class Export:
         tables = sorted(name for name, is_table in kinds.items() if is_table)
         views = sorted(name for name, is_table in kinds.items() if not is_table and name in _READ)
         if views:
-            raise CrossrankError(f"{path}: {', '.join(views)} is a view and no table, as no export has; export it anew")
+            raise CrossrankError(
+                f"{path}: {', '.join(views)} is a view, not a table, which no export has; export it again"
+            )
         if not tables:
-            raise CrossrankError(f"{path}: is an empty database; export the report anew")
+            raise CrossrankError(f"{path}: is an empty database; export the report again")
         if not any(sign in tables for sign in _SIGNS):
             raise CrossrankError(
-                f"{path}: is a database, but no export of Nsight Systems (it has the tables {', '.join(tables[:4])})"
+                f"{path}: is a database, but not an export of Nsight Systems (its tables: {', '.join(tables[:4])})"
             )
         pragmas = {name: connection.execute(f'PRAGMA table_info("{name}")') for name in tables if name in _READ}
         self._columns = {name: {str(row[1]) for row in rows} for name, rows in pragmas.items()}
@@ -135,8 +137,8 @@ class Export:
             except (ValueError, TypeError, OverflowError) as error:
                 named = zip(columns, row, strict=True)
                 wrong = [f".{name} holds {str(value)[:40]!r}" for name, value in named if not isinstance(value, int)]
-                what = f"{wrong[0]} where a number belongs" if wrong else " holds numbers that are too large"
-                raise CrossrankError(f"{self.path}: {table}{what}; export it anew") from error
+                what = f"{wrong[0]} where a number belongs" if wrong else " has numbers that are too large"
+                raise CrossrankError(f"{self.path}: {table}{what}; export it again") from error
             if not len(flat):
                 return
             self._budget.spend(ROWS, len(flat) // len(columns))
@@ -167,7 +169,7 @@ class Export:
         epoch = self.value("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
         if isinstance(epoch, int) and 0 < epoch < LATEST:
             return epoch
-        self.notes.append("does not say when its session began: its times are aligned by collectives alone")
+        self.notes.append("has no start time of its session: its times are aligned only by collectives")
         return 0
 
     def _check_version(self) -> None:
@@ -177,7 +179,7 @@ class Export:
         number = re.match(r"(\d+)\.(\d+)", version)
         if version and not (number and _KNOWN[0] <= (int(number[1]), int(number[2])) <= _KNOWN[1]):
             self.notes.append(
-                f"has schema version {version}; 3.0 to 3.28 are known here: the columns it shares with them are read"
+                f"has schema version {version}; 3.0 to 3.28 are supported: crossrank reads the columns that they share"
             )
 
 
@@ -256,7 +258,7 @@ def open_export(path: str) -> Iterator[Export]:
                 raise CrossrankError(f"{path}: cannot be read ({one_line(error)})") from error
         try:
             if os.path.getsize(local) == 0:
-                raise CrossrankError(f"{path}: is empty; export the report anew")
+                raise CrossrankError(f"{path}: is empty; export the report again")
             # Immutable: no lock is taken, and no file beside it is read or made.
             connection = sqlite3.connect(f"file:{quote(os.path.abspath(local))}?mode=ro&immutable=1", uri=True)
         except (OSError, sqlite3.Error) as error:
@@ -270,7 +272,9 @@ def open_export(path: str) -> Iterator[Export]:
         except (sqlite3.Error, UnicodeError) as error:  # the latter for names of columns
             if watch.stopped is not None:
                 raise watch.stopped from None
-            raise CrossrankError(f"{path}: is damaged or no SQLite file ({one_line(error)}); export it anew") from error
+            raise CrossrankError(
+                f"{path}: is damaged or not an SQLite file ({one_line(error)}); export it again"
+            ) from error
         finally:
             with suppress(sqlite3.Error):
                 connection.close()

@@ -90,7 +90,7 @@ def peer_copies(export: Export) -> Activities:
 def _activities(export: Export, columns: list[Column], ops: list[str | None]) -> Activities:
     possible = (columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < LATEST)
     if lost := int((~possible).sum()):
-        export.notes.append(f"{lost} communication kernels end before they begin, or at impossible times")
+        export.notes.append(f"{lost} communication kernels end before they start, or at impossible times")
     start, end, pid, correlation, device, stream, node, op = (column[possible] for column in columns)
     process = np.where(pid == NONE, NONE, pid >> 24)
     thread, launched = launches(export, process, correlation)

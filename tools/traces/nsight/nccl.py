@@ -20,7 +20,7 @@ from crossrank.privacy import Privacy
 from crossrank.tools.traces.nsight.export import NVTX, STRINGS, Column, Export
 from crossrank.tools.traces.nsight.markers import Ranges
 
-NO_PAYLOAD = "calls in NCCL's own ranges without payload: their bytes are not known"
+NO_PAYLOAD = "calls in NCCL's own ranges without payload: their bytes are unknown"
 """`nsys export --include-json true` writes payloads, in versions that have the option (2022.4 and 2023.4 refuse it)."""
 _GROUP_START, _GROUP_END = "ncclGroupStart", "ncclGroupEnd"
 _PER_MEMBER = ("all_gather", "reduce_scatter", "all_to_all")
@@ -96,7 +96,7 @@ class NcclRanges:
         if payload.size is None:
             self.unknown[NO_PAYLOAD] += 1
         elif size == 0 and operation.name in _PER_MEMBER:
-            self.unknown["the size of the communicator is not known: its creation was not captured"] += 1
+            self.unknown["the size of the communicator is unknown: its creation was not captured"] += 1
         message = (payload.size or 0) * (size if operation.name in _PER_MEMBER else 1)
         # Peers are ranks of the communicator: global ones only in that of all ranks.
         is_world = size > 0 and size == world_size and self.ranks.get(payload.name) == rank

@@ -38,18 +38,18 @@ from crossrank.tools.traces.nsight.nccl import NcclRanges
 from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, launch_of
 
-IN_OURS = "launched within our marker"
+IN_OURS = "launched inside crossrank's marker"
 IN_OLD = "launched after a marker of the older shim, on its thread"
-IN_NCCL = "launched within NCCL's own range"
-IN_TORCH = "launched within NCCL's own range, in one of torch's that names the operation"
-IN_GRAPH = "nodes of a CUDA graph that were made within our marker"
-IN_ORDER = "taken in order: as many kernels on the stream as calls on the group"
-NOT_EMITTED = "of calls inside a node, which were not emitted (TRACING=CROSSNODE)"
-COPIES = "copies between GPUs, launched within our marker"
+IN_NCCL = "launched inside NCCL's own range"
+IN_TORCH = "launched inside NCCL's own range, inside a range of torch that names the operation"
+IN_GRAPH = "nodes of a CUDA graph created inside crossrank's marker"
+IN_ORDER = "matched by order: equal numbers of kernels on the stream and calls on the group"
+NOT_EMITTED = "calls inside a node, without markers (TRACING=CROSSNODE)"
+COPIES = "copies between GPUs, launched inside crossrank's marker"
 
-GRAPHS = "kernels that a CUDA graph launched: their call was made when the graph was captured"
+GRAPHS = "kernels of a CUDA graph: their call was made when the graph was captured"
 NO_LAUNCH = "kernels without a launch call in the export"
-OUTSIDE = "kernels whose launch lies in no marker's range"
+OUTSIDE = "kernels launched outside any marker"
 NO_KERNEL = "calls without a kernel"
 CAPTURED = "calls that were captured into a CUDA graph"
 
@@ -112,7 +112,7 @@ def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None
         times = process.times
         if times.rank is None and process.largest is not None:
             times.rank = process.largest[1]
-            times.notes.append(f"{path}: rank {times.rank} by its place in the largest communicator captured")
+            times.notes.append(f"{path}: rank {times.rank} by its position in the largest captured communicator")
     unknown = [process.times for process in processes if process.times.rank is None]
     if unknown and len(processes) > 1:
         taken = {process.times.rank for process in processes}
@@ -120,7 +120,7 @@ def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None
         for one, rank in zip(unknown, free, strict=False):
             one.rank = rank
         unknown[0].notes.append(
-            f"{path}: {len(unknown)} process(es) do not tell their rank: they are numbered in the order of their ids"
+            f"{path}: {len(unknown)} process(es) have no rank: crossrank numbers them in the order of their ids"
         )
 
 
@@ -130,17 +130,17 @@ def _check_attributed(export: Export, found: list[RankTrace], calls: int, kernel
     path = export.path
     if not found and not kernels:
         raise CrossrankError(
-            f"{path}: has no communication: neither a marker of a call nor a communication kernel; record a job that "
+            f"{path}: has no communication: no marker of a call and no communication kernel; record a job that "
             "calls crossrank.enable(), with --trace=cuda,nvtx"
         )
     if not found:
         raise CrossrankError(
-            f"{path}: has {kernels} communication kernels, but no marker of ours, of the older shim or of NCCL; record "
+            f"{path}: has {kernels} communication kernels, but no marker of crossrank, the older shim or NCCL; record "
             "with --trace=cuda,nvtx and crossrank.enable() in the job"
         )
     if not kernels and export.value(GRAPH_TRACE, "start") is None:
         found[0].notes.append(
-            f"{path}: {calls} calls are marked, but the export has no communication kernel to time them by: the job "
+            f"{path}: {calls} calls have markers, but the export has no communication kernel with times: the job "
             f"communicated on CPUs (gloo), or was recorded without cuda in --trace, or exported without {KERNEL}"
         )
         return
@@ -204,7 +204,7 @@ class _Process:
         unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in self._meanings)
         if unnamed:
             times.notes.append(
-                f"{times.path}: {unnamed} group(s) have more members than a marker holds; the recording names them"
+                f"{times.path}: {unnamed} group(s) have more members than fit into a marker; the recording has them"
             )
         builder = TraceBuilder(times, (meaning.group for meaning in self._meanings if meaning.group is not None))
         row_of = self._rows(kernels, builder, comms)
@@ -243,7 +243,7 @@ class _Process:
                 if lost:
                     times.unattributed[f"markers whose id is not in {path}"] = lost
                 return found
-            times.notes.append(f"{path}: is not of the run of {times.path}, and is not used")
+            times.notes.append(f"{path}: is not of the same run as {times.path}, and was skipped")
         return rows_of_markers(calls, kernels, builder, self._epoch)
 
     def _only_fitting(self, inside: Column, kernels: Activities) -> Column:
@@ -333,7 +333,7 @@ class _Process:
         return left.take(row == NONE), len(np.unique(row[hit]))
 
     def _by_nccl(self, nccl: NcclRanges, builder: TraceBuilder, left: Activities) -> Activities:
-        """Kernels launched within NCCL's own ranges: each range makes one row."""
+        """Kernels launched inside NCCL's own ranges: each range makes one row."""
         times = self.times
         inside = innermost(nccl.ranges, left.thread, left.launched)
         order = np.argsort(inside, kind="stable")

@@ -22,8 +22,8 @@ from crossrank.tools.traces.rank_trace import TraceBuilder, launch_of
 
 FILTERED = -2
 """In the place of a row: the launch of calls that were not emitted (TRACING=CROSSNODE)."""
-SIZELESS = "markers without sizes, of a process with more than 4096 distinct calls: their bytes are not known"
-LEFT_OUT = "markers without the splits or shapes of their call, which were too long: it counts as an even one"
+SIZELESS = "markers without sizes, of a process with more than 4096 distinct calls: their bytes are unknown"
+LEFT_OUT = "markers without the splits or shapes of their call, which were too long: the call counts as even"
 _OTHER_RUN = 0.01
 """Share of markers that may say something else than the record of their id."""
 

@@ -247,7 +247,7 @@ def test_a_copy_in_a_folder_below_is_left_out_and_told(folder: Path, capsys: pyt
     copy.write_bytes((folder / "rank-0.et.json").read_bytes())
     assert run(folder) == 0
     assert capsys.readouterr().err == (
-        f"crossrank: {copy}: is of rank 0, as {folder}/rank-0.et.json is, and was left out\n"
+        f"crossrank: {copy}: is of rank 0, as {folder}/rank-0.et.json is, and was skipped\n"
     )
 
 

@@ -78,7 +78,7 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
     assert list(dump.entries) == [one for row, one in enumerate(decode(job.dump(0)).entries) if row not in (3, 5)]
     assert dump.problems == [
         "2 of 12 entries are unusable (entry 3: ValidationError: Expected `int`, got `str` - at `$.record_id`) "
-        "and were left out"
+        "and were skipped"
     ]
 
 
@@ -86,10 +86,10 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
     ("name", "value", "problem"),
     [
         ("pg_status", None, ""),
-        ("pg_status", [1], "pg_status is no dictionary and was left out"),
+        ("pg_status", [1], "pg_status is not a dictionary and was skipped"),
         ("pg_config", {"0": 3}, "an entry of pg_config is unusable"),
         ("version", 7, "version is unusable"),
-        ("entries", "many", "entries is no list"),
+        ("entries", "many", "entries is not a list"),
     ],
 )
 def test_a_broken_part_does_not_cost_the_others(job: SimulatedJob, name: str, value: Any, problem: str) -> None:

@@ -88,8 +88,8 @@ def test_impossible_times_cost_their_kernel_alone(tmp_path: Path) -> None:
     assert list(zip(times.calls.began, times.calls.ended, strict=True)) == [(1500, 1900), (2500, 2900), (0, 0), (0, 0)]
     assert times.unattributed == {NO_KERNEL: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
-        "3 communication kernels end before they begin, or at impossible times",
-        "does not say when its session began: its times are aligned by collectives alone",
+        "3 communication kernels end before they start, or at impossible times",
+        "has no start time of its session: its times are aligned only by collectives",
     ]
 
 
@@ -140,10 +140,10 @@ def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, proce
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", ": is empty; export the report anew"),
+        (b"", ": is empty; export the report again"),
         (b"nothing of the kind" * 99, ": is damaged or no SQLite file"),
-        (["PRAGMA user_version = 3"], ": is an empty database; export the report anew"),
-        (["CREATE TABLE cats (id)"], ": is a database, but no export of Nsight Systems (it has the tables cats)"),
+        (["PRAGMA user_version = 3"], ": is an empty database; export the report again"),
+        (["CREATE TABLE cats (id)"], ": is a database, but not an export of Nsight Systems (it has the tables cats)"),
         # As of 2022, with nothing but its version.
         (["CREATE TABLE EXPORT_META_DATA (name TEXT NOT NULL, value TEXT)"], ": has neither NVTX ranges nor CUDA kern"),
     ],
@@ -183,6 +183,6 @@ def test_an_unknown_schema_is_told_and_read_as_far_as_it_goes(tmp_path: Path) ->
     times = read(process, tmp_path)
     assert dict(times.attributed) == {IN_OURS: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
-        "has schema version 4.1.0; 3.0 to 3.28 are known here: the columns it shares with them are read",
-        "does not say when its session began: its times are aligned by collectives alone",
+        "has schema version 4.1.0; 3.0 to 3.28 are supported: crossrank reads the columns that they share",
+        "has no start time of its session: its times are aligned only by collectives",
     ]

@@ -38,7 +38,9 @@ def export(tmp_path: Path) -> Path:
 )
 def test_a_view_or_a_virtual_table_in_place_of_a_table_is_refused(export: Path, statement: str) -> None:
     changed(export, "ALTER TABLE NVTX_EVENTS RENAME TO other", statement)
-    with pytest.raises(CrossrankError, match="NVTX_EVENTS is a view and no table, as no export has; export it anew"):
+    with pytest.raises(
+        CrossrankError, match="NVTX_EVENTS is a view, not a table, which no export has; export it again"
+    ):
         read_export(str(export), None, {})
 
 

@@ -248,7 +248,7 @@ def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path, pr
     times = read(process, tmp_path)
     assert (times.rank, times.world_size) == (2, None)
     assert [note.partition(": ")[2] for note in times.notes] == [
-        "rank 2 by its place in the largest communicator captured"
+        "rank 2 by its position in the largest captured communicator"
     ]
     assert [(row[0], row[1], row[4]) for row in rows(times)] == [
         ("all_reduce", "nccl:abc", 1500),
@@ -409,7 +409,7 @@ def test_a_comms_file_of_another_run_is_not_believed(
     times = read(process, tmp_path, comms=comms)
     assert [row[:4] for row in rows(times)] == [("all_reduce", "0", 1, 1), ("all_reduce", "0", 2, 2)]
     assert launched(times).kinds[0].bytes == 4_000_000
-    assert times.notes == [f"{comms}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
+    assert times.notes == [f"{comms}: is not of the same run as {tmp_path}/a.sqlite, and was skipped"]
 
 
 def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path, process: Process) -> None:
@@ -457,9 +457,9 @@ def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_
     found = reading.read_export(str(export.write(tmp_path / "a.sqlite")), 7, comms)
     assert [(times.rank, times.world_size) for times in found] == [(2, None), (1, None), (3, None), (0, 4)]
     assert [note.partition(": ")[2] for note in found[0].notes] == [
-        "2 process(es) do not tell their rank: they are numbered in the order of their ids"
+        "2 process(es) have no rank: crossrank numbers them in the order of their ids"
     ]
-    assert found[1].notes == [f"{comms[1]}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
+    assert found[1].notes == [f"{comms[1]}: is not of the same run as {tmp_path}/a.sqlite, and was skipped"]
 
 
 def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path: Path, process: Process) -> None:
@@ -498,7 +498,7 @@ def test_ncclS_ranges_serve_beside_a_comms_file_and_have_no_numbers(tmp_path: Pa
     assert dict(times.unattributed) == {
         f"markers whose id is not in {comms}": 1,
         reading.OUTSIDE: 2,
-        "the size of the communicator is not known: its creation was not captured": 1,
+        "the size of the communicator is unknown: its creation was not captured": 1,
     }
 
 
