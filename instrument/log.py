@@ -116,6 +116,6 @@ def report(consequence: str, error: Exception) -> None:
     elif not once_per_job.said_full:
         once_per_job.said_full = True
         log.warning(
-            "crossrank: the disk of the recording is full: data that does not fit is lost. Training continues. Free space "
-            "there, or set another folder with TRACING_DIR"
+            "crossrank: the disk of the recording is full: data that does not fit is lost. Training continues. Free "
+            "space there, or set another folder with TRACING_DIR"
         )

@@ -1,4 +1,4 @@
-"""Machines on which something is scarce, slow or wrong: training goes on as without a recording."""
+"""Machines on which something is scarce, slow or wrong: training continues as without a recording."""
 
 from __future__ import annotations
 

@@ -228,6 +228,6 @@ def test_a_full_disk_is_one_line_for_the_job(tmp_path: Path) -> None:
 
     assert (ended.codes, ended.stdout) == ([0, 0], "trained\n" * 2), ended.stderr
     assert [line for line in ended.stderr.splitlines() if "crossrank: " in line] == [
-        "crossrank: the disk of the recording is full: what does not fit is lost, and training goes on. Free space "
-        "there, or name another folder with TRACING_DIR"
+        "crossrank: the disk of the recording is full: data that does not fit is lost. Training continues. Free "
+        "space there, or set another folder with TRACING_DIR"
     ]

@@ -171,7 +171,7 @@ def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(n
     assert "no recording's: rank_0.sqlite, rank_1.sqlite" in command("inspect", recording)
     calls = [len(records_of(command.folder / "recording", rank)) for rank in (0, 1)]
     told = [
-        f"{path}: {count} calls are marked, but the export has no communication kernel to time them by"
+        f"{path}: {count} calls have markers, but the export has no communication kernel with times"
         for path, count in zip(paths, calls, strict=True)
     ]
     batched = 2 * 2 - 2  # a batch of two is one launch on each rank, which the recording knows and a marker does not

@@ -85,7 +85,7 @@ def test_a_missing_rank_is_reported_and_its_times_are_bounds(folder: Path, run: 
 def test_one_damaged_export_does_not_end_the_others(folder: Path, run: Command, command: str) -> None:
     (folder / "rank_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes()[:5000])
     code, _, err = run(command, folder, *([] if command == "bandwidth" else ["-o", folder / command]))
-    assert (code, f"{folder}/rank_1.sqlite: is damaged or no SQLite file" in err) == (1, True)
+    assert (code, f"{folder}/rank_1.sqlite: is damaged or not an SQLite file" in err) == (1, True)
     assert "rank 1 is missing" in err
 
 

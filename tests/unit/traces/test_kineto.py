@@ -128,7 +128,7 @@ def test_a_bare_list_of_events_and_groups_by_name_are_read(tmp_path: Path) -> No
 
 
 def test_a_trace_without_events_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CrossrankError, match=r"k\.json: holds no events at all"):
+    with pytest.raises(CrossrankError, match=r"k\.json: has no events"):
         read(tmp_path, {"traceEvents": []})
 
 

@@ -73,7 +73,7 @@ def test_without_such_a_communicator_processes_are_numbered_and_that_is_said(tmp
     found = traces(tmp_path)
     assert [one.rank for one in found] == [0, 1, 2, 3]
     assert sorted({tuple(one.group.ranks or ()) for trace in found for one in trace.groups}) == [(0, 1), (2, 3)]
-    assert found[0].notes[1].startswith("no communicator holds all processes")
+    assert found[0].notes[1].startswith("no communicator has all processes")
 
 
 def test_of_a_group_of_which_a_process_is_missing_the_members_are_not_known(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_is_no_line_of_it_is_named_and_the_rest_is_read(tmp_path: Path) -> 
     assert len(trace) == 11
     assert [problem.partition(" is ")[0] for problem in trace.problems] == ["line 5", "line 13"]
     path.write_text(text[:300])
-    with pytest.raises(CrossrankError, match=r"has no operation that NCCL Inspector measured: line 1 is none"):
+    with pytest.raises(CrossrankError, match=r"has no operation that NCCL Inspector measured: line 1 is not from"):
         read_inspector(str(path))
 
 

@@ -33,5 +33,5 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes | None, rea
     if content is not None:
         path.write_bytes(content)
     for name in (path, tmp_path):
-        with pytest.raises(CrossrankError, match=f"replay.json: is no result of crossrank replay .*{reason}"):
+        with pytest.raises(CrossrankError, match=f"replay.json: is not a result of crossrank replay .*{reason}"):
             read_report(str(name))

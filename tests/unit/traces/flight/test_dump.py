@@ -155,10 +155,10 @@ def test_a_list_of_ranks_is_parsed_and_never_evaluated(ranks: str) -> None:
         (b"", "is empty"),
         (b"\x89PNG", "is not a flight-recorder dump: it is neither a pickle nor JSON"),
         (b'{"a": 1}', "is not a flight-recorder dump: it lacks version, pg_config and entries"),
-        (b'{"version": ', "is no whole JSON"),
+        (b'{"version": ', "is not complete JSON"),
         (pickle.dumps({"version": "2.10"}, 2)[:-3], "the pickle is cut off"),
         (pickle.dumps([1, 2], 2), "is not a flight-recorder dump"),
-        (b"\x80\x02cos\nsystem\n.", "is refused: the pickle holds a pickle opcode that is not data"),
+        (b"\x80\x02cos\nsystem\n.", "is refused: the pickle has a pickle opcode that is not data"),
     ],
 )
 def test_what_is_no_dump_is_refused_with_its_name(content: bytes, message: str, tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ def test_markers_without_communication_kernels_are_calls_without_times(
     assert [moment - EPOCH for moment in times.calls.called] == [1000]
     assert dict(times.unattributed) == {NO_KERNEL: 1}
     (note,) = times.notes
-    assert "1 calls are marked, but the export has no communication kernel to time them by" in note
+    assert "1 calls have markers, but the export has no communication kernel with times" in note
 
 
 @pytest.mark.parametrize(
     ("kernel", "why"),
     [
-        ({}, ": has 1 communication kernels, but no marker of ours, of the older shim or of NCCL"),
+        ({}, ": has 1 communication kernels, but no marker of crossrank, the older shim or NCCL"),
         ({"name": "gemm"}, ": has no communication"),
         (None, ": has neither NVTX ranges nor CUDA kernels"),
     ],
@@ -73,7 +73,7 @@ def test_text_where_a_number_belongs_is_named(tmp_path: Path, process: Process) 
     two_calls(process)
     process.export.tables["CUPTI_ACTIVITY_KIND_KERNEL"][0]["deviceId"] = "cuda"
     text = refused(process.export.write(tmp_path / "a.sqlite"))
-    assert text == ": CUPTI_ACTIVITY_KIND_KERNEL.deviceId holds 'cuda' where a number belongs; export it anew"
+    assert text == ": CUPTI_ACTIVITY_KIND_KERNEL.deviceId holds 'cuda' where a number belongs; export it again"
 
 
 def test_impossible_times_cost_their_kernel_alone(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, proce
     ("content", "why"),
     [
         (b"", ": is empty; export the report again"),
-        (b"nothing of the kind" * 99, ": is damaged or no SQLite file"),
+        (b"nothing of the kind" * 99, ": is damaged or not an SQLite file"),
         (["PRAGMA user_version = 3"], ": is an empty database; export the report again"),
-        (["CREATE TABLE cats (id)"], ": is a database, but not an export of Nsight Systems (it has the tables cats)"),
+        (["CREATE TABLE cats (id)"], ": is a database, but not an export of Nsight Systems (its tables: cats)"),
         # As of 2022, with nothing but its version.
         (["CREATE TABLE EXPORT_META_DATA (name TEXT NOT NULL, value TEXT)"], ": has neither NVTX ranges nor CUDA kern"),
     ],
@@ -159,7 +159,7 @@ def test_half_an_export_is_refused(tmp_path: Path, process: Process) -> None:
     two_calls(process)
     path = process.export.write(tmp_path / "a.sqlite")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert refused(path).startswith(": is damaged or no SQLite file")
+    assert refused(path).startswith(": is damaged or not an SQLite file")
 
 
 @pytest.mark.parametrize(("version", "notes"), [("3.0.0", []), ("", []), ("2.9.0", ["has schema version 2.9.0"])])
