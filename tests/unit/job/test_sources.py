@@ -271,7 +271,7 @@ MINUTE = 60_000 * MS
                 called_at(0, WALL, WALL + 5 * MS),
                 called_at(2, WALL, WALL + MINUTE),
             ],
-            "different runs: file-0 ends 60 s before file-1 begins; ",
+            "different runs: file-0 ends 60 s before file-1 starts; ",
         ),
         ([called_at(0, 5), called_at(1, WALL)], None),
         ([called_at(0, world_size=2), called_at(1, world_size=4)], "file-0 of 2 ranks, file-1 of 4 ranks; give"),
