@@ -1,7 +1,7 @@
-"""The launches of all ranks in columns: a call, or several that went out together, with what equal launches share.
+"""The launches of all ranks in columns. One launch is a single call or a coalesced batch.
 
-What equal launches share (operation, group, sizes, place in the code) is a `CallKind`, which many rows name. Times are
-ns since 1970 on the clock of the file; what is not known is null.
+Equal launches share one `CallKind` (operation, group, sizes, source line). Times are ns since 1970 on the clock of the
+file; null if unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Calls, Interned
 
 SEND_RECV = "send/recv"
-"""Operation of several sends and receives that went out in one launch."""
+"""Operation of a batch of sends and receives."""
 
 TIMED_BY = {
     "nsight": "Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL",
@@ -41,9 +41,9 @@ LEFT_OUT = "calls inside a node: counted, but not recorded (TRACING=CROSSNODE); 
 UNTIMED = "calls outside the traced windows, or without a duration"
 BEGIN_ALONE = "calls with a start time only"
 OTHER_ITERATION = "calls whose recorded size is from another step than their time: their size is unknown"
-_AT_ONCE = 64
-"""Ranks whose calls become launches together: what is made on the way is several times as large as the launches."""
-_OF_FILE = ("numbered", "numbered_pairs", "timed", "placed")
+_RANKS_PER_CHUNK = 64
+"""Ranks that are converted at once: the intermediate columns are several times as large as the launches."""
+_FILE_COLUMNS = ("numbered", "numbered_pairs", "timed", "placed")
 _CALLS = {
     "rank": pl.Int32(),
     "kind": pl.UInt32(),
@@ -57,44 +57,44 @@ _CALLS = {
     "ended_ns": pl.Int64(),
     "placed": pl.Boolean(),
 }
-"""Millions of rows: the smallest types that hold them."""
+"""The smallest types that fit: there may be millions of rows."""
 _COLUMNS = ("group", "signature", "number", "id", "batch", "step", "called", "began", "ended", "took")
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
 
 
 class CallKind(msgspec.Struct, frozen=True):
-    """What equal launches share."""
+    """What equal launches have in common."""
 
     op: str
-    """A key of `OPERATIONS`, `SEND_RECV`, or what the file calls it."""
+    """A key of `OPERATIONS`, `SEND_RECV`, or the file's own name."""
     group: int
     """Index into the groups of the job."""
     bytes: int
-    """S of nccl-tests; of a launch of several calls the sum, of an all_to_all the larger of sent and received."""
+    """S of nccl-tests. For a batch the sum; for an all_to_all the larger of sent and received bytes."""
     recorded: int = 0
-    """Sum of S of its calls as they were recorded."""
+    """Sum of the recorded S of its calls."""
     exchanged: int = -1
-    """Bytes that this rank sends to others or receives from them, the larger; -1 where the bus factor tells them."""
+    """The larger of the bytes that this rank sends to others and receives from them; -1 if the bus factor gives it."""
     ends: tuple[int, int] | None = None
     """Sender and receiver of a send or receive."""
     root: int | None = None
     source: str | None = None
     locality: Locality = "unknown"
-    """Of a launch of several calls that of the farthest."""
+    """For a batch, that of the farthest call."""
     recorded_by_locality: tuple[tuple[Locality, int], ...] = ()
-    """`recorded` of a launch whose calls go differently far."""
+    """`recorded` by locality, if the calls of the launch differ in it."""
     calls: int = 1
-    """That went out in this one launch."""
+    """Number of calls in this launch."""
     together: int = 1
-    """Where batches are taken apart: the calls of its batch that have the same times, as those of one launch do."""
+    """With `batches_apart`: the number of calls of its batch that have the same times."""
     whole: bool = True
-    """All calls of the launch are known: some may not have been recorded."""
+    """All calls of the launch were recorded."""
     sized: bool = True
-    """`bytes` is known; else it is 0, or of a launch of several calls what is known of it."""
+    """`bytes` is known. If not, it is the sum of the known calls."""
 
     @property
     def releases_all(self) -> bool:
-        """Whether it ends on no rank before every rank has begun it."""
+        """Return whether it ends on no rank before every rank has started it."""
         row = OPERATIONS.get(self.op)
         return row is not None and row.releases_all and self.exchanged < 0
 
@@ -105,7 +105,7 @@ class CallKind(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The operation for people: a send and its receive are one; with a word where several went out together."""
+        """Return the operation for display: one name for send and receive, with a suffix for a batch."""
         op = SEND_RECV if self.is_p2p else self.op
         if self.calls == 1:
             return op
@@ -114,45 +114,48 @@ class CallKind(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """The launches of all ranks, rank after rank, in the order in which each made them."""
+    """The launches of all ranks: rank after rank, each in the order of its calls."""
 
     job: Job
     kinds: list[CallKind]
-    """Of all ranks, with the groups by their index in the job's."""
+    """The kinds of all ranks."""
     calls: pl.DataFrame
-    """One row per launch. `rank`; `kind`, its place in `kinds`; `row`, of its first call among those of the rank; `id`;
-    `number`; `counted`: the number was counted from the begin of the file, for the files have none that all ranks
-    share; `step`; `called_ns`, `began_ns` and `ended_ns`; `placed`: begin and end are exact, not a duration alone."""
+    """One row per launch, with these columns:
+
+    * `rank`; `kind`, its index in `kinds`; `row` of its first call among the rank's calls; `id`; `step`;
+    * `number`; `counted`, whether the number was counted from the start of the file, because the file has none;
+    * `called_ns`, `began_ns`, `ended_ns`; `placed`, whether start and end are exact, not only a duration.
+    """
     sent: dict[int, Counter[int]]
-    """Rank -> rank -> bytes sent to it by batches of sends and by uneven all_to_alls, which the kinds do not have."""
+    """Rank -> receiver -> bytes that batches of sends and uneven all_to_alls send; `kinds` does not have these."""
     not_placed: int
-    """Bytes of such calls of which it is not known to whom they go."""
+    """Bytes of these calls whose receiver is unknown."""
     attributed: Counter[str]
-    """How times were found -> calls or kernels, over all ranks."""
+    """How times were measured -> number of calls or kernels, over all ranks."""
     unattributed: Counter[str]
-    """What could not be given a time, or a call, and why -> how many, over all ranks."""
+    """Reason why a call has no time, or a kernel no call -> number of them, over all ranks."""
 
     @cached_property
     def facts(self) -> pl.DataFrame:
-        """What the launches of each kind share, one row per kind."""
+        """Return one row per kind with what its launches share."""
         rows = [_facts(kind, self.job.groups[kind.group]) for kind in self.kinds]
         return pl.DataFrame(rows, schema=_FACTS, orient="row")
 
     def about(self, frame: pl.DataFrame, *names: str) -> pl.DataFrame:
-        """`frame`, which has a `kind`, with facts of it."""
+        """Return `frame`, which has a column `kind`, with columns of `facts`."""
         return frame.hstack(self.facts.select(names)[frame["kind"]])
 
 
 def of_collectives(calls: pl.DataFrame, facts: pl.DataFrame, /, **aggregates: pl.Expr) -> pl.DataFrame:
-    """A row for each `collective` of the launches: aggregates of `facts`, which has a row for each kind."""
-    # Most often all launches of a collective are of one kind: what is made on the way is small.
+    """Return one row per `collective` of the launches, with aggregates of `facts`, which has one row per kind."""
+    # Launches of a collective usually share one kind, so the intermediate table is small.
     pair = pl.col("collective").cast(pl.Int64) * len(facts) + pl.col("kind")
     pairs = calls.select(pair).to_series().unique()
     kinds = facts[pairs % len(facts)].with_columns(collective=pairs // len(facts))
     return kinds.group_by("collective").agg(**aggregates).sort("collective")
 
 
-# As categories texts cost 4 bytes a row.
+# Categories take 4 bytes per row.
 _FACTS = {
     "op": pl.Categorical,
     "label": pl.Categorical,
@@ -190,7 +193,7 @@ def _facts(kind: CallKind, group: ProcessGroup) -> tuple[object, ...]:
 
 
 def _bus_factor(op: str, size: int) -> float | None:
-    """None where a bandwidth means nothing: a barrier, a group of one, an operation that is not known."""
+    """Return the bus factor; None if it has no meaning: for a barrier, a group of one, an unknown operation."""
     if op == SEND_RECV:
         return 1.0
     row = OPERATIONS.get(op)
@@ -200,23 +203,23 @@ def _bus_factor(op: str, size: int) -> float | None:
 
 
 def launches(job: Job, *, batches_apart: bool = False, release: bool = False) -> Launches:
-    """The launches of all ranks of a job, of which there is one. With `release` the job keeps of its calls what they
-    are, and not when they were, unless there are batches, which may be looked at once more.
+    """Return the launches of all ranks of a job, which has at least one.
 
-    With `batches_apart` sends and receives of a batch are a row each, with the times of their launch, where the rank's
-    files number those of each pair: counted numbers may be shifted, and nothing of a batch would tell.
+    With `release` the job drops the times of its calls to save memory, unless it has batches, which may be read again.
+    With `batches_apart` each send and receive of a batch gets its own row, with the times of the batch. This applies
+    only to files that number sends and receives per pair: counted numbers may be shifted, and a batch cannot show it.
     """
-    return _Found(job, batches_apart, release).launches()
+    return _LaunchBuilder(job, batches_apart, release).launches()
 
 
-class _Found:
-    """What is found while the calls of all ranks become launches."""
+class _LaunchBuilder:
+    """Converts the calls of all ranks to launches."""
 
     def __init__(self, job: Job, batches_apart: bool, release: bool) -> None:
         self._job = job
         self._release = release and all(max(trace.calls.batch, default=-1) < 0 for trace in job.ranks.values())
         self._apart = np.array([batches_apart and is_p2p(one) and not one.members for one in job.signatures], bool)
-        """Of each signature: calls of it stand by themselves, also in a batch."""
+        """Signature -> whether its calls get their own rows, also in a batch."""
         self._node_of = {rank: trace.node for rank, trace in job.ranks.items() if trace.node}
         self._locality_of: dict[object, Locality] = {}
         self._kinds: dict[CallKind, int] = {}
@@ -228,11 +231,11 @@ class _Found:
     def launches(self) -> Launches:
         ranks = list(self._job.ranks)
         frames = [pl.DataFrame(schema=_CALLS)]
-        for first in range(0, len(ranks), _AT_ONCE):
-            some = ranks[first : first + _AT_ONCE]
-            made = self._made(some)
+        for first in range(0, len(ranks), _RANKS_PER_CHUNK):
+            some = ranks[first : first + _RANKS_PER_CHUNK]
+            made = self._build(some)
             self._count(some, made)
-            frames.append(self._numbered(made))
+            frames.append(self._number(made))
             del made
             if self._release:
                 for trace in map(self._job.ranks.__getitem__, some):
@@ -243,7 +246,7 @@ class _Found:
         return Launches(
             job=self._job,
             kinds=list(self._kinds),
-            # Column by column: nothing else is there twice.
+            # Column by column, so that only one column is in memory twice.
             calls=pl.DataFrame(
                 {name: pl.concat([one.drop_in_place(name) for one in frames]).rechunk() for name in _CALLS}
             ),
@@ -253,12 +256,12 @@ class _Found:
             unattributed=self._unattributed,
         )
 
-    def _numbered(self, made: pl.DataFrame) -> pl.DataFrame:
-        """The columns of `Launches.calls`."""
+    def _number(self, made: pl.DataFrame) -> pl.DataFrame:
+        """Return the columns of `Launches.calls`, with the final numbers."""
         rows = [(one.op == SEND_RECV, one.op in OPERATIONS, one.is_p2p) for one in self._kinds]
         of_kind = pl.DataFrame(rows, schema=dict.fromkeys(("batched", "known", "p2p"), pl.Boolean), orient="row")
         batched, numbered, given = pl.col("batched"), pl.col("numbered"), pl.col("number")
-        # torch numbers the sends and receives of a group, our records those of each pair.
+        # torch numbers sends and receives per group, crossrank per pair.
         counted = ~numbered | (pl.col("p2p") & ~pl.col("numbered_pairs"))
         without = (given < 0) | ~(pl.col("known") | numbered | batched)
         own = (given == 0) | counted | batched
@@ -273,18 +276,17 @@ class _Found:
             placed=pl.col("placed") & (pl.col("took") == 0),
         )
 
-    def _made(self, ranks: Sequence[int]) -> pl.DataFrame:
-        """One row per launch, rank after rank: its kind, how many calls it is of, the how many-th it is of its rank on
-        its group, or between its two ends (`running`, from 1), and what its file says of it.
+    def _build(self, ranks: Sequence[int]) -> pl.DataFrame:
+        """Return one row per launch, rank after rank: kind, number of calls, and columns of its file. `running` is its
+        number, from 1, among the rank's launches on the group, or on the pair of ranks.
 
-        A batch stands where its first call does. Members of one launch share its kernel, or follow each other: the span
-        of them all is the launch's.
+        A batch takes the position of its first call. Its time spans all its calls, from the first start to the last end.
         """
         began, ended, took, batch, id = map(pl.col, ("began", "ended", "took", "batch", "id"))
         traces = [self._job.ranks[rank] for rank in ranks]
         count = list(map(len, traces))
         given = {name: np.concatenate([getattr(one.calls, name) for one in traces]) for name in _COLUMNS}
-        given |= {name: np.repeat([getattr(one, name) for one in traces], count) for name in _OF_FILE}
+        given |= {name: np.repeat([getattr(one, name) for one in traces], count) for name in _FILE_COLUMNS}
         given["rank"] = np.repeat(np.array(ranks, np.int32), count)
         given["row"] = np.concatenate([np.arange(one, dtype=np.uint32) for one in count])
         rows = (
@@ -296,12 +298,12 @@ class _Found:
         )
         apart = pl.lit(pl.Series(self._apart[rows["signature"].to_numpy()]))
         rows = rows.with_columns(apart=apart & pl.col("numbered_pairs"))
-        first = ("order", "row", "id", "number", "step", "called", *_OF_FILE)
+        first = ("order", "row", "id", "number", "step", "called", *_FILE_COLUMNS)
         one = pl.lit(1, pl.UInt32)
         columns = ("rank", *first, "began", "ended", "took", "signature", "group")
         alone = rows.filter(batch < 0).select(*columns, whole=True, calls=one, together=one)
         alike = pl.len().over("rank", "batch", "began", "ended")
-        # The first call gives the batch its id, and their ids follow each other.
+        # The id of a batch is that of its first call, and ids in a batch are consecutive.
         is_whole = (id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)
         together = pl.when(is_whole.over("rank", "batch")).then(alike).otherwise(alike.clip(2))
         parted = rows.filter((batch >= 0) & pl.col("apart")).select(*columns, whole=True, calls=one, together=together)
@@ -327,7 +329,7 @@ class _Found:
         return made.with_columns(began.fill_null(0), running=running)
 
     def _with_kinds(self, made: pl.DataFrame) -> pl.DataFrame:
-        """Launches with the number of their kind in the place of the signatures and groups of their calls."""
+        """Replace the signatures and groups of each launch by its `kind`."""
         keys = ("rank", "signature", "group", "whole", "together")
         alike = made.with_row_index("place").group_by(keys, maintain_order=True).agg("place", times=pl.len())
         kinds = [self._kind_of(*row) for row in alike.select(*keys, "times").iter_rows()]
@@ -335,7 +337,7 @@ class _Found:
         return made.drop(keys[1:]).with_columns(of_kind["kind"])
 
     def _count(self, ranks: Sequence[int], made: pl.DataFrame) -> None:
-        """Count what has times, where the reader has not, and what has none."""
+        """Count calls with times, if the reader did not, and calls without."""
         timed_calls = pl.col("calls").filter(pl.col("ended") > 0).sum()
         by_events = pl.col("calls").filter((pl.col("ended") > 0) & (pl.col("took") > 0)).sum().alias("by_events")
         found = made.group_by("rank").agg(timed_calls, by_events, pl.len())
@@ -346,7 +348,7 @@ class _Found:
             self._attributed.update(trace.attributed)
             self._unattributed.update(trace.unattributed)
             if timed and not trace.attributed:
-                # A recording has both the times of works and those that events measured on the device.
+                # A recording may have times of Works and times measured by device events.
                 by_device = by_events_alone if trace.source == "comms" else 0
                 others = "work" if trace.source == "comms" and trace.timed_by == "flight" else trace.timed_by
                 self._attributed[TIMED_BY["flight"]] += by_device
@@ -368,9 +370,9 @@ class _Found:
         together: int,
         times: int,
     ) -> int:
-        """Number of the kind of a launch that was made so many times; notes to whom it sends.
+        """Return the number of the kind of a launch, and count what `times` such launches send.
 
-        A launch of one call has its signature and group by themselves.
+        For a launch of one call, `signatures` and `groups` are single numbers.
         """
         signatures = [signatures] if isinstance(signatures, int) else signatures
         local = groups if isinstance(groups, int) else groups[0]
@@ -380,20 +382,20 @@ class _Found:
             batch = records[0].batch
             whole = batch is None or all(one.id == batch + place for place, one in enumerate(records))
         group = self._job.groups[self._job.group_of[rank][local]]
-        records = [self._possible(record, times) for record in records]
+        records = [self._drop_impossible_sizes(record, times) for record in records]
         kind = _kind(records, group, rank, whole, together)
         if kind.locality == "unknown":
             kind = msgspec.structs.replace(kind, locality=self._locality(kind, group))
         if any(record.op in self._job.ranks[rank].sizes_of_others for record in records):
             self._unattributed[OTHER_ITERATION] += times
-            # Whether it has splits is no size.
+            # Keep the sign of `exchanged`: it shows whether the call has splits.
             kind = msgspec.structs.replace(kind, bytes=0, recorded=0, exchanged=min(kind.exchanged, 0), sized=False)
         else:
             self._count_sent(rank, records, group, times)
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _locality(self, kind: CallKind, group: ProcessGroup) -> Locality:
-        """Where the ranks of a call are, by the nodes that their files name."""
+        """Return the locality of a call, from the nodes in the ranks' files."""
         if not self._node_of or (group.guessed and self._job.missing):
             return "unknown"
         key = (group.index, kind.ends)
@@ -403,8 +405,8 @@ class _Found:
             self._locality_of[key] = where if nodes and "" not in nodes else "unknown"
         return self._locality_of[key]
 
-    def _possible(self, record: CommRecord, times: int) -> CommRecord:
-        """The record without impossible sizes."""
+    def _drop_impossible_sizes(self, record: CommRecord, times: int) -> CommRecord:
+        """Return the record without sizes if any of them is impossible."""
         splits = [count for split in (record.in_split, record.out_split) for count in split or ()]
         numbers = [record.bytes, *splits]
         for shapes in (record.inputs, record.outputs) if splits else ():
@@ -433,7 +435,7 @@ class _Found:
 
 
 def _return_freed_memory() -> None:
-    """To the system: what was freed are small pieces between others, which glibc keeps."""
+    """Return freed memory to the system: glibc keeps small pieces."""
     with suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -450,7 +452,7 @@ def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: 
         for record in records:
             recorded_by_locality[record.locality] += record.bytes
         op, locality = SEND_RECV, next((name for name in _FARTHEST if name in recorded_by_locality), locality)
-        # What a rank sends to itself leaves it as little as what it receives from itself comes to it.
+        # Bytes that a rank sends to itself do not leave it.
         size = exchanged = max(
             sum(record.bytes for record in records if record.op == way and record.peer != rank)
             for way in ("send", "recv")
@@ -474,7 +476,7 @@ def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: 
 
 
 def _exchanged(record: CommRecord, group: ProcessGroup, rank: int) -> tuple[int, int]:
-    """(S, bytes exchanged with others) of a collective; of an uneven all_to_all both are the larger direction's."""
+    """Return (S, bytes exchanged with others) of a collective; for an uneven all_to_all, of the larger direction."""
     if record.op != "all_to_all":
         return record.bytes, -1
     sizes = []

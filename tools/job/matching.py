@@ -1,11 +1,11 @@
-"""Which calls of different ranks are one collective.
+"""Join calls of different ranks into collectives and P2P transfers.
 
-Calls are joined by group, for sends and receives by their two ends as well, and number. Where files have no numbers
-they were counted, which goes wrong if files begin at different calls: so what is joined is checked. Calls of one
-collective agree in operation, root and size, and none ends before another has begun. Where ranks have different
-numbers of calls, for a capture does not begin and end at the same call on all ranks, `shift_between` finds which call
-of one is the first of the other. A lane (the calls of one group, or of one pair) with counted numbers on which too
-many contradict is not joined at all, and what is not joined is counted.
+A lane is the calls of one group, or of one sender and receiver. Calls of a lane with the same number are joined.
+
+If a file has no numbers, crossrank counts the calls. That is wrong if files start at different calls, so it checks
+the result: calls of one collective have the same operation, root and size, and none ends before another starts. If a
+lane has too many contradictions, its calls are not joined. If ranks have different numbers of calls, because captures
+start and end at different calls, `shift_between` aligns them. Calls that are not joined are counted, with the reason.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from crossrank.tools.job.launches import CallKind, Launches, of_collectives
 from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import Interned
 
-_OFTEN = 0.05
-"""Share of contradictions above which counted numbers are taken to be shifted."""
-_MOST = 256
-"""Calls that one rank may have more than another at one edge; more is no edge."""
-_OVERLAP = 0.5
-"""Share of the shorter sequence that both must have."""
-_CLEARLY = 4
-"""Times by which differences must vary less at one shift than at any other to decide for it."""
+_MAX_CONTRADICTIONS = 0.05
+"""Counted numbers with a larger share of contradictions count as shifted."""
+_MAX_SHIFT = 256
+"""Calls that one rank may have more than another at one edge of a capture."""
+_MIN_OVERLAP = 0.5
+"""Share of the shorter sequence that both ranks must have."""
+_MIN_RATIO = 4
+"""Time differences must vary this many times less at the chosen shift than at any other."""
 
 NO_NUMBER = "calls without a number: not matched across ranks"
 UNLIKE_COUNTS = "calls on groups whose ranks have different numbers of calls: not matched across ranks"
@@ -49,9 +49,8 @@ _COUNTED, _APART = pl.col("counted"), pl.col("apart")
 
 
 def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
-    """The launches with the columns `collective`, counted from 0, and `apart`: it is that of one rank alone. `lane` is
-    the number of what calls are numbered on, a group or the two ends of a transfer. `unmatched` gets what could not be
-    joined, with the number of calls."""
+    """Return the launches with three more columns: `collective`, a number from 0; `apart`, whether the launch is not
+    joined with others; `lane`. Adds the reasons for calls that are not joined to `unmatched`, with their number."""
     lanes, operations, meanings = Interned[object](), Interned[str](), Interned[object]()
     rows = [
         (
@@ -66,16 +65,16 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
     ]
     kinds = pl.DataFrame(rows, schema=_OF_KIND, orient="row")
     calls = found.calls.hstack(kinds.select("lane", "apart")[found.calls["kind"]])
-    calls = _leave_out(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
+    calls = _exclude(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
     if calls["counted"].any() and (unlike := _unlike_counts(calls)).any():
         calls, at_edge, unlike = _renumber_shifted(calls, unlike, kinds["meaning"])
-        calls = _leave_out(calls, at_edge, AT_EDGE, unmatched)
-        calls = _leave_out(calls, unlike, UNLIKE_COUNTS, unmatched)
-    return _part_unlike_calls(_without_doubles(_join(calls), unmatched), kinds, unmatched)
+        calls = _exclude(calls, at_edge, AT_EDGE, unmatched)
+        calls = _exclude(calls, unlike, UNLIKE_COUNTS, unmatched)
+    return _exclude_unlike_calls(_exclude_doubles(_join(calls), unmatched), kinds, unmatched)
 
 
 def _join(calls: pl.DataFrame) -> pl.DataFrame:
-    """Make one collective of the calls that have a lane and a number in common, of those apart one each."""
+    """Set `collective`: one per lane and number; one for each launch that is `apart`."""
     span = int(calls.select(pl.max("number")).item() or 0) + 1
     key = pl.col("lane").cast(pl.Int64) * span + pl.col("number")
     key = pl.when(_APART).then(-1 - pl.int_range(pl.len())).otherwise(key)
@@ -83,20 +82,20 @@ def _join(calls: pl.DataFrame) -> pl.DataFrame:
     return calls.with_columns(keys.unique().sort().search_sorted(keys).cast(pl.UInt32).alias("collective"))
 
 
-def _without_doubles(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
-    """Leave out collectives that a rank has two calls of: a group that was made anew under its old name. Nobody knows
-    which of the calls belong together."""
+def _exclude_doubles(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+    """Exclude collectives in which one rank has two calls, after a group was created again under its old name: it is
+    unknown which calls belong together."""
     most = int(calls.select(pl.max("rank")).item() or 0) + 1
     one_rank = pl.col("collective").cast(pl.Int64) * most + pl.col("rank")
     made = np.sort(calls.select(one_rank).to_series().to_numpy())
     double = np.unique(made[1:][made[1:] == made[:-1]] // most)
     if not len(double):
         return calls
-    return _join(_leave_out(calls, pl.col("collective").is_in(double.tolist()), TWICE, unmatched))
+    return _join(_exclude(calls, pl.col("collective").is_in(double.tolist()), TWICE, unmatched))
 
 
-def _leave_out(calls: pl.DataFrame, out: pl.Series | pl.Expr, why: str, unmatched: Counter[str]) -> pl.DataFrame:
-    """Take calls out of their collectives, which `_join` makes anew, and count them."""
+def _exclude(calls: pl.DataFrame, out: pl.Series | pl.Expr, why: str, unmatched: Counter[str]) -> pl.DataFrame:
+    """Mark calls as `apart` and count them. Call `_join` afterwards."""
     before = int(calls["apart"].sum())
     calls = calls.with_columns(apart=_APART | out)
     if left_out := int(calls["apart"].sum()) - before:
@@ -104,34 +103,34 @@ def _leave_out(calls: pl.DataFrame, out: pl.Series | pl.Expr, why: str, unmatche
     return calls
 
 
-def _on_bad_lanes(looked_at: pl.Expr, is_bad: pl.Expr) -> pl.Expr:
-    """Calls with counted numbers on lanes of which too many of the calls that were looked at are bad."""
-    bad, count = ((one & looked_at).sum().over("lane") for one in (is_bad, pl.lit(True)))
-    return (bad > _OFTEN * count) & _COUNTED & ~_APART
+def _on_bad_lanes(checked: pl.Expr, is_bad: pl.Expr) -> pl.Expr:
+    """Select calls with counted numbers on lanes with too many bad calls among the `checked` ones."""
+    bad, count = ((one & checked).sum().over("lane") for one in (is_bad, pl.lit(True)))
+    return (bad > _MAX_CONTRADICTIONS * count) & _COUNTED & ~_APART
 
 
 def part_lanes(calls: pl.DataFrame, usable: pl.Expr, slack_ns: float, unmatched: Counter[str]) -> pl.DataFrame:
-    """Take apart lanes with counted numbers in which a collective ends on one rank before another has begun it.
+    """Exclude lanes with counted numbers in which a collective ends on one rank before another rank starts it.
 
-    `shift` puts each call on one clock, to within `slack_ns`; only those that are `usable` are looked at.
+    The column `shift` aligns the clocks to within `slack_ns`. Only `usable` calls are checked.
     """
     if not calls["counted"].any():
         return calls
-    looked_at = usable & ~_APART
-    begin, end = (pl.when(looked_at).then(pl.col(name) + pl.col("shift")) for name in ("began_ns", "ended_ns"))
+    checked = usable & ~_APART
+    begin, end = (pl.when(checked).then(pl.col(name) + pl.col("shift")) for name in ("began_ns", "ended_ns"))
     is_bad = begin.max().over("collective") > end.min().over("collective") + slack_ns
-    judged = calls.with_columns(bad=is_bad.fill_null(value=False), looked_at=looked_at)
-    parted = _leave_out(judged, _on_bad_lanes(pl.col("looked_at"), pl.col("bad")), SHIFTED, unmatched)
-    return calls if parted["apart"].equals(calls["apart"]) else _join(parted.drop("bad", "looked_at"))
+    judged = calls.with_columns(bad=is_bad.fill_null(value=False), checked=checked)
+    parted = _exclude(judged, _on_bad_lanes(pl.col("checked"), pl.col("bad")), SHIFTED, unmatched)
+    return calls if parted["apart"].equals(calls["apart"]) else _join(parted.drop("bad", "checked"))
 
 
 def _renumber_shifted(
     calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series
 ) -> tuple[pl.DataFrame, pl.Series, pl.Series]:
-    """Renumber the calls of lanes of which the ranks began at different calls. Returns (the calls, which of them ranks
-    have beyond those of the others, which are still `unlike`).
+    """Renumber lanes whose ranks start at different calls.
 
-    On each lane the rank with the fewest calls is what the others are shifted to.
+    Returns (the calls, whether each is missing on other ranks, whether each is still `unlike`). On each lane the ranks
+    are aligned to the rank with the fewest calls.
     """
     number = calls["number"].fill_null(0).to_numpy().copy()
     rest, at_edge = unlike.to_numpy().copy(), np.zeros(len(calls), bool)
@@ -167,19 +166,21 @@ def _renumber_shifted(
 
 
 def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int | None:
-    """The place in `other` of the first call of the shorter `what`, negative where `other` lacks it; None where nothing
-    decides for one.
+    """Return the index in `other` of the first call of the shorter `what`, negative if `other` lacks it; None if the
+    shift is ambiguous.
 
-    `what` are numbers that are equal where calls may be one collective, `when` ns, 0 = not known. First the calls
-    themselves decide, then their times if these are on clocks that agree to less than half of the time between calls,
-    then how much the differences of times vary, for which clocks need not agree.
+    Equal numbers in `what` and `other` may be one collective. `when` and `other_when` are ns, 0 = unknown. Criteria:
+
+    1. the calls themselves;
+    2. their times, if the clocks agree to less than half the time between calls;
+    3. the variation of the time differences, which needs no aligned clocks.
     """
     more = len(other) - len(what)
-    if more > _MOST or len(what) == 0:
+    if more > _MAX_SHIFT or len(what) == 0:
         return None
-    least = max(1, int(len(what) * _OVERLAP))
+    least = max(1, int(len(what) * _MIN_OVERLAP))
     fitting = []
-    for shift in range(max(-_MOST, least - len(what)), min(more + _MOST, len(other) - least) + 1):
+    for shift in range(max(-_MAX_SHIFT, least - len(what)), min(more + _MAX_SHIFT, len(other) - least) + 1):
         mine = slice(max(0, -shift), min(len(what), len(other) - shift))
         theirs = slice(mine.start + shift, mine.stop + shift)
         if np.array_equal(what[mine], other[theirs]):
@@ -197,7 +198,7 @@ def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int 
     vary = np.array([float(np.median(np.abs(gap - np.median(gap)))) for gap in gaps])
     best = int(vary.argmin())
     others = np.delete(vary, best)
-    return fitting[best][0] if len(gaps[best]) > 2 and _CLEARLY * vary[best] < others.min() else None
+    return fitting[best][0] if len(gaps[best]) > 2 and _MIN_RATIO * vary[best] < others.min() else None
 
 
 def _operation(kind: CallKind) -> str:
@@ -205,26 +206,26 @@ def _operation(kind: CallKind) -> str:
 
 
 def _agreed_size(kind: CallKind) -> int | None:
-    """The bytes that all ranks of a collective have alike; None where they need not."""
+    """Return the size that must be equal on all ranks of a collective; None if sizes may differ."""
     row = OPERATIONS.get(kind.op)
     agrees = kind.calls == 1 and row is not None and row.agrees != "none" and not row.p2p
     return kind.bytes or None if agrees else None
 
 
-def _part_unlike_calls(calls: pl.DataFrame, kinds: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
-    """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
+def _exclude_unlike_calls(calls: pl.DataFrame, kinds: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+    """Exclude collectives whose ranks differ in operation, size or root: a fault of the job, or shifted numbers."""
     differ = [pl.min(name) != pl.max(name) for name in ("operation", "agreed", "root")]
     unlike = of_collectives(calls, kinds, unlike=pl.any_horizontal(differ)).filter("unlike")
     if not len(unlike):
         return calls
     calls = calls.with_columns(unlike=pl.col("collective").is_in(unlike["collective"].to_list()))
-    calls = _leave_out(calls, _on_bad_lanes(~_APART, pl.col("unlike")), SHIFTED, unmatched)
-    calls = _leave_out(calls, pl.col("unlike"), DISAGREE, unmatched)
+    calls = _exclude(calls, _on_bad_lanes(~_APART, pl.col("unlike")), SHIFTED, unmatched)
+    calls = _exclude(calls, pl.col("unlike"), DISAGREE, unmatched)
     return _join(calls.drop("unlike"))
 
 
 def _unlike_counts(calls: pl.DataFrame) -> pl.Series:
-    """Calls whose numbers were counted, on lanes on which the ranks' counts differ: they began at different calls."""
+    """Select calls with counted numbers on lanes whose ranks have different numbers of calls."""
     counted = _COUNTED & ~_APART
     counts = calls.filter(counted).group_by("lane", "rank").len()
     differ = counts.group_by("lane").agg(differ=pl.min("len") < pl.max("len")).filter("differ")

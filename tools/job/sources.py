@@ -1,9 +1,14 @@
-"""Finds what measured the communication of each rank, and reads it into `RankTrace`, one worker per rank or export.
+"""Find the files that measured the communication of each rank, and read them into `RankTrace`s in parallel.
 
-A folder may hold several measurements of one rank. The one that says most is taken: Nsight Systems, else what is
-linked or can be linked (Kineto with its execution trace), Kineto alone, the flight recorder; a comms file beside any
-of them gives the meaning of the calls, and by itself says when they were made. Where nothing but logs of NCCL Inspector
-is there, or they are asked for, they are taken: their calls have no names of ours.
+A folder may have several measurements of one rank. crossrank takes the first of these that exists:
+
+1. exports of Nsight Systems;
+2. linked traces, or Kineto traces that can be linked with execution traces;
+3. Kineto traces alone;
+4. dumps of the flight recorder.
+
+A comms file adds the description of the calls; alone, it has only the times at which they were made. Logs of NCCL
+Inspector are read if there are no other files, or with `--source inspector`.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
     from crossrank.tools.job.collectives import JobTables
 
 CHOICES = ("nsight", "kineto", "flight", "inspector", "comms")
-"""What a user may ask for instead of what says most."""
+"""Choices of `--source`."""
 
 EXPORT = "nsys export --type sqlite"
 NONE_OF_RANKS = "has none of the ranks given by --ranks"
@@ -39,24 +44,24 @@ NONE_OF_RANKS = "has none of the ranks given by --ranks"
 
 @dataclass
 class Measurements:
-    """What is to be read, and what is not."""
+    """The files to read, and the skipped ones."""
 
     tasks: list[RankSources]
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What else was found and left out."""
+    """Other files that were found and skipped."""
     unmixed: set[int] = field(default_factory=set)
-    """Ranks that have other files than the exports that are read."""
+    """Ranks that have other files, if exports are read."""
 
 
 _MEASURED = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
-_OF_SOURCE = {
+_KINDS_OF_SOURCE = {
     "kineto": (COMMS, LINKED, EXECUTION_TRACE, KINETO),
     "flight": (COMMS, FLIGHT),
     "comms": (COMMS,),
     "inspector": (),
 }
-"""What is read where the user asks for a source."""
+"""`--source` -> kinds of files to read."""
 
 
 def find(
@@ -66,21 +71,21 @@ def find(
     files: Sequence[FoundFile] | None = None,
     also: str = "",
 ) -> Measurements:
-    """The measurements at `paths`: folders, files or URLs; `files` are those there, where that is known already.
-    `also` is a regular expression: kernels whose names match communicate too.
+    """Return the measurements at `paths`: folders, files or URLs. `files` are the files there, if already listed.
+    `also` is a regular expression for the names of more communication kernels.
 
-    Raises `CrossrankError` where there is no measurement, or `also` is invalid.
+    Raises `CrossrankError` if there is no measurement, or `also` is invalid.
     """
     try:
         re.compile(also)
     except re.error as error:
         raise CrossrankError(f"{also!r}, for kernels that communicate, is not a regular expression: {error}") from error
-    found = _find(paths, ranks, source, files)
+    found = _find_measurements(paths, ranks, source, files)
     found.tasks = [replace(task, also=also) for task in found.tasks]
     return found
 
 
-def _find(
+def _find_measurements(
     paths: Sequence[str],
     ranks: Collection[int] | None,
     source: str | None,
@@ -95,7 +100,7 @@ def _find(
         for file in files
         if file.path in paths and not file.problem and file.kind not in (*_MEASURED, INSPECTOR, NSIGHT, REPORT)
     ]
-    by_rank = files_by_rank(files, _OF_SOURCE.get(source or "", _MEASURED))
+    by_rank = files_by_rank(files, _KINDS_OF_SOURCE.get(source or "", _MEASURED))
     exports = [file for file in files if file.kind == NSIGHT]
     reports = [file.path for file in files if file.kind == REPORT]
     if reports and not exports and (source == "nsight" or not by_rank):
@@ -120,7 +125,7 @@ def _find(
     wanted = [rank for rank in by_rank if (ranks is None or rank in ranks) and (rank or 0) < MOST_RANKS]
     if by_rank and not wanted and ranks is not None:
         raise CrossrankError(f"{', '.join(paths)}: {NONE_OF_RANKS}")
-    tasks = [one for rank in wanted if (one := _most_telling(rank, by_rank[rank], skipped)) is not None]
+    tasks = [one for rank in wanted if (one := _choose_files(rank, by_rank[rank], skipped)) is not None]
     if not tasks:
         asked = f" for --source {source}" if source else ""
         why = f" ({'; '.join(skipped[:3])})" if skipped else ""
@@ -136,8 +141,8 @@ def _export_command(report: str) -> str:
     return f"{report}: is a report, not an export; run: {EXPORT} --output {target} {report}"
 
 
-def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSources | None:
-    """What of the files of a rank is read."""
+def _choose_files(rank: int | None, files: Files, skipped: list[str]) -> RankSources | None:
+    """Return which files of a rank to read; None if there are none."""
     if COMMS in files:
         return comms_with_times(rank, files)
     later = [one.path for kind in (LINKED, KINETO) for one in files.get(kind, ()) if one.window > 1]
@@ -160,11 +165,9 @@ def open_job(
     source: str | None = None,
     also: str = "",
 ) -> JobTables:
-    """The job whose files are at `paths`, all ranks read and matched; the other arguments are those of `find`. Of the
-    `ranks` that are asked for some may have no file.
+    """Read and match all ranks at `paths`; the other arguments are those of `find`. Some of `ranks` may have no file.
 
-    Raises `CrossrankError` where there is no measurement, no file can be used, none is of such a rank, or the ranks are
-    of several runs.
+    Raises `CrossrankError` if there is no usable file, none of `ranks` has a file, or the files are from several runs.
     """
     found = find(paths, ranks, source, also=also)
     traces = [one for one in read(found, fleet) if ranks is None or one.rank in ranks]
@@ -174,8 +177,8 @@ def open_job(
 
 
 def job_of(traces: Sequence[RankTrace], found: Measurements, *, release: bool = False) -> JobTables:
-    """What was read, matched; `release` is that of `launches`."""
-    from crossrank.tools.job.collectives import match_collectives  # polars, which takes workers long to import
+    """Match the traces that were read; `release` is as in `launches`."""
+    from crossrank.tools.job.collectives import match_collectives  # imports polars, which is slow in workers
 
     job = Job.match(traces, lanes=False)
     job.skipped = found.skipped
@@ -183,16 +186,16 @@ def job_of(traces: Sequence[RankTrace], found: Measurements, *, release: bool = 
 
 
 def read(found: Measurements, fleet: Fleet) -> list[RankTrace]:
-    """Read every file; one that cannot be used is named in `found.skipped`, and the others are read all the same.
+    """Read every file; unusable ones are added to `found.skipped`.
 
-    Raises `CrossrankError` where none can be used, or the ranks are from different runs."""
+    Raises `CrossrankError` if no file can be used, or the ranks are from different runs."""
     return settle(map_ranks(read_task, found.tasks, fleet, failed=failed), found)
 
 
 def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
-    """The ranks of one run in their order, of what `read_task` and `failed` gave.
+    """Return the traces in the order of ranks, from the results of `read_task` and `failed`.
 
-    Raises `CrossrankError` where there is none, or they are of several runs.
+    Raises `CrossrankError` if there is none, or they are from several runs.
     """
     ranks: list[RankTrace] = []
     for result in results:
@@ -228,7 +231,7 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
 
 
 def read_task(task: RankSources) -> list[RankTrace] | str:
-    """Runs in a worker."""
+    """Read one file or export; runs in a worker."""
     with also_communicate(task.also):
         if task.kind == NSIGHT:
             return read_export(task.path, task.rank, dict(task.comms))
@@ -236,5 +239,5 @@ def read_task(task: RankSources) -> list[RankTrace] | str:
 
 
 def failed(task: RankSources, error: CrossrankError) -> list[RankTrace] | str:
-    """What stands for a file that could not be used: why."""
+    """Return the reason why a file could not be used."""
     return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"

@@ -1,7 +1,7 @@
-"""What a traced window says of its rank beside the calls: iterations, and when it computed, communicated and copied.
+"""Add a traced window to its rank: steps, and the spans of computation, communication and copies.
 
-On a GPU kernels say it, each with the moment of its launch; without any, the operations of the host and the Works of
-its backend.
+On a GPU these are the kernels and copies, with the times of their launches. Without any, they are the operations of the
+host and the Works of its backend.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from crossrank.tools.traces.param_comms import from_kineto
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _OPERATION = re.compile(r"[a-z_]\w*::\w+")
-"""An operation, `aten::mm`; not a range that a program put around some, `FSDP::pre_forward`."""
+"""An operation such as `aten::mm`; not a range of the program such as `FSDP::pre_forward`."""
 _NO_OPERATIONS = ("autograd::", "torch::", *COMMUNICATING)
-"""How ranges around operations are called, which hold the time between them as well; and what communicates."""
+"""Names of ranges around operations, which include the time between them; and of communication."""
 
-_MUCH = 0.1
-"""Share of the device's time above which a kernel of a library that is not known is named."""
+_LARGE_SHARE = 0.1
+"""A kernel of an unknown library with a larger share of the device time is reported."""
 
 _HostRange = tuple[str, int | str | None, int, int]
 """(name, thread, begin, end)"""
@@ -35,7 +35,7 @@ _Activity = tuple[str, str, bool, object, int | None, int, int]
 
 
 def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
-    """Take in a linked window."""
+    """Add a linked window to `trace`."""
     communicating = {number for one in window.communications for number in one.activities}
     host_of = {op.id: op for op in window.host}
     activities: list[_Activity] = []
@@ -48,13 +48,13 @@ def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
     hosts: list[_HostRange] = [
         (op.name, op.tid, op.start_ns, op.end_ns) for op in window.host if op.start_ns is not None
     ]
-    # Files that were linked before they had iterations have the profiler's marks among their operations.
+    # Older linked files have no steps, but the profiler's marks are among their operations.
     iterations = window.iterations or profiler_iterations((name, begin, end) for name, _, begin, end in hosts)
-    _take(trace, window.base_ns, activities, hosts, iterations)
+    _add_window(trace, window.base_ns, activities, hosts, iterations)
 
 
 def take_kineto(trace: RankTrace, kineto: KinetoTrace) -> None:
-    """Take in a Kineto trace."""
+    """Add a Kineto trace to `trace`."""
     launched = {call.correlation: call.start for call in kineto.calls}
     activities: list[_Activity] = []
     for one in kineto.device:
@@ -63,7 +63,7 @@ def take_kineto(trace: RankTrace, kineto: KinetoTrace) -> None:
         stream = one.device, one.stream
         activities.append((one.name, one.category, communicates, stream, at, one.start, one.end))
     hosts: list[_HostRange] = [(one.name, one.tid, one.start, one.end) for one in kineto.host]
-    _take(trace, kineto.base_ns, activities, hosts, kineto.iterations)
+    _add_window(trace, kineto.base_ns, activities, hosts, kineto.iterations)
 
 
 def _communicates(kernel: DeviceEvent) -> bool:
@@ -71,12 +71,12 @@ def _communicates(kernel: DeviceEvent) -> bool:
 
 
 def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """What to say of kernels, by (name, ns), that take long and may be communication of a library that is not known."""
+    """Yield a note per kernel, given as (name, ns), that takes long and may be communication of an unknown library."""
     spent: Counter[str] = Counter()
     for name, ns in kernels:
         spent[name] += ns
     for name, ns in spent.most_common():
-        if ns <= _MUCH * spent.total():
+        if ns <= _LARGE_SHARE * spent.total():
             break
         if not COMPUTATION.search(name):
             yield (
@@ -85,7 +85,7 @@ def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
             )
 
 
-def _take(
+def _add_window(
     trace: RankTrace,
     base_ns: int,
     activities: list[_Activity],
@@ -95,7 +95,7 @@ def _take(
     if not trace.steps:
         trace.steps = [(number, begin + base_ns) for number, begin in iterations]
     if not activities:
-        computation, communication = _of_host(hosts)
+        computation, communication = _host_spans(hosts)
         trace.busy.add("host", base_ns, computation, communication, spans_of(), trace.steps, spans_of())
         return
     kinds: dict[str, list[tuple[int, int]]] = {"computation": [], "communication": [], "memory": []}
@@ -107,10 +107,10 @@ def _take(
         kind = "communication" if communicates else "computation" if category == "kernel" else "memory"
         kinds[kind].append((begin, end))
         computed[stream] += end - begin if kind == "computation" else 0
-    # What another stream does early for an iteration, such as copying its input, does not begin it on the device.
+    # Work of another stream, such as an early copy of the input, does not start the step on the device.
     main = computed.most_common(1)[0][0]
     if not kinds["communication"]:
-        # A backend without kernels: its Works say when it communicated.
+        # A backend without kernels: its Works have the times of communication.
         kinds["communication"] = [(begin, end) for name, _, begin, end in hosts if is_work(name)]
     kernels = [
         (stream, at, begin) for _, kind, _, stream, at, begin, _ in activities if kind == "kernel" and at is not None
@@ -121,8 +121,8 @@ def _take(
     trace.busy.add("device", base_ns, computation, communication, memory, trace.steps, launches, of_main)
 
 
-def _of_host(hosts: Iterable[_HostRange]) -> tuple[Spans, Spans]:
-    """(computation, communication): operations of all threads without the communication that they hold, and Works."""
+def _host_spans(hosts: Iterable[_HostRange]) -> tuple[Spans, Spans]:
+    """Return (computation, communication): operations of all threads without the communication in them; Works."""
     operations: defaultdict[object, list[tuple[int, int]]] = defaultdict(list)
     calls: defaultdict[object, list[tuple[int, int]]] = defaultdict(list)
     works: list[tuple[int, int]] = []

@@ -166,5 +166,5 @@ def called(rank: int, at: int, clock: str, source: str = "comms") -> RankTrace:
 def test_a_rank_that_ended_before_another_began_is_of_another_run(
     first: RankTrace, second: RankTrace, gap: int | None
 ) -> None:
-    apart = f"the ranks are from different runs: rank-0 ends {gap} s before rank-1 begins; give the files of one run"
+    apart = f"the ranks are from different runs: rank-0 ends {gap} s before rank-1 starts; give the files of one run"
     assert list(problems([second, first])) == ([] if gap is None else [apart])

@@ -273,7 +273,7 @@ def test_damage_counts_against_the_coverage() -> None:
          "the ranks are from different runs: rank-0 of 2 ranks, rank-1 of 4 ranks"),
         ([rank_trace(0, [BARRIER], world=3, span=LATE), rank_trace(1, [BARRIER], world=3, span=(0, 5_000_000_000)),
           rank_trace(2, [BARRIER], world=3, span=(1, 80_000_000_000))],
-         "the ranks are from different runs: rank-1 ends 61 s before rank-0 begins"),
+         "the ranks are from different runs: rank-1 ends 61 s before rank-0 starts"),
         ([rank_trace(0, [BARRIER], dropped=3), rank_trace(1, [BARRIER])], "its recorder could not keep 3 calls"),
         ([rank_trace(0, []), rank_trace(1, [])],
          "job: the execution traces have no communication; was the window long"),
