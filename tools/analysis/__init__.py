@@ -1,5 +1,5 @@
-"""In: a job or a rank, matched. Out: structs that say one thing about it: no files are opened here, nothing is printed.
+"""Functions from a matched job or rank to a struct with one answer. They open no files and print nothing.
 
-`summary` (what a job communicates), `bandwidth`, `figures`, `waiting` and `traffic` (the report's), `diagnosis` (why it
-hangs).
+`summary` (what a job communicates), `bandwidth`, `figures`, `waiting` and `traffic` (for the report), `diagnosis` (why
+a job hangs).
 """

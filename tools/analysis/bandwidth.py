@@ -1,6 +1,6 @@
-"""How fast communication was: times and rates of collectives, grouped as the user asks.
+"""Times and rates of collectives, grouped by what the user chooses.
 
-The numbers of one collective are those of `crossrank.tools.job.collectives`; here they are put into rows.
+`crossrank.tools.job.collectives` measures each collective; this module groups them into rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS = {
     "locality": ("locality",),
     "source": ("source",),
 }
-"""What rows may be grouped by -> the columns that stand for it."""
+"""`--by` -> the columns to group by."""
 BY = ("op", "group", "size", "locality")
 
 _FACTS = ("label", "group", "locality", "source")
@@ -41,7 +41,7 @@ class Bandwidth(msgspec.Struct, kw_only=True):
 
     inputs: list[str]
     sources: dict[str, int]
-    """What measured the times -> ranks."""
+    """Source of the times -> number of ranks."""
     world_size: int
     ranks: list[int]
     missing_ranks: list[int]
@@ -51,13 +51,13 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     collectives: int
     timed_collectives: int
     attributed: dict[str, int]
-    """How kernels found their calls -> kernels, over all ranks."""
+    """How times were measured -> number of calls or kernels, over all ranks."""
     unattributed: dict[str, int]
-    """What has no counterpart, and why -> how many, over all ranks."""
+    """Reason why a call has no time, or a kernel no call -> number of them, over all ranks."""
     unattributed_ms: float
-    """Time of communication kernels that belong to no known call, over all ranks."""
+    """Time of communication kernels without a known call, over all ranks."""
     not_compared: dict[str, int]
-    """Why calls were not compared across ranks -> calls."""
+    """Reason why calls were not compared across ranks -> number of calls."""
     clocks: Clocks
     by: list[str]
     rows: list[Row]
@@ -66,7 +66,7 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     notes: list[str]
     skipped: list[str]
     overlap: Overlap | None = None
-    """What the ranks did with their time; None where no window was traced."""
+    """Time per rank; None if no window was traced."""
     schema: str = "crossrank-bandwidth 1"
     crossrank: str = crossrank.__version__
 
@@ -78,7 +78,7 @@ LOCALITIES: tuple[str, ...] = get_args(Locality)
 
 
 def gb_per_s(text: str) -> float | None:
-    """GB/s (1e9 bytes) from a rate in bits or bytes; None where it is none.
+    """Return GB/s (1e9 bytes) of a rate in bits or bytes; None if `text` is not a rate.
 
     >>> gb_per_s("400Gbps"), gb_per_s("50 GB/s"), gb_per_s("50")
     (50.0, 50.0, None)
@@ -90,7 +90,7 @@ def gb_per_s(text: str) -> float | None:
 
 
 def line_rates(texts: Iterable[str]) -> dict[str, float]:
-    """GB/s (1e9 bytes) by locality, `any` for what has none of its own, from texts such as `cross_node=400Gbps`.
+    """Return GB/s (1e9 bytes) by locality from texts such as `cross_node=400Gbps`; `any` is for all other localities.
 
     >>> line_rates(["400Gbps", "intra_node=450GB/s"])
     {'any': 50.0, 'intra_node': 450.0}
@@ -116,8 +116,8 @@ def bandwidth(
     rates: dict[str, float] | None = None,
     classes: Sequence[str] = (),
 ) -> Bandwidth:
-    """The table of `crossrank bandwidth`. `classes` are names of groups in the place of their own: those of one name
-    count as one."""
+    """Return the answer of `crossrank bandwidth`. `classes` has a new name for each group; groups with one name are
+    counted together."""
     ranks, timed = found.job.ranks.values(), found.timed
     calls = found.about(found.calls.select("kind", "ended_ns"), "calls")
     return Bandwidth(
@@ -148,19 +148,19 @@ _BUCKET_ENDS = (0, *(1024 * 4**power for power in range(27)))
 
 
 def bucket_of(size: int) -> tuple[int, int]:
-    """First and last size of the bucket that a size falls into: up to 1 KiB, 4 KiB, 16 KiB, ….
+    """Return first and last size of the bucket of a size: up to 1 KiB, 4 KiB, 16 KiB, ….
 
     >>> bucket_of(0), bucket_of(1), bucket_of(1024), bucket_of(1025)
     ((0, 0), (1, 1024), (1, 1024), (1025, 4096))
     """
-    place = bisect_left(_BUCKET_ENDS, size)
-    return _BUCKET_ENDS[place - 1] + 1 if place else 0, _BUCKET_ENDS[place]
+    index = bisect_left(_BUCKET_ENDS, size)
+    return _BUCKET_ENDS[index - 1] + 1 if index else 0, _BUCKET_ENDS[index]
 
 
 def bandwidth_rows(
     found: JobTables, by: Sequence[str], rates: dict[str, float], classes: Sequence[str] = ()
 ) -> pl.DataFrame:
-    """The answer `bandwidth`: one row for each combination of what is grouped by; the one that takes longest first."""
+    """Return the rows of `bandwidth`: one per combination of the `by` columns, sorted by total time, longest first."""
     keys = [column for name in by for column in KEYS[name]]
     groups = _groups(found, classes)
     timed = found.about(found.collectives.with_row_index("collective").drop_nulls("time_ns"), *_FACTS)
@@ -210,7 +210,7 @@ def bandwidth_rows(
 
 
 def _groups(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
-    """`group`, by which each group of the job counts, with the name, description and members of that one."""
+    """Return one row per group of the job: the `group` it is counted as, with that group's name, description, size."""
     first = {name: number for number, name in reversed(list(enumerate(classes)))}
     counts_as = [first[name] for name in classes] or range(len(found.job.groups))
     rows = []
@@ -223,16 +223,16 @@ def _groups(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
 
 
 def _times(ns: pl.Expr) -> pl.Expr:
-    """p50, p95, max and total, in us."""
+    """Return p50, p95, max and total, in us."""
     spread = {"p50": ns.quantile(0.5, "linear"), "p95": ns.quantile(0.95, "linear"), "max": ns.max(), "total": ns.sum()}
-    return _known(ns, {name: (one / 1000).round(3) for name, one in spread.items()})
+    return _struct(ns, {name: (one / 1000).round(3) for name, one in spread.items()})
 
 
 def _rates(gb_per_s: pl.Expr) -> pl.Expr:
-    """p5, p50, p95 and max, to four digits."""
+    """Return p5, p50, p95 and max, rounded to four digits."""
     spread = {f"p{percent}": gb_per_s.quantile(percent / 100, "linear") for percent in (5, 50, 95)}
-    return _known(gb_per_s, {name: one.round_sig_figs(4) for name, one in (spread | {"max": gb_per_s.max()}).items()})
+    return _struct(gb_per_s, {name: one.round_sig_figs(4) for name, one in (spread | {"max": gb_per_s.max()}).items()})
 
 
-def _known(values: pl.Expr, spread: dict[str, pl.Expr]) -> pl.Expr:
+def _struct(values: pl.Expr, spread: dict[str, pl.Expr]) -> pl.Expr:
     return pl.when(values.count() > 0).then(pl.struct(one.alias(name) for name, one in spread.items()))

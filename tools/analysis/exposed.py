@@ -1,7 +1,7 @@
-"""Exposed communication: the time during which the program stood still for its communication, by what it waited for.
+"""Exposed communication: the time during which the host waited for communication, by call.
 
-It is measured on the host: from the begin of `Work.wait`, of `wait_tensor`, or of a launch that blocks, to its end; and
-in a backward pass in which C++ made calls from the end of its computation to its own.
+The recording measures it on the host: from start to end of `Work.wait`, `wait_tensor`, or a launch that blocks. In a
+backward pass in which C++ made calls, it counts from the end of the computation to the end of the pass.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ _MOST_LINES = 20
 
 
 class Exposed(msgspec.Struct, kw_only=True):
-    """How long the ranks stood still for communication."""
+    """How long the ranks waited for communication."""
 
     waits: int
     of_no_call: int
-    """Waits of which the call is not known."""
+    """Waits whose call is unknown."""
     calls_without: int
-    """Calls of these ranks for which no wait was seen: C++ waits for them, or nobody. If there are any, the times are
-    lower bounds."""
+    """Calls of these ranks without a recorded wait: C++ waits for them, or no thread does. If there are any, the times
+    are lower bounds."""
     per_step_ms: float | None
-    """Median over ranks and iterations; None without iterations, and where kernels of GPUs say it. So are the next two.
-    """
+    """Median over ranks and steps; None without steps, or if kernels of GPUs measure it. So are the next two."""
     share: float | None
-    """The exposed time of all iterations of all ranks, of their duration."""
+    """Exposed time of all steps of all ranks, divided by their duration."""
     steps: Steps | None
-    """Waits of several threads of a rank at a time count once; the last iteration, which has no end, is left out."""
+    """Waits of several threads at the same time count once. The last step has no end and is skipped."""
     ranks: list[Row]
-    """Those with most."""
+    """The ranks with most exposed time."""
     lines: list[Row]
-    """Those with most."""
+    """The source lines with most exposed time."""
     notes: list[str]
 
 
 def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
-    """Exposed communication of a job; None where no waits are recorded."""
+    """Return the exposed communication of a job; None if no waits are recorded."""
     recorded = [one for one in ranks if len(one.host_waits)]
     if not recorded:
         return None
     waits = pl.concat(map(_waits, recorded))
     steps = _by_step(waits, pl.concat(map(_iterations, recorded)))
     share = pl.sum("ms") / pl.sum("of_ms")
-    # Of a GPU the kernels of a window say it (`overlap`): the waits of its host return at once.
+    # On a GPU the host's waits return at once; `overlap` measures it with the kernels of a window.
     has_steps = bool(len(steps)) and not any(one.busy.where == "device" for one in recorded)
     return Exposed(
         waits=len(waits),
@@ -77,8 +76,10 @@ _BACKWARD = STOOD.index("backward")
 
 
 def _calls_without(one: RankTrace) -> int:
-    """Calls that no wait is recorded for. The end of a backward pass waits for all calls that C++ made in it, and names
-    the last of them: it covers those before it in its iteration that are of the same operation and group."""
+    """Return the number of calls without a recorded wait.
+
+    The end of a backward pass waits for all calls that C++ made in it, and the recording names the last of them. It
+    also covers earlier calls of its step with the same operation and group."""
     rows, stood = np.frombuffer(one.host_waits.row, np.int64), np.frombuffer(one.host_waits.stood, np.uint8)
     has_wait = np.zeros(len(one), bool)
     has_wait[rows[rows >= 0]] = True
@@ -87,7 +88,7 @@ def _calls_without(one: RankTrace) -> int:
     by_cpp = by_cpp[kind]
     steps = np.frombuffer(one.calls.step, np.int32)
     ends = np.unique(rows[(stood == _BACKWARD) & (rows >= 0)])
-    # The next call that a backward pass ended with; none behind the last.
+    # For each call, the next call with which a backward pass ended; -1 after the last.
     following = np.append(ends, -1)[np.searchsorted(ends, np.arange(len(one)))]
     ops = np.unique([signature.op for signature in one.signatures] or [""], return_inverse=True)[1]
     columns = steps, np.frombuffer(one.calls.group, np.uint32), ops[kind]
@@ -122,7 +123,7 @@ def _iterations(one: RankTrace) -> pl.DataFrame:
 
 
 def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
-    """Columns rank, step, `ms` exposed, `of_ms` that the iteration took. A wait is of the one in which it begins."""
+    """Return rank, step, exposed `ms` and duration `of_ms` of the step. A wait belongs to the step in which it starts."""
     of_step = (
         waits.sort("begin")
         .join_asof(iterations.sort("from"), left_on="begin", right_on="from", by="rank", check_sortedness=False)

@@ -1,4 +1,4 @@
-"""The figures of a report: small tables made of the calls of all ranks, for any number of ranks."""
+"""The figures of a report: small tables over the calls of all ranks, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _MOST_SOURCES = 20
 
 
 class Matrix(msgspec.Struct, kw_only=True):
-    """Operations by classes of groups: groups with one description and size are one class."""
+    """Operations by classes of groups. Groups with the same description and size are one class."""
 
     ops: list[str]
     groups: list[str]
     bytes: list[list[int]]
     """S of nccl-tests, summed over ranks; a row per operation."""
     unsized: list[list[int]]
-    """Calls of which no file says the bytes."""
+    """Calls with unknown bytes."""
     calls: list[list[int]]
     """Summed over ranks."""
     time_ms: list[list[float]]
-    """Of the collectives that have times, from the last arrival."""
+    """Time from the last arrival, over the collectives with times."""
     waiting_ms: list[list[float]]
     """Summed over ranks."""
 
@@ -50,11 +50,11 @@ class Figures(msgspec.Struct, kw_only=True):
     missing_ranks: str
     nodes: int
     about: dict[str, str]
-    """Versions and settings -> what most ranks say."""
+    """Versions and settings -> value on most ranks."""
     calls: int
     bytes: int
     unsized: int
-    """Calls of which the bytes are not known."""
+    """Calls with unknown bytes."""
     by_locality: dict[str, int]
     """Bytes, S of nccl-tests, summed over ranks."""
     matrix: Matrix
@@ -64,9 +64,9 @@ class Figures(msgspec.Struct, kw_only=True):
     waiting: Waiting | None
     steps: Steps | None
     exposed: Exposed | None
-    """None where no waits are recorded."""
+    """None if no waits are recorded."""
     matched: dict[str, list[int]]
-    """What was linked -> [matched, of how many], over all ranks."""
+    """What was linked -> [number matched, total], over all ranks."""
     diagnosis: Diagnosis | None
     diagnosis_problem: str
     replay: ReplayReport | None
@@ -85,7 +85,7 @@ def figures(
     diagnosis_problem: str = "",
     replay: ReplayReport | None = None,
 ) -> Figures:
-    """All figures of a run. `diagnosis_problem` says why there is no diagnosis."""
+    """Return all figures of a run. `diagnosis_problem` is the reason why there is no diagnosis."""
     ranks, classes = list(found.job.ranks.values()), _classes(found)
     kinds = _kinds(found, classes)
     table = bandwidth(found, inputs=inputs, rates=rates, classes=classes)
@@ -129,7 +129,7 @@ def _about(ranks: Sequence[RankTrace]) -> dict[str, str]:
 
 
 def _kinds(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
-    """One row per kind of call, with the sums over its calls."""
+    """Return one row per kind of call, with sums over its calls."""
     rows = [
         (one.label, classes[one.group], one.source or "(C++)", one.recorded, one.calls, 0 if one.sized else one.calls)
         for one in found.kinds
@@ -149,7 +149,7 @@ def _kinds(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
 
 
 def _by_locality(found: JobTables) -> dict[str, int]:
-    """Bytes as they were recorded, by locality of each call; the most first."""
+    """Return recorded bytes by locality of the calls, largest first."""
     sums = Counter[str]()
     for number, count in found.calls["kind"].value_counts().iter_rows():
         one = found.kinds[number]
@@ -159,15 +159,14 @@ def _by_locality(found: JobTables) -> dict[str, int]:
 
 
 def _classes(found: JobTables) -> list[str]:
-    """Class of each group: those that the job made alike count as one.
-
-    Alike is what has one description and size; without a description, one size and reach.
+    """Return the class of each group. Groups with the same description and size are one class; without a description,
+    groups with the same size and locality.
     """
-    reach = {kind.group: kind.locality.replace("_", " ") for kind in found.kinds if kind.ends is None}
+    locality_of = {kind.group: kind.locality.replace("_", " ") for kind in found.kinds if kind.ends is None}
     keys = []
     for number, group in enumerate(found.job.groups):
         desc = "" if group.desc == "undefined" else group.desc
-        keys.append((desc, group.size, "" if desc else reach.get(number, "")))
+        keys.append((desc, group.size, "" if desc else locality_of.get(number, "")))
     count = Counter(keys)
     names = []
     for key, group in zip(keys, found.job.groups, strict=True):
@@ -201,7 +200,7 @@ def _matrix(kinds: pl.DataFrame) -> Matrix:
 
 
 def _sources(found: JobTables, kinds: pl.DataFrame) -> list[Row]:
-    """Lines by the time that they cost; a collective that ranks call from several lines counts for each of them."""
+    """Return source lines by their time. A collective that ranks call from several lines counts for each of them."""
     line = ("source", "op")
     calls = found.calls.select("collective", "kind").hstack(found.of_collective("time_ns")).drop_nulls("time_ns")
     calls = calls.join(kinds.select("kind", *line), on="kind").unique(("collective", *line))

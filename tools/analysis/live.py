@@ -1,7 +1,7 @@
-"""A job as it stands while it runs: iterations, communication, who comes last, who is silent.
+"""The state of a running job: steps, communication, last ranks, ranks without calls.
 
-Each look takes in what the ranks' comms files have got since the last one. What is called recent is of the calls, waits
-and iterations of the last `RECENT` seconds that a rank has recorded, or of fewer where there are very many.
+Each update reads what was added to the ranks' comms files. Recent means the calls, waits and steps of the last `RECENT`
+seconds of a rank's recording, or of a shorter time if there are very many.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from crossrank.tools.traces.growing import Growth
 RECENT = 10.0
 """Seconds."""
 _MOST_CALLS = 100_000
-"""Recent calls of all ranks together that are looked at."""
+"""Recent calls that are kept, over all ranks."""
 _LEAST_CALLS = 64
-"""And of each."""
+"""Recent calls that are kept at least, per rank."""
 _COMPARED = 64
-"""Calls of each rank that are compared with those of the others."""
+"""Calls of each rank that are compared with those of other ranks."""
 _NS = 1e9
 _GOLDEN = 0x9E3779B1
-"""2**32 over the golden ratio: multiples of it, modulo 2**32, are spread evenly (Knuth, TAOCP 6.4)."""
+"""2**32 / golden ratio. Its multiples modulo 2**32 are spread evenly (Knuth, TAOCP 6.4)."""
 
 
 class LiveLine(msgspec.Struct):
-    """A line of a comms file: what is looked at of a record, or one other kind."""
+    """A line of a comms file: some fields of a record, or a line of another kind."""
 
     id: Int | None = None
     op: str = ""
@@ -62,20 +62,20 @@ class LiveGroup(msgspec.Struct, kw_only=True):
     desc: str
     size: int
     calls: int
-    """Of all ranks, since they began to record; so are the bytes."""
+    """Sum over all ranks since the start of the recording; so are the bytes."""
     bytes: int
     """S of nccl-tests."""
     calls_per_s: float
-    """Recent, of all ranks; so are the bytes."""
+    """Recent, over all ranks; so are the bytes."""
     bytes_per_s: float
     busbw_gb_per_s: float | None
-    """Recent median, of collectives of which every member says how long it took (TRACING_TIMING=1)."""
+    """Recent median, over collectives that every member timed (TRACING_TIMING=1)."""
     last_rank: int | None
-    """That came last in most of the recent collectives that all members have made; None where there are none."""
+    """The rank that was last in most recent collectives that all members made; None if there are none."""
     last_share: float | None
-    """In which share of them it did."""
+    """Share of these collectives in which it was last."""
     late_ms: float | None
-    """From the first rank's call to the last one's, recent median."""
+    """Time from the first rank's call to the last rank's, recent median."""
 
 
 class LiveRank(msgspec.Struct, kw_only=True):
@@ -84,51 +84,51 @@ class LiveRank(msgspec.Struct, kw_only=True):
     rank: int
     node: str
     step: int | None
-    """Iterations that have begun, counted from 0; None before the first one ended."""
+    """Current step, from 0; None before the first step ended."""
     step_ms: float | None
     """Recent median."""
     exposed_share: float | None
-    """Of its recent time, in which a thread of it waited for communication."""
+    """Share of its recent time in which one of its threads waited for communication."""
     calls: int
     silent_s: float | None
-    """Since its last call; None where there was none, and for one that has ended."""
+    """Seconds since its last call; None if there was none, or if the rank has ended."""
     unheard_s: float | None
-    """Since it last wrote to its file, which a process that lives does several times a second; None once it ended."""
+    """Seconds since it last wrote to its file; a running process writes several times a second. None once it ended."""
     ended: str
-    """By what its recording ended; empty while it goes on."""
+    """How its recording ended; empty while the rank runs."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """A job at one moment."""
+    """A job at one time."""
 
     recording: str
     time: float
     """Seconds since 1970."""
     world_size: int | None
     missing_ranks: list[int]
-    """Without a file."""
+    """Ranks without a file."""
     step: list[int] | None
-    """The lowest and the highest of any rank."""
+    """The lowest and the highest step of any rank."""
     step_ms: float | None
     """Median over the ranks; so is the share."""
     exposed_share: float | None
     groups: list[LiveGroup]
-    """Those of most bytes first."""
+    """Sorted by bytes, largest first."""
     ranks: list[LiveRank]
     hang: str
-    """What the verdict says that the job has written last; empty where there is none."""
+    """The latest verdict that the job has written; empty if there is none."""
     notes: list[str]
     schema: str = "crossrank-watch 1"
 
 
 class LiveContent:
-    """What one rank's file has said so far. Totals are of all its lines; the rest is of the recent ones."""
+    """The content of one rank's file so far: totals over all its lines, and the recent lines."""
 
     def __init__(self, most: int) -> None:
         self.header: Header | None = None
         self.groups: dict[str, Group] = {}
         self.count: Counter[str] = Counter()
-        """Calls by group; so are the bytes."""
+        """Group -> calls; so are the bytes."""
         self.bytes: Counter[str] = Counter()
         self.calls: deque[LiveLine] = deque(maxlen=most)
         self.waits: deque[Wait] = deque(maxlen=most)
@@ -169,7 +169,7 @@ class LiveContent:
                     self.problems += 1
 
     def trim(self, since: int) -> None:
-        """Forget what was before a moment on the rank's clock."""
+        """Drop what was before a time on the rank's clock."""
         for times in (self.calls, self.waits):
             while times and times[0].t < since:
                 times.popleft()
@@ -181,31 +181,31 @@ class LiveContent:
 
     @property
     def now(self) -> int | None:
-        """The last moment of the rank's clock that is in its file."""
+        """Return the latest time of the rank's clock in its file."""
         last = [self.calls[-1].t] if self.calls else []
         if self.clock is not None and "t" in self.clock:
             last.append(self.clock["t"])
         return max(last, default=None)
 
     def wall(self, t: int) -> int | None:
-        """ns since 1970 of a moment of the rank's clock."""
+        """Convert a time of the rank's clock to ns since 1970."""
         moment = self.clock or (self.header.clock if self.header is not None else None)
         if not moment or "wall" not in moment or "t" not in moment:
             return None
         return t + moment["wall"] - moment["t"]
 
     def copied(self) -> LiveContent:
-        """One that takes in lines by itself."""
+        """Return a copy that lines can be added to independently."""
         other = copy(self)
         vars(other).update({name: copy(value) for name, value in vars(self).items()})
         return other
 
 
 class LiveFile:
-    """The file of one rank, as it grows."""
+    """The growing file of one rank."""
 
     def __init__(self, ranks: int) -> None:
-        """`ranks`: how many are looked at."""
+        """`ranks` is the number of ranks that are watched."""
         self._most = max(_LEAST_CALLS, _MOST_CALLS // ranks)
         self._settled = LiveContent(self._most)
         self.content = self._settled
@@ -222,7 +222,7 @@ class LiveFile:
 
 
 def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang: str = "") -> Snapshot:
-    """The job as its files say, at `now` s since 1970."""
+    """Return the state of the job at `now`, s since 1970."""
     world = Counter(file.header.world_size for file in files.values() if file.header is not None)
     world_size = world.most_common(1)[0][0] if world else None
     ranks = [_rank(rank, file, now) for rank, file in sorted(files.items())]
@@ -268,7 +268,7 @@ def _rank(rank: int, file: LiveContent, now: float) -> LiveRank:
 
 
 def _exposed(waits: Collection[Wait], last: int | None) -> float | None:
-    """Share of the recent time that waits cover; those of several threads at a time count once."""
+    """Return the share of the recent time in waits. Waits of several threads at the same time count once."""
     if not waits or last is None:
         return None
     since = max(min(wait.t for wait in waits), last - round(RECENT * _NS))
@@ -280,12 +280,12 @@ def _exposed(waits: Collection[Wait], last: int | None) -> float | None:
     return round(covered / (last - since), 4) if last > since else None
 
 
-# name and members
+# (name, members)
 _Key = tuple[str, tuple[int, ...]]
 
 
 class _Collective:
-    """One collective, as far as its members have made it."""
+    """One collective: the members that have made it so far."""
 
     def __init__(self, call: LiveLine) -> None:
         self.op, self.bytes = call.op, call.bytes
@@ -304,7 +304,7 @@ class _Collective:
 
 
 class _Group:
-    """What the ranks have made on one group."""
+    """The calls of all ranks on one group."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -314,7 +314,7 @@ class _Group:
         self.timed: dict[int, _Collective] = {}
 
     def add(self, rank: int, pg: str, calls: Sequence[LiveLine], file: LiveContent) -> None:
-        """Take in the recent calls of a rank on the group, and its totals."""
+        """Add the recent calls of a rank on the group, and its totals."""
         self.calls += file.count[pg]
         self.bytes += file.bytes[pg]
         if not calls:
@@ -331,9 +331,9 @@ class _Group:
                 if made is None:
                     made = self.collectives[call.seq] = _Collective(call)
                 made.add(rank, call.t + offset, took.get(call.id or 0))
-        # Times come later, on a GPU by up to a second, and on each rank at another moment: some of all recent calls.
-        # Which ones follows from the sequence number, so that ranks choose the same; not every 2nd, 4th, 8th, as a step
-        # may well have that many calls.
+        # Durations are written later, on a GPU by up to a second, at different times per rank. So sample all recent
+        # calls, by a hash of the sequence number: ranks then choose the same calls. Every 2nd, 4th or 8th call would be
+        # biased, because a step may have that many calls.
         shift = 32 - (len(calls) // _COMPARED).bit_length()
         for call in calls if took else ():
             if call.seq is None or (call.seq * _GOLDEN & 0xFFFFFFFF) >> shift:
@@ -368,7 +368,7 @@ class _Group:
 
 
 def _groups(files: Mapping[int, LiveContent]) -> list[LiveGroup]:
-    """By name and members: groups of several parts of the job may share a name."""
+    """Return the groups by name and members: several groups of a job may share a name."""
     found: dict[_Key, _Group] = {}
     for rank, file in files.items():
         calls: dict[str, list[LiveLine]] = defaultdict(list)

@@ -1,16 +1,16 @@
-"""What ranks did with their time: computation, communication, that of it which nothing hid, and idling.
+"""Time per rank: computation, communication, exposed communication, and idle time.
 
-In a window that was traced, of each iteration or, where none are known in it, of the whole window:
+Measured in traced windows, per step, or per window if it has no steps:
 
-* computation, communication: time in which a kernel of that kind ran, or on a backend without kernels an operation of
-  the host, or a Work. Several at a time count once.
-* exposed: communication while nothing was computed.
-* memory: copies and memsets while there was neither.
+* computation, communication: time in which a kernel of that kind ran; on a backend without kernels, an operation of
+  the host or a Work. Kernels that run at the same time count once.
+* exposed: communication without computation at the same time.
+* memory: copies and memsets without computation and communication.
 * idle: the rest. So the duration is computation + exposed + memory + idle.
 
-`waiting` is the part of the communication in which a call waited for another rank, and `waits_for` the rank that came
-last in most of it. Computation, communication and idling are those of HolisticTraceAnalysis (`get_temporal_breakdown`,
-`get_comm_comp_overlap`), which looks at whole traces of GPUs.
+`waiting` is the part of communication in which a call waited for another rank. `waits_for` is the rank that arrived
+last in most of it. The definitions are those of HolisticTraceAnalysis (`get_temporal_breakdown`,
+`get_comm_comp_overlap`), which analyses whole GPU traces.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _MOST_STEPS = 2000
 
 
 class Overlap(msgspec.Struct, kw_only=True):
-    """What all ranks did with their time, in windows that were traced."""
+    """Time of all ranks in traced windows."""
 
     measured_on: list[str]
-    """`device`, `host`, or of some ranks each."""
+    """`device`, `host`, or both."""
     windows: int
-    """Iterations that were looked at, or windows where none are known, over all ranks."""
+    """Number of steps, or of windows without steps, over all ranks."""
     computation: float
-    """Share of the time of all of them; so are the next four."""
+    """Share of their total time; so are the next four."""
     communication: float
     exposed: float
     memory: float
     idle: float
     of_ranks: int
     ranks: list[Row]
-    """Those with most exposed communication, in the order of ranks."""
+    """The ranks with most exposed communication, sorted by rank."""
     steps: list[Row]
 
 
 def overlap_of(found: JobTables) -> Overlap | None:
-    """What the ranks did with their time; None where no window was traced."""
+    """Return the time of the ranks; None if no window was traced."""
     rows = overlap_frame(found)
     if not len(rows):
         return None
@@ -76,15 +76,15 @@ def overlap_of(found: JobTables) -> Overlap | None:
 
 
 def overlap_frame(found: JobTables) -> pl.DataFrame:
-    """The table `overlap`: one row per rank and iteration, or window where no iterations are known. `began_ns` is on
-    the rank's own clock. What no other rank can be compared with is null."""
+    """Return the table `overlap`: one row per rank and step, or per window without steps. `began_ns` is on the rank's
+    own clock. Waiting columns are null if the rank cannot be compared with others."""
     traced = [one for one in found.job.ranks.values() if one.busy.where]
     waits = _waits(found) if traced else {}
-    frames = [_of_rank(one, waits.get(one.rank or 0)) for one in traced]
+    frames = [_rank_rows(one, waits.get(one.rank or 0)) for one in traced]
     return pl.concat([pl.DataFrame(schema=TABLES["overlap"].schema), *frames])
 
 
-def _of_rank(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
+def _rank_rows(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
     busy = one.busy
     iterations = spans_of((begin, end) for _, begin, end in busy.iterations)
     others = busy.observed[covered(union(iterations), busy.observed) == 0]
@@ -115,8 +115,8 @@ def _of_rank(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
 
 
 def _waits(found: JobTables) -> dict[int, dict[int, Spans]]:
-    """Rank -> rank that came last (-1: it is not known) -> when the first waited for it, on its own clock. A rank that
-    was compared with others and waited for nobody has none."""
+    """Return rank -> last rank (-1: unknown) -> spans in which the rank waited for it, on the rank's own clock. The
+    inner dict is empty if the rank was compared and did not wait."""
     shift = pl.DataFrame(list(found.shift.items()), {"rank": pl.Int32, "shift": pl.Int64}, orient="row")
     waits = (
         found.calls.select("rank", "began_ns", "waiting_ns")
@@ -133,14 +133,14 @@ def _waits(found: JobTables) -> dict[int, dict[int, Spans]]:
 
 
 def _waited(waits: dict[int, Spans] | None, windows: Spans) -> tuple[Ints | None, list[int | None], list[int | None]]:
-    """Of each window: (how long a call waited, for which rank most, and how long for that one)."""
-    nobody: list[int | None] = [None] * len(windows)
+    """Return per window: (waiting time, rank it waited for longest, waiting time for that rank)."""
+    unknown: list[int | None] = [None] * len(windows)
     if waits is None:
-        return None, nobody, nobody
+        return None, unknown, unknown
     waiting = covered(union(*waits.values()), windows)
     known = [rank for rank in waits if rank >= 0]
     if not known:
-        return waiting, nobody, nobody
+        return waiting, unknown, unknown
     for_each = np.stack([covered(waits[rank], windows) for rank in known])
     longest = for_each.max(axis=0).tolist()
     most = for_each.argmax(axis=0).tolist()

@@ -1,4 +1,4 @@
-"""What a recording holds, rank by rank and over all of them: the numbers behind `crossrank inspect`."""
+"""The contents of a recording, per rank and over all ranks: the numbers of `crossrank inspect`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from crossrank.tools.traces.discover import FoundFile, files_by_rank, other_jobs
 
 
 class Tally(msgspec.Struct):
-    """Calls and bytes of one kind. Bytes are the sum of the calls' S, over all ranks that made them."""
+    """Calls and bytes of one kind. Bytes are the sum of S over all calls of all ranks."""
 
     calls: int
     bytes: int
     cross_node_bytes: int
-    """Bytes of the calls that are known to leave a node."""
+    """Bytes of calls between nodes."""
     unknown_bytes: int
-    """Bytes of the calls whose locality is not known."""
+    """Bytes of calls with unknown locality."""
 
 
 class CallKey(NamedTuple):
-    """What calls are counted by."""
+    """The key by which calls are counted."""
 
     op: str
     api: str
-    """`(C++)` where no Python frame called; so is `source`."""
+    """`(C++)` if no Python frame made the call; so is `source`."""
     pg: str
     source: str
     locality: Locality
@@ -39,7 +39,7 @@ class CallKey(NamedTuple):
 
 
 class RankSummary(msgspec.Struct):
-    """What one rank's comms file says."""
+    """The contents of one rank's comms file."""
 
     rank: int
     path: str
@@ -48,7 +48,7 @@ class RankSummary(msgspec.Struct):
     groups: list[Group] = []
     calls: Counter[CallKey] = msgspec.field(default_factory=Counter)
     steps: int = 0
-    """Iterations that ended."""
+    """Steps that ended."""
     finished: bool = False
     """The file has an `end` line."""
     ended_by: str | None = None
@@ -58,7 +58,7 @@ class RankSummary(msgspec.Struct):
 
 
 class Summary(msgspec.Struct):
-    """What all ranks together say."""
+    """The contents of all ranks together."""
 
     path: str
     world_size: int | None
@@ -69,7 +69,7 @@ class Summary(msgspec.Struct):
     emit: str | None
     steps: int
     parts: list[tuple[int, int]]
-    """The iterations that this is a part of a longer recording with: the first, and the first that is left out."""
+    """(START, STOP): the recording is a part of a longer one, with the steps START to STOP-1."""
     calls: Tally
     counts: dict[str, int]
     """Sums of the writers' own counts: calls, records, filtered, dropped, unwritten, errors."""
@@ -81,36 +81,36 @@ class Summary(msgspec.Struct):
     unfinished_ranks: list[int]
     """Ranks without an `end` line: the process was killed, or still runs."""
     endings: dict[str, list[int]]
-    """How ranks ended other than by a normal exit -> those ranks: `SIGTERM`, `ValueError: …`"""
+    """How ranks ended, if not by a normal exit -> these ranks: `SIGTERM`, `ValueError: …`"""
     mixed: bool
     """The files come from several jobs."""
     cut_off: list[str]
-    """Files that were cut off while they were written."""
+    """Incomplete files: their writing was interrupted."""
     unrecognized: list[str]
-    """Files that are none of a recording's."""
+    """Files that do not belong to a recording."""
     other_jobs: list[str]
-    """Folders in it with recordings of other jobs: `earlier-K`, `spawned-K`."""
+    """Subfolders with recordings of other jobs: `earlier-K`, `spawned-K`."""
     problems: list[str]
-    """What could not be read, each with its file."""
+    """What could not be read, with the file."""
     warnings: list[str]
 
 
 def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet) -> Summary:
-    """Read the recording among `files`, which are those at `path`. Raises `CrossrankError` where there is none."""
+    """Read the recording at `path`, whose files are `files`. Raises `CrossrankError` if there is none."""
     found = [file for file in files if file.kind == COMMS and not file.left_out]
     comms = [file for file in found if file.rank is not None and not file.problem]
     unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in found if file not in comms]
     if not comms:
         raise CrossrankError(
-            f"{path} is not a recording: {_found(path, files)}; give the folder set as TRACING_DIR "
+            f"{path} is not a recording: {_describe_files(path, files)}; give the folder set as TRACING_DIR "
             "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)"
         )
-    files_by_rank(comms, (COMMS,))  # refuses two of a rank, whose calls would be added up
-    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed), unusable)
+    files_by_rank(comms, (COMMS,))  # raises for two files of a rank, whose calls would be counted twice
+    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed_rank), unusable)
 
 
-def _found(path: str, files: Sequence[FoundFile]) -> str:
-    """What is there in the place of comms files."""
+def _describe_files(path: str, files: Sequence[FoundFile]) -> str:
+    """Return what the folder has instead of comms files."""
     folders = list_recording(path).folders
     names = [file.name for file in files]
     if not names and not folders:
@@ -121,7 +121,7 @@ def _found(path: str, files: Sequence[FoundFile]) -> str:
 
 
 def summarise_rank(file: FoundFile) -> RankSummary:
-    """Read one rank's comms file, as far as it can be read."""
+    """Read one rank's comms file, as far as it is readable."""
     assert file.rank is not None
     comms = CommsFile(file.path, file.rank)
     calls = Counter(
@@ -155,7 +155,7 @@ T = TypeVar("T")
 
 
 def _list_of(kind: type[T], value: object) -> list[T]:
-    """What of a list is of a kind, in a line whose fields are not checked; empty for anything else."""
+    """Return the items of type `kind`; empty if `value` is not a list. The fields of a line are unchecked."""
     return [one for one in value if isinstance(one, kind)] if isinstance(value, list) else []
 
 
@@ -168,14 +168,14 @@ def _ended_by(end: dict[str, Any]) -> str | None:
     return reason if reason.startswith("SIG") else None
 
 
-def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
-    """What stands for a rank whose file no worker could read: it does not end the others."""
+def _failed_rank(file: FoundFile, error: CrossrankError) -> RankSummary:
+    """Return an empty summary, with the error, for a rank whose file could not be read."""
     assert file.rank is not None
     return RankSummary(file.rank, file.path, [str(error).removeprefix(f"{file.path}: ")])
 
 
 def _tallies(calls: Counter[CallKey], *names: str) -> dict[tuple[str, ...], Tally]:
-    """Calls by some of what they are counted by, those of most bytes first; by nothing, all of them."""
+    """Return calls grouped by some fields of `CallKey`, most bytes first; without names, one tally of all calls."""
     sums = {} if names else {(): [0] * 4}
     for key, count in calls.items():
         size = key.bytes * count
@@ -243,7 +243,7 @@ def _ranks_by(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
 
 
 def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
-    """Every group once. Groups of one name with different members are different groups."""
+    """Return every group once. Groups with one name and different members are different groups."""
     found: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
     for rank in ranks:
         of_name: dict[str, dict[str, Any]] = {}
@@ -266,7 +266,7 @@ _LOSSES = {
     "unwritten": "records were lost because they could not be written to disk",
     "errors": "calls could not be recorded; the log of the job has the first error",
 }
-"""Count of a writer -> what it means where it is not 0."""
+"""Counter of a writer -> warning if it is not 0."""
 
 
 def _warnings(headers: list[Header], counts: Counter[str], ranks: Sequence[RankSummary]) -> list[str]:

@@ -1,11 +1,11 @@
-"""Who sends how much to whom, as far as it is recorded: point-to-point calls and uneven all_to_alls exactly, other
-collectives by the algorithm that moves the least over a ring.
+"""Bytes that each rank sends to each other rank. P2P calls and uneven all_to_alls are exact; other collectives are
+modelled by the bandwidth-optimal ring algorithm.
 
-NCCL chooses rings, trees and others by size and topology and does not say which; the sum of what a rank sends is the
-same for all that are bandwidth-optimal, to whom it goes is not. With n members and S of nccl-tests:
+NCCL chooses rings, trees and other algorithms by size and topology, and does not report its choice. All bandwidth-
+optimal algorithms send the same number of bytes per rank, but to different ranks. With n members and S of nccl-tests:
 
-* all_reduce: 2 (n - 1) / n S, all_gather and reduce_scatter: (n - 1) / n S, from each member to the next of the group;
-* broadcast: S from each member to the next, from the root on, but for the last; reduce: the other way round;
+* all_reduce: 2 (n - 1) / n S; all_gather and reduce_scatter: (n - 1) / n S; from each member to the next of the group;
+* broadcast: S from each member to the next, from the root to the last member; reduce: the reverse;
 * gather and scatter: S / n between the root and each member; an even all_to_all: S / n to each other member.
 """
 
@@ -24,38 +24,38 @@ from crossrank.tools.job.launches import CallKind
 from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import RankTrace
 
-_EACH = 64
-"""Ranks up to which each has a row of its own."""
-_MOST = 128
-"""Rows of the map."""
+_MAX_RANK_ROWS = 64
+"""Largest job with one row per rank."""
+_MAX_ROWS = 128
+"""Maximum number of rows."""
 
 Places = Sequence[int] | Ints
 
 
 class Traffic(msgspec.Struct, kw_only=True):
-    """Rows send to columns."""
+    """Bytes sent from rows to columns."""
 
     what: str
-    """What a row is: `rank`, `node`, or so many ranks."""
+    """What a row is: `rank`, `node`, or `N ranks`."""
     labels: list[str]
     bytes: list[list[int]]
-    """Over all calls recorded."""
+    """Sums over all recorded calls."""
     total: int
     modelled: int
-    """Of them: those of collectives, which were not seen on their way but go as on a ring."""
+    """Bytes of collectives in `total`, which are modelled as on a ring."""
     between_nodes: int | None
-    """Bytes that go from one node to another; None where nodes are not known."""
+    """Bytes between different nodes; None if the nodes are unknown."""
     not_placed: int
-    """S of the calls of which it is not known who sends to whom."""
+    """S of calls whose senders and receivers are unknown."""
     reasons: list[str]
-    """Why."""
+    """Why they are unknown."""
 
 
 def _others(place: int, n: int) -> Ints:
     return np.delete(np.arange(n), place)
 
 
-# operation -> (place, members, place of the root, S) -> what the member sends: to which places, how much to each
+# operation -> (index of the member, number of members, index of the root, S) -> (receivers, bytes to each)
 _PATTERNS: dict[str, Callable[[int, int, int, int], tuple[Places, float]]] = {
     "all_reduce": lambda place, n, root, size: ([(place + 1) % n], 2 * (n - 1) / n * size),
     "all_gather": lambda place, n, root, size: ([(place + 1) % n], (n - 1) / n * size),
@@ -70,7 +70,7 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def traffic(found: JobTables) -> Traffic:
-    """The map of a job, of at most 128 rows."""
+    """Return the traffic of a job, in at most 128 rows."""
     world = len(found.job.world)
     nodes = _nodes(world, found.job.ranks)
     row_of, labels, what = _rows(world, nodes)
@@ -96,19 +96,19 @@ def traffic(found: JobTables) -> Traffic:
 
 
 def _sent(found: JobTables, lost: Counter[str]) -> Iterator[tuple[int, Places, float, bool]]:
-    """(from, to, bytes to each, whether that is a model) over all calls; `lost` gets the S of those of which it is not
-    known, by reason."""
+    """Yield (sender, receivers, bytes to each, whether that is modelled) over all calls. Adds S of calls with unknown
+    senders or receivers to `lost`, by reason."""
     ranks, world = found.job.ranks, range(len(found.job.world))
-    # Calls of one kind on one rank send the same: each combination is looked at once.
+    # Calls of one kind on one rank send the same bytes.
     for rank, number, count in found.calls.group_by("rank", "kind").len().sort("rank", "kind").iter_rows():
         kind = found.kinds[number]
         if kind.ends is None:
-            sent = _of_collective(kind, found.job.groups[kind.group], rank, len(world))
+            sent = _sent_in_collective(kind, found.job.groups[kind.group], rank, len(world))
             if isinstance(sent, str):
                 lost[sent] += kind.bytes * count
             elif sent[1]:
                 yield rank, sent[0], sent[1] * count, True
-        # A receive counts where its sender left no file.
+        # Count a receive if its sender has no file.
         elif (kind.op == "send" or kind.ends[0] not in ranks) and all(end in world for end in kind.ends):
             yield kind.ends[0], [kind.ends[1]], kind.bytes * count, False
     if found.not_placed:
@@ -117,11 +117,11 @@ def _sent(found: JobTables, lost: Counter[str]) -> Iterator[tuple[int, Places, f
         yield from ((rank, [to], size, False) for to, size in sent_to.items() if to in world)
 
 
-def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -> str | tuple[Places, float]:
-    """What a rank sends in a call, (to, bytes to each), or why that is not known."""
+def _sent_in_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -> str | tuple[Places, float]:
+    """Return what a rank sends in a call, (receivers, bytes to each), or the reason why that is unknown."""
     n = len(group.members)
     if kind.exchanged >= 0 or n < 2 or not kind.bytes:
-        return [], 0.0  # batches and uneven all_to_alls stand in `sent`
+        return [], 0.0  # batches and uneven all_to_alls are in `Launches.sent`
     if kind.op not in _PATTERNS:
         return "unknown operations"
     if group.guessed or rank not in group.members or max(group.members) >= world:
@@ -134,7 +134,7 @@ def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -
 
 
 def _nodes(world: int, ranks: Mapping[int, RankTrace]) -> tuple[list[str], Ints] | None:
-    """(names of the nodes, number of the node of each rank); None where some rank's is not known."""
+    """Return (names of the nodes, index of each rank's node); None if the node of any rank is unknown."""
     node_of = {rank: one.node for rank, one in ranks.items() if one.node}
     if len(node_of) < world:
         return None
@@ -143,13 +143,13 @@ def _nodes(world: int, ranks: Mapping[int, RankTrace]) -> tuple[list[str], Ints]
 
 
 def _rows(world: int, nodes: tuple[list[str], Ints] | None) -> tuple[Ints, list[str], str]:
-    """(row of each rank, names of the rows, what a row is)."""
-    if world <= _EACH:
+    """Return (row of each rank, names of the rows, what a row is)."""
+    if world <= _MAX_RANK_ROWS:
         return np.arange(world), [f"rank {rank}" for rank in range(world)], "rank"
-    if nodes is not None and len(nodes[0]) <= _MOST:
+    if nodes is not None and len(nodes[0]) <= _MAX_ROWS:
         members = [rank_ranges(np.flatnonzero(nodes[1] == number).tolist()) for number in range(len(nodes[0]))]
         labels = [f"{name[:24]} (rank {own})" for name, own in zip(nodes[0], members, strict=True)]
         return nodes[1], labels, "node"
-    width = -(-world // _MOST)
+    width = -(-world // _MAX_ROWS)
     labels = [f"rank {first}-{min(first + width, world) - 1}" for first in range(0, world, width)]
     return np.arange(world) // width, labels, f"{width} ranks"

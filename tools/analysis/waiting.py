@@ -1,4 +1,4 @@
-"""Who waits for whom over the run, and how long iterations take."""
+"""Waiting times between ranks over the run, and durations of steps."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _MOST_BINS = 120
 _MOST_ROWS = 128
 _MOST_STEPS = 2000
 _MOST_RANKS = 16
-"""Ranks that are listed by name."""
+"""Ranks in a list."""
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """Who waits for whom, over the run."""
+    """Waiting times between ranks, over the run."""
 
     measured: str
-    """What it was measured by: the device's times, or when hosts made their calls."""
+    """What the waiting times are computed from: times of communication, or times of calls on the host."""
     axis: str
-    """What a bin is: iterations, or ms since the start."""
+    """Unit of the bins: `step`, or ms since the start."""
     bins: list[float]
-    """Where each begins."""
+    """Start of each bin."""
     p50_us: list[float | None]
     p95_us: list[float | None]
     max_us: list[float | None]
     rows: list[str]
-    """Ranks, or blocks of them."""
+    """Ranks, or blocks of ranks."""
     mean_us: list[list[float | None]]
-    """Mean waiting of a row's calls in each bin."""
+    """Row -> bin -> mean waiting time of its calls."""
     last: list[Row]
-    """Ranks that others waited for, those that cost most first."""
+    """Ranks that other ranks waited for, longest first."""
     waiters: list[Row]
-    """Ranks that waited longest in all."""
+    """Ranks with the longest total waiting time."""
     openings: int
-    """Collectives that neither `last` nor `waiters` count: see `openings`."""
+    """Collectives that `last` and `waiters` do not count: see `openings`."""
 
 
 class Steps(msgspec.Struct, kw_only=True):
-    """Iterations: the time from one to the next, or a part of it."""
+    """Durations of steps, or of a part of each step."""
 
     step: list[int]
     p50_ms: list[float]
@@ -53,7 +53,7 @@ class Steps(msgspec.Struct, kw_only=True):
 
 
 def waiting_of(found: JobTables) -> Waiting | None:
-    """Who waits for whom; None where no rank can be compared with another."""
+    """Return the waiting times between ranks; None if no ranks can be compared."""
     calls = _calls(found)
     placed = all(one.placed for one in found.job.ranks.values())
     measured = "start and end times of communication" if placed else "durations of communication on each rank"
@@ -70,7 +70,7 @@ def waiting_of(found: JobTables) -> Waiting | None:
     us = pl.col("wait") / 1000
     of_bin = shown.group_by("bin").agg(us.median(), us.quantile(0.95, "linear").alias("p95"), us.max().alias("max"))
     spread = {place: values for place, *values in of_bin.iter_rows()}
-    # A bin in which nobody waited has no values.
+    # A bin without waits has no values.
     p50, p95, most = ([_tenths(spread[at][n] if at in spread else None) for at in places] for n in range(3))
     arrived = _arrivals(calls, list(found.job.ranks)).with_columns(of="collectives")
     means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
@@ -91,8 +91,8 @@ def waiting_of(found: JobTables) -> Waiting | None:
 
 
 def openings(found: JobTables) -> int:
-    """Collectives of several ranks that are the first of a rank in a window of a profiler. Ranks come to these as late
-    as their profilers began, so they say nothing of stragglers."""
+    """Return the number of collectives that are the first of a rank in a profiler window. The start of the profilers
+    delays the ranks there, so these collectives show no stragglers."""
     return len(found.collectives.filter(pl.col("opens") & (pl.col("expected") > 1)))
 
 
@@ -105,15 +105,15 @@ def _has_times(found: JobTables) -> bool:
 
 
 def _calls(found: JobTables) -> pl.DataFrame:
-    """The launches with `wait`, in ns, the `moment` at which it begins, and how many `launches` their collective has:
-    by times of the communication, or where there are none by when hosts made calls."""
+    """Return the launches with `wait` (ns), its start `moment`, and the number of `launches` of their collective. Uses
+    times of communication, or else times of calls on the host."""
     calls = found.calls.select("rank", "kind", "step", "collective", "called_ns", wait="waiting_ns", moment="began_ns")
     calls = calls.hstack(found.of_collective("last_rank", "expected", "opens", "launches"))
-    return calls if _has_times(found) else _by_calls(calls, found)
+    return calls if _has_times(found) else _wait_by_calls(calls, found)
 
 
-def _by_calls(calls: pl.DataFrame, found: JobTables) -> pl.DataFrame:
-    """The calls with waits by when hosts made them, which needs one clock."""
+def _wait_by_calls(calls: pl.DataFrame, found: JobTables) -> pl.DataFrame:
+    """Compute waits from the times at which hosts made the calls; needs one clock."""
     calls = calls.with_columns(moment="called_ns")
     if found.clocks.count > 1:
         return calls
@@ -124,8 +124,8 @@ def _by_calls(calls: pl.DataFrame, found: JobTables) -> pl.DataFrame:
 
 
 def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
-    """(the calls with their `bin`, where bins begin, what they are): iterations where they are known, else time."""
-    # All calls of a collective are in one bin, whenever their ranks came to it.
+    """Return (calls with `bin`, start of each bin, unit): bins of steps if known, else of time."""
+    # All calls of a collective are in one bin.
     shown = shown.with_columns(moment=pl.col("moment").max().over("collective"))
     step, moment = pl.col("step"), pl.col("moment")
     low, high, first, last = shown.select(a=step.min(), b=step.max(), c=moment.min(), d=moment.max()).row(0)
@@ -140,20 +140,21 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the start"
 
 
-_KNOWN = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected")) & ~pl.col("opens")
-"""Of calls: all members of the collective are known, how long they waited, and that no profiler made them late."""
+_COUNTED = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected")) & ~pl.col("opens")
+"""Calls with a known wait in a collective with calls of all members, not the first of a profiler window."""
 
 
 def arrivals(found: JobTables) -> pl.DataFrame:
-    """Who arrives first and last, by rank: of how many `collectives` of which all members are known it was the `first`
-    and the `last` rank; for how many ns one of its calls waited for another rank, and for how many another waited for
-    it (`waiting_ns`, `waited_for_ns`; calls that wait at the same time count once)."""
+    """Return one row per rank, over the collectives with calls of all members.
+
+    Columns: the number of `collectives`; in how many the rank was `first` or `last`; `waiting_ns`, how long it waited
+    for other ranks; `waited_for_ns`, how long others waited for it. Waits at the same time count once."""
     return _arrivals(_calls(found), list(found.job.ranks))
 
 
 def lateness(found: JobTables) -> pl.DataFrame:
-    """One row per launch: `late_ns`, how long it began after that of the first rank, on corrected clocks, and
-    `waiting_ns`, how long it waited for the last one; null where ranks cannot be compared."""
+    """Return one row per launch: `late_ns`, time from the first rank's start to its own, on aligned clocks;
+    `waiting_ns`, its wait for the last rank. Null if ranks cannot be compared."""
     if _has_times(found):
         moment = pl.when("comparable").then("began_ns")
         calls = found.calls.select("collective", moment=moment, wait="waiting_ns")
@@ -168,10 +169,10 @@ def lateness(found: JobTables) -> pl.DataFrame:
 
 def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     wait, rank, last, moment = map(pl.col, ("wait", "rank", "last_rank", "moment"))
-    known = calls.lazy().filter(_KNOWN)
+    known = calls.lazy().filter(_COUNTED)
     took_part = known.group_by("rank").agg(collectives=pl.len(), last=(rank == last).sum()).collect()
     late = known.filter((wait > 0) & last.is_not_null())
-    # Who waited longest of a collective came first, if it is not the one that came last.
+    # The rank that waited longest in a collective was first, unless it was last.
     longest = late.group_by("collective").agg(pl.first("last_rank"), rank=rank.filter(wait == wait.max()).min())
     earliest = longest.filter(rank != last).group_by("rank").agg(first=pl.len()).collect()
     counted = calls.lazy().filter((wait > 0) & ~pl.col("opens"))
@@ -185,13 +186,13 @@ def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
 
 
 def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:
-    """The ns that the spans of each `by` cover, as the column `ns`; what overlaps counts once."""
-    # A span adds what lies behind the end of all that began before it.
-    behind = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(by))
+    """Return `ns`, the time that the spans of each `by` cover; overlapping spans count once."""
+    # A span adds its part after the end of all spans that started before it.
+    covered_until = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(by))
     return (
         spans.select(*by, begin=begin, end=end)
         .sort(*by, "begin")
-        .with_columns(ns=(pl.col("end") - behind).clip(0))
+        .with_columns(ns=(pl.col("end") - covered_until).clip(0))
         .group_by(by)
         .agg(pl.sum("ns"))
         .collect()
@@ -199,7 +200,7 @@ def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr
 
 
 def with_most(frame: pl.DataFrame, column: str) -> pl.DataFrame:
-    """The rows of the ranks with most of a column."""
+    """Return the rows of the ranks with the largest values in a column."""
     return frame.filter(pl.col(column) > 0).sort(column, "rank", descending=[True, False]).head(_MOST_RANKS)
 
 
@@ -208,7 +209,7 @@ def in_ms(ns: str) -> pl.Expr:
 
 
 def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
-    """Durations of iterations; the last one has no end and is left out."""
+    """Return the durations of steps. The last step has no end and is skipped."""
     rows = [
         (step, (end - begin) / 1e6)
         for one in ranks
@@ -220,7 +221,7 @@ def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
 
 
 def over_ranks(by_rank: pl.DataFrame) -> Steps:
-    """What the `ms` of each `step` are over the ranks; of very many steps every n-th."""
+    """Return statistics over the ranks of the `ms` of each `step`; every n-th step if there are very many."""
     ms = pl.col("ms")
     found = by_rank.group_by("step").agg(p50_ms=ms.median(), least_ms=ms.min(), most_ms=ms.max()).sort("step")
     found = found.gather_every(-(-len(found) // _MOST_STEPS)).with_columns(pl.exclude("step").round(3))

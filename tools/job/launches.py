@@ -280,7 +280,7 @@ class _LaunchBuilder:
         """Return one row per launch, rank after rank: kind, number of calls, and columns of its file. `running` is its
         number, from 1, among the rank's launches on the group, or on the pair of ranks.
 
-        A batch takes the position of its first call. Its time spans all its calls, from the first start to the last end.
+        A batch takes the position of its first call. Its time is from the first start to the last end.
         """
         began, ended, took, batch, id = map(pl.col, ("began", "ended", "took", "batch", "id"))
         traces = [self._job.ranks[rank] for rank in ranks]
