@@ -1,8 +1,8 @@
-"""All work over ranks goes through here: a worker takes one rank and returns a small summary of it.
+"""Run work over ranks in parallel: a worker reads one rank and returns a small result.
 
-A `Fleet` says which workers: this process, local processes, a Dask cluster, or any `concurrent.futures.Executor`.
-Results come in the order of the items, whoever did the work. An item that failed is tried once more before it is given
-up (a network drive may have had a bad moment), by itself if its process was killed.
+A `Fleet` selects the workers: this process, local processes, a Dask cluster, or any `concurrent.futures.Executor`.
+Results are in the order of the items. An item that fails is tried once more, because a network drive may fail for a
+moment. If its process was killed, it is tried alone.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from crossrank.tools.paused_gc import paused_gc
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _PATIENCE = "20s"
-"""How long a scheduler may take to answer."""
+"""Maximum time until a scheduler answers."""
 _Function = Callable[[Any], Any]
 _Batch = Sequence[tuple[int, Any]]
-"""Items with their numbers."""
+"""(number of the item, item)"""
 _Outcomes = Iterator[tuple[int, Any]]
-"""The number of an item with its result or a `_Failure`."""
+"""(number of the item, its result or a `_Failure`)"""
 
 
 @contextmanager
 def unseen(what: str, count: int) -> Iterator[Callable[[], None]]:
-    """No progress bar."""
+    """Show no progress bar."""
     yield lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Who does the work. The first that is set counts: `executor`, `cluster`, `jobs`."""
+    """The workers. The first of these that is set is used: `executor`, `cluster`, `jobs`."""
 
     jobs: int = 1
     """Local processes; 1 = this one."""
     cluster: str | None = None
     """`local`, or the address of a Dask scheduler."""
     executor: Executor | None = None
-    """The caller's; it is left open."""
+    """An executor of the caller; crossrank does not close it."""
     bar: Callable[[str, int], AbstractContextManager[Callable[[], None]]] = unseen
-    """(what is done, to how many items) -> shows the progress while its block runs; gives what is called after each."""
+    """(label, number of items) -> context manager of a progress bar; yields the function to call after each item."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,9 @@ def map_ranks(
     failed: Callable[[Item, CrossrankError], Result] | None = None,
     what: str = "reading",
 ) -> list[Result]:
-    """`function` of every item, in order, with a progress bar of `fleet` that says `what` is done.
+    """Return `function` of every item, in order. `what` is the label of the progress bar.
 
-    Where `failed` is given, it makes the result of an item that failed twice, and the other items go on; else the first
-    such error is raised.
+    If an item fails twice, `failed` makes its result. Without `failed`, its error is raised.
     """
     work = list(items)
     with fleet.bar(what, len(work)) as done:
@@ -86,7 +85,7 @@ def map_ranks(
 def _work_through(
     function: _Function, work: Sequence[Any], fleet: Fleet, done: Callable[[], None]
 ) -> tuple[dict[int, Any], dict[int, CrossrankError]]:
-    """The results, and the errors of items that failed twice, by their places. `done` is called after each item."""
+    """Return (results, errors of items that failed twice), by the number of the item. Calls `done` after each item."""
     results: dict[int, Any] = {}
     errors: dict[int, CrossrankError] = {}
     failures: Counter[int] = Counter()
@@ -105,7 +104,7 @@ def _work_through(
                 errors[index] = outcome.error
                 done()
             elif outcome.was_killed and outcome.was_begun:
-                batches.append([index])  # alone, for it may take what runs beside it along once more
+                batches.append([index])  # alone: if it is killed again, other items do not fail with it
             else:
                 again.append(index)
         if again:
@@ -114,12 +113,12 @@ def _work_through(
 
 
 def _outcomes(function: _Function, batch: _Batch, fleet: Fleet, workers: int) -> _Outcomes:
-    """The results of a batch. Its workers are its own: those of a batch that killed some may not all come back."""
+    """Yield the results of a batch. Each batch starts new workers, because a killed worker may break the others."""
     if fleet.executor is not None:
         yield from _submit(function, batch, fleet.executor)
     elif fleet.cluster is not None:
         with dask_executor(fleet.cluster, workers) as executor:
-            # A task costs Dask's scheduler 3 ms, more than a small rank takes.
+            # A task costs Dask's scheduler 3 ms, more than reading a small rank. So a task has several items.
             yield from _submit(function, batch, executor, size=min(16, len(batch) // 64))
     elif workers > 1:
         yield from _in_processes(function, batch, workers)
@@ -128,7 +127,7 @@ def _outcomes(function: _Function, batch: _Batch, fleet: Fleet, workers: int) ->
 
 
 def _in_processes(function: _Function, batch: _Batch, workers: int) -> _Outcomes:
-    """A pool for this batch alone: a process that is killed takes its pool along."""
+    """Yield the results of a batch from a new pool: a killed process breaks its pool."""
     # Workers are spawned: a fork of a process with threads may deadlock.
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="crossrank-", ignore_cleanup_errors=True) as folder:
@@ -153,10 +152,10 @@ def _in_processes(function: _Function, batch: _Batch, workers: int) -> _Outcomes
 
 @dataclass(frozen=True)
 class _Spilled:
-    """`function` in a process of a pool, with its result in a file, which also says that the item was begun.
+    """Runs `function` in a process of a pool and writes its result to a file. The file also shows that it started.
 
-    All processes of a pool send their results through one pipe. One that is killed in the middle of a large one would
-    leave the others, and us, waiting for the rest of it.
+    All processes of a pool send their results through one pipe. A process that is killed while it sends a large result
+    would block the other processes and the parent.
     """
 
     function: _Function
@@ -168,32 +167,32 @@ class _Spilled:
 
 
 def _submit(function: _Function, batch: _Batch, executor: Executor, size: int = 1) -> _Outcomes:
-    """Results as they come, of tasks of `size` items."""
+    """Yield results as they arrive, from tasks of `size` items."""
     futures: dict[Future[list[Any]], tuple[int, ...]] = {}
     for first in range(0, len(batch), max(1, size)):
         indices, items = zip(*batch[first : first + max(1, size)], strict=True)
         future = _try(lambda items: executor.submit(_each, function, items), items)
-        if isinstance(future, _Failure):  # the pool broke while it was filled
+        if isinstance(future, _Failure):  # the pool broke during submission
             yield from ((index, future) for index in indices)
         else:
             futures[future] = indices
     for future in as_completed(futures):
         indices, outcomes = futures.pop(future), _try(Future.result, future)
-        del future  # Dask computes what it has a future of once more when the worker that has the result is killed
+        del future  # if the worker with the result is killed, Dask computes again every task that has a future
         if isinstance(outcomes, _Failure):
             outcomes = [outcomes] * len(indices)
         yield from zip(indices, outcomes, strict=True)
 
 
 def _each(function: _Function, items: Sequence[Any]) -> list[Any]:
-    """Runs in a worker; the failure of one item does not end the others."""
+    """Run several items in a worker; if one fails, the others still run."""
     return [_try(function, item) for item in items]
 
 
 def _try(function: _Function, argument: Any) -> Any:
-    """An error becomes one that every process can unpickle, and one that nobody foresaw says its place."""
+    """Return the result, or a `_Failure` that every process can unpickle. An unexpected error gets its source line."""
     try:
-        # A file becomes tens of thousands of small objects without a cycle: looking for one costs a sixth of the time.
+        # Reading creates many small objects without cycles; the garbage collector would take a sixth of the time.
         with paused_gc():
             return function(argument)
     except CrossrankError as error:
@@ -206,17 +205,17 @@ def _try(function: _Function, argument: Any) -> Any:
 
 
 def _close(cluster: Any) -> None:
-    # One of whose workers was killed and is just being started again cannot be closed in order, and raises: that is no
-    # error of the work, which is over. Its processes end with this one.
+    # `close` raises if a killed worker is being restarted. The work is finished, so this error does not matter. The
+    # processes of the cluster end with this one.
     with suppress(Exception):
         cluster.close()
 
 
 @contextmanager
 def dask_executor(address: str, workers: int) -> Iterator[Executor]:
-    """An executor on the Dask cluster at `address`; `local` starts `workers` processes, which end with the block.
+    """Yield an executor on the Dask cluster at `address`. `local` starts `workers` processes, which end with the block.
 
-    Raises `CrossrankError` where Dask is not installed, or nothing answers.
+    Raises `CrossrankError` if Dask is not installed, or no scheduler answers.
     """
     try:
         from distributed import Client, LocalCluster
@@ -236,5 +235,5 @@ def dask_executor(address: str, workers: int) -> Iterator[Executor]:
                 f"--cluster {address}: no Dask scheduler answers there ({one_line(error)}); "
                 "give its address as HOST:PORT, or `local`"
             ) from error
-        # Not pure: the work writes files, and Dask would leave out what it has done before.
+        # Not pure: Dask would skip repeated tasks, but tasks write files.
         yield client.get_executor(pure=False, retries=2)

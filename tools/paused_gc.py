@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, paused while many objects are made that all stay."""
+"""Pause Python's cyclic garbage collector while many objects are created that all stay alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause the collector, which would look through all objects again and again; also a decorator."""
+    """Pause the collector, which would scan all objects repeatedly; also a decorator."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

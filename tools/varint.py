@@ -1,10 +1,10 @@
-"""Protobuf's variable-length numbers: protobuf.dev/programming-guides/encoding."""
+"""Protobuf's variable-length integers: protobuf.dev/programming-guides/encoding."""
 
 from __future__ import annotations
 
 
 def varint(value: int) -> bytes:
-    """A number, as few bytes as it takes.
+    """Encode an integer in as few bytes as possible.
 
     >>> varint(300).hex()
     'ac02'

@@ -123,7 +123,7 @@ def _iterations(one: RankTrace) -> pl.DataFrame:
 
 
 def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
-    """Return rank, step, exposed `ms` and duration `of_ms` of the step. A wait belongs to the step in which it starts."""
+    """Return rank, step, exposed `ms`, and `of_ms`, the step's duration. A wait belongs to the step it starts in."""
     of_step = (
         waits.sort("begin")
         .join_asof(iterations.sort("from"), left_on="begin", right_on="from", by="rank", check_sortedness=False)

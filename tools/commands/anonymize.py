@@ -60,7 +60,7 @@ Row = tuple[str, list[int], int, int]
 
 
 def _rows(result: Anonymous) -> list[Row]:
-    """(kind, ranks, files written, files left out)"""
+    """Return rows (kind, ranks, files written, files skipped)."""
     kinds = dict.fromkeys(file.kind for file in result.files)
     rows = []
     for kind in kinds:

@@ -193,7 +193,7 @@ class _Written:
 
 
 def _for_job(trace: RankTrace) -> RankTrace:
-    """What tables of the job are made of."""
+    """Return the part of a trace that the tables of the job need."""
     calls = replace(trace.calls, state=array("B"), stack=array("I"), thread=array("q"))
     return replace(trace, calls=calls, waits=None, host_waits=HostWaits())
 

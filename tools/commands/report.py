@@ -67,9 +67,8 @@ class ReportCommand:
 
 
 def _figures(arguments: argparse.Namespace) -> Figures:
-    """All figures of the files that the arguments name. A rank's times and the evidence for the diagnosis are read by
-    the same workers."""
-    # Workers import this module too, and need nothing that imports polars.
+    """Return all figures of the inputs. The same workers read a rank's times and its evidence for the diagnosis."""
+    # Import here: workers import this module too, and do not need polars.
     from crossrank.tools.analysis.bandwidth import line_rates
     from crossrank.tools.analysis.figures import figures
 
@@ -78,13 +77,13 @@ def _figures(arguments: argparse.Namespace) -> Figures:
     files = discover(paths)
     times = sources.find(paths, None, arguments.source, files, arguments.communication_kernels)
     candidates = [one for one in find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
-    replay = _replay(paths, arguments.replay)  # a wrong one is reported before the work on the ranks
+    replay = _replay(paths, arguments.replay)  # before the ranks, so that an error is reported at once
     items = _by_rank(times.tasks, candidates)
     results = map_ranks(_read, items, fleet_of(arguments), failed=_failed)
     read = {file.path: evidence for _, found in results for file, evidence in found}
     measured = [found for found, _ in results if found is not None]
     diagnosis, problem = _diagnose(candidates, [read[one.path] for one in candidates])
-    del results, read  # as large as what the figures are made of
+    del results, read  # frees memory: they are as large as the input of the figures
     return figures(
         sources.job_of(sources.settle(measured, times), times),
         inputs=paths,
@@ -96,14 +95,14 @@ def _figures(arguments: argparse.Namespace) -> Figures:
 
 
 def _replay(paths: Sequence[str], folder: str | None) -> ReplayReport | None:
-    """The replay in `folder`, or in that of the recording."""
+    """Return the replay in `folder`; by default in the folder of the recording."""
     folder = folder or next((path for path in paths if JSON in list_recording(path).unrecognized), None)
     return read_report(folder) if folder is not None else None
 
 
 @dataclass(frozen=True)
 class _Item:
-    """What one worker reads: what measured a rank's calls, and evidence, which may be in the same files."""
+    """The input of one worker: measurements of a rank's calls, and evidence for the diagnosis, often the same files."""
 
     times: RankSources | None
     evidence: list[FoundFile]
@@ -113,7 +112,7 @@ _Read = tuple[list[RankTrace] | str | None, list[tuple[FoundFile, RankTrace | Fa
 
 
 def _by_rank(tasks: Sequence[RankSources], candidates: Sequence[FoundFile]) -> list[_Item]:
-    """Work for workers, in which the files of a rank are read by one of them."""
+    """Return the inputs of the workers: one worker reads all files of a rank."""
     items = [_Item(task, []) for task in tasks]
     of_path = {path: item for task, item in zip(tasks, items, strict=True) for path in (task.path, task.flight)}
     for file in candidates:
@@ -125,7 +124,7 @@ def _by_rank(tasks: Sequence[RankSources], candidates: Sequence[FoundFile]) -> l
 
 
 def _read(item: _Item) -> _Read:
-    """Runs in a worker."""
+    """Read the files of one rank; runs in a worker."""
     with files_kept():
         return (
             None if item.times is None else sources.read_task(item.times),
@@ -136,12 +135,12 @@ def _read(item: _Item) -> _Read:
 def _failed(item: _Item, error: CrossrankError) -> _Read:
     if item.times is None:
         return None, [(file, failed(file, error)) for file in item.evidence]
-    # What could not be measured may be evidence all the same: a dump beside a broken comms file.
+    # Files of a rank that cannot be measured may still be evidence: for example, a dump next to a broken comms file.
     return sources.failed(item.times, error), [(file, read_candidate(file)) for file in item.evidence]
 
 
 def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:
-    """The diagnosis, or why there is none."""
+    """Return the diagnosis, or the reason why there is none."""
     if not candidates:
         return None, "there is no comms file and no flight-recorder dump"
     try:

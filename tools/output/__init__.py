@@ -1,5 +1,5 @@
-"""In: what an analysis found. Out: what a person or a program reads.
+"""Show the results of analyses: on the terminal, on HTML pages, and in files.
 
-Read `console` (tables) and `page` (an HTML file of the templates in `pages`, with `charts`) first; then what they show:
-`report` (a run), `diagnosis`, `replay`, `bandwidth`, `chakra`. `timeline` writes for Perfetto.
+Start with `console` (tables) and `page` (HTML from the templates in `pages`, with `charts`). They show `report` (a
+run), `diagnosis`, `replay`, `bandwidth` and `chakra`. `timeline` writes for Perfetto.
 """

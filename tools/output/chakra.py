@@ -1,4 +1,4 @@
-"""Prints a Chakra file: as one JSON object, or as a table of its first nodes. Streams either way."""
+"""Print a Chakra file as one JSON object or as a table of its first nodes. Both read it as a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 40
 
 
 def print_json(path: str) -> None:
-    """`{"metadata": {...}, "nodes": [...]}`, one node a line. Attributes become fields of `attr` by their names."""
+    """Print `{"metadata": {...}, "nodes": [...]}`, one node per line. Attributes become fields of `attr`."""
     metadata, nodes = read_trace(path)
     head = {"version": metadata.version, "attr": _attributes(metadata.attr)}
     write = sys.stdout.write
@@ -31,7 +31,7 @@ def print_json(path: str) -> None:
 
 
 def print_nodes(path: str) -> None:
-    """What the file holds by type, and its first nodes."""
+    """Print the number of nodes by type, and the first nodes."""
     metadata, nodes = read_trace(path)
     types: Counter[str] = Counter()
     rows: list[tuple[object, ...]] = []

@@ -1,6 +1,6 @@
-"""Charts of a page, as Plotly takes them: traces and a layout. Colours, fonts and margins are in `base.html`.
+"""Charts of a page for Plotly: traces and a layout. Colors, fonts and margins are in `base.html`.
 
-Texts are HTML to Plotly: `label` makes one that shows a text as it is.
+Plotly reads texts as HTML; `label` escapes a text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def labels(texts: Sequence[str]) -> list[str]:
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    # Beside the labels of the ticks, however long they are.
+    # Keep the title clear of long tick labels.
     return {"title": {"text": label(title), "standoff": 12}, **more}
 
 

@@ -1,4 +1,4 @@
-"""What the commands print: tables, rich on a terminal and plain columns in a pipe, and text that steers no terminal."""
+"""Output of commands: tables (styled on a terminal, plain columns in a pipe), and text without control characters."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from crossrank.text import printable
 
 Item = TypeVar("Item")
 Columns: TypeAlias = Sequence[tuple[str, Callable[[Item], object]]]
-"""Names of columns, and what they show of an item; a name that starts with `#` is of numbers, which go to the right."""
+"""(name of a column, function from an item to its cell). Columns whose name starts with `#` are right-aligned."""
 
 
 class Printable:
-    """A text stream that passes on what can be seen, and line ends.
+    """A text stream that passes on only printable characters and line ends.
 
-    What would steer a terminal goes as `\\u009b`, which is the same character in JSON. Whatever a command prints of a
-    file goes through it.
+    Control characters are written as escapes such as `\\u009b`, which JSON reads as the same character. Commands print
+    all text from files through it.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.plain: TextIO = stream.plain if isinstance(stream, Printable) else stream
-        """The stream itself, for what is safe and means to steer it."""
+        """The stream itself, for safe text with control characters."""
 
     def write(self, text: str) -> int:
-        # The same question as the pattern's, several times as fast.
+        # Same test as the pattern, several times as fast.
         is_safe = text.replace("\n", "").isprintable()
-        return self.plain.write(text if is_safe else _STEERING.sub(_escaped, text))
+        return self.plain.write(text if is_safe else _NOT_ASCII.sub(_escaped, text))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -40,8 +40,8 @@ class Printable:
         return getattr(self.plain, name)
 
 
-_STEERING = re.compile(r"[^\n\t -~]")
-"""What may not be printable: every character that is not one of ASCII's."""
+_NOT_ASCII = re.compile(r"[^\n\t -~]")
+"""Characters that may not be printable."""
 
 
 def _escaped(match: re.Match[str]) -> str:
@@ -51,21 +51,21 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def terminal(stream: TextIO) -> TextIO:
-    """A stream without what keeps it safe, for text that is `printable` and comes with what means to steer it."""
+    """Return the stream without its filter, for text that is already `printable` and has control characters."""
     return stream.plain if isinstance(stream, Printable) else stream
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table, for a terminal or a page; see `Columns` for the names of columns."""
+    """A table for a terminal or a page; see `Columns` for the names of columns."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     more: str = ""
-    """Says how many rows are left out, and what has them."""
+    """Number of rows that are not shown, and which output has them."""
     id: str = ""
     choices: int = 0
-    """On a page, so many of the first columns are what the reader may choose rows by."""
+    """Number of first columns that have a filter on a page."""
 
     def print(self, title: str) -> None:
         print_table(title, self.columns, self.rows)
@@ -73,7 +73,7 @@ class Table:
             print(f"  {self.more}")
 
     def lines(self) -> list[str]:
-        """The table in plain columns."""
+        """Return the table in plain columns."""
         return _plain(*_cells(self.columns, self.rows)) + ([f"  {self.more}"] if self.more else [])
 
 
@@ -86,7 +86,7 @@ def table_of(
     id: str = "",
     choices: int = 0,
 ) -> Table:
-    """One row per item, of which the first `limit` are shown."""
+    """Return a table with one row for each of the first `limit` items."""
     return Table(
         columns=[name for name, _ in columns],
         rows=[[cell(item) for _, cell in columns] for item in items[:limit]],
@@ -97,7 +97,7 @@ def table_of(
 
 
 def as_json(value: object) -> str:
-    """What `--json` prints of a result: Structs, dataclasses and containers of them."""
+    """Return a result as JSON for `--json`: Structs, dataclasses and containers of them."""
     import msgspec
     import orjson
 
@@ -110,7 +110,7 @@ def print_json(value: object) -> None:
 
 
 def print_counts(title: str, counts: Iterable[tuple[str, int]]) -> None:
-    """What was counted under a title, or nothing."""
+    """Print counts under a title; nothing if there are none."""
     for number, (text, count) in enumerate(counts):
         if number == 0:
             print(f"\n{title}")
@@ -118,7 +118,7 @@ def print_counts(title: str, counts: Iterable[tuple[str, int]]) -> None:
 
 
 def print_notes(notes: Iterable[str], most: int = 8) -> None:
-    """Each note once, and how many more there are."""
+    """Print each note once, at most `most`, and the number of the others."""
     different = list(dict.fromkeys(notes))
     for note in different[:most]:
         print(f"\nnote       {printable(note)}")
@@ -127,9 +127,9 @@ def print_notes(notes: Iterable[str], most: int = 8) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A titled table; see `Columns` for the names of columns."""
+    """Print a table with a title; see `Columns` for the names of columns."""
     names, right, cells, widths = _cells(columns, rows)
-    # Rich would break words of a table that is wider than the terminal; plain lines are broken by the terminal, whole.
+    # In a table wider than the terminal, rich would break words. Print plain lines instead.
     if sys.stdout.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
         from rich import console, table, text
 
@@ -148,7 +148,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 def _cells(
     columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> tuple[list[str], list[bool], list[list[str]], list[int]]:
-    """(names, whether a column goes to the right, text of the cells, widths of the columns)."""
+    """Return (names, whether each column is right-aligned, text of the cells, widths of the columns)."""
     names = [column.removeprefix("#") for column in columns]
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]

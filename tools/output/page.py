@@ -1,6 +1,6 @@
-"""One HTML file that works from disk without a network, filled into a template of `pages/`.
+"""Fill a template of `pages/` into one HTML file that works from disk without a network.
 
-Texts may come from files: all are escaped, and what is not printable is shown as an escape.
+All texts are escaped, because they may come from files. Unprintable characters are shown as escapes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FILTERS = {
 
 
 def render(template: str, charts: Sequence[Chart] = (), **shown: object) -> str:
-    """The whole file. Without plotly it has no charts, and says so."""
+    """Return the file. Without plotly it has a message instead of charts."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -52,7 +52,7 @@ def render(template: str, charts: Sequence[Chart] = (), **shown: object) -> str:
     )
     environment.filters.update(_FILTERS)
     by_id = {chart.id: chart for chart in charts}
-    # Nothing in the JSON ends the script element that it stands in.
+    # The JSON must not end its script element.
     data = orjson.dumps(by_id).replace(b"<", b"\\u003c").decode()
     scripts = {"plotly": _plotly() if charts else "", "data": data}
     shown |= {name: markupsafe.Markup(text) for name, text in scripts.items()}
@@ -62,8 +62,7 @@ def render(template: str, charts: Sequence[Chart] = (), **shown: object) -> str:
 
 @lru_cache
 def _licenses() -> str:
-    """What the library that draws says of its licence and of those of its parts, which nobody can read once it is
-    deflated."""
+    """Return the license texts of plotly.js and its parts, which are unreadable in the compressed library."""
     from plotly.offline import get_plotlyjs
 
     comments = re.findall(r"/\*[*!].*?\*/", get_plotlyjs(), re.DOTALL)
@@ -73,7 +72,7 @@ def _licenses() -> str:
 
 @lru_cache
 def _plotly() -> str:
-    """The library that draws the charts, deflated, in base64; empty where it is not installed."""
+    """Return plotly.js, deflated, in base64; empty if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -1,4 +1,4 @@
-"""Figures of answers in a notebook, of plotly."""
+"""Plotly figures of answers, for notebooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def flat(rows: pl.DataFrame) -> pl.DataFrame:
-    """The table of bandwidths without what no row knows, each percentile as a column: `time_us_p50`."""
+    """Return the bandwidth table without empty columns, and with one column per percentile, such as `time_us_p50`."""
     spreads = [name for name, kind in rows.schema.items() if isinstance(kind, pl.Struct)]
     for name in spreads:
         rows = rows.with_columns(pl.col(name).name.prefix_fields(f"{name}_")).unnest(name)
@@ -20,7 +20,7 @@ def flat(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def bandwidth(frame: pl.DataFrame) -> go.Figure:
-    """Bus bandwidth by size, one line per operation."""
+    """Return bus bandwidth over size, one line per operation."""
     known = {"size_to", "busbw_gb_per_s_p50"} <= set(frame.columns)
     shown = frame.drop_nulls(["size_to", "busbw_gb_per_s_p50"]).sort("size_to") if known else frame.clear()
     names = [name for name in ("op", "pg", "locality") if name in shown.columns]
@@ -38,13 +38,13 @@ def bandwidth(frame: pl.DataFrame) -> go.Figure:
 
 
 def stragglers(frame: pl.DataFrame) -> go.Figure:
-    """How long each rank waited, and was waited for."""
+    """Return how long each rank waited, and how long others waited for it."""
     columns = {"waited for": "waited_for_ns", "waited": "waiting_ns"}
     return _figure(_bars(frame, frame["rank"].to_list(), columns), "rank", "ms", barmode="group")
 
 
 def overlap(frame: pl.DataFrame) -> go.Figure:
-    """What each rank did with its time, means over iterations."""
+    """Return the time per rank, means over steps."""
     columns = {
         "computation": "computation_ns",
         "exposed communication": "exposed_ns",
@@ -56,7 +56,7 @@ def overlap(frame: pl.DataFrame) -> go.Figure:
 
 
 def findings(frame: pl.DataFrame) -> go.Figure:
-    """Findings by kind."""
+    """Return the number of findings by kind."""
     traces = []
     for (what,), part in frame.group_by("what", maintain_order=True):
         count = Counter(part["kind"].to_list())

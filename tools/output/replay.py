@@ -229,7 +229,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
         print(f"\nNo rank makes {report.settings.batch:,} calls, so --batch has no result")
     end = report.end_to_end_us
     text = f"End to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)})"
-    if report.step is None:  # with computation it is no cost of the calls
+    if report.step is None:  # with computation, the time is not the cost of the calls
         text += f"; {report.cpu_us_per_call:.1f} us CPU per call and rank"
     if report.rows:
         text += "; times are from the last arrival to the last end"
@@ -305,7 +305,7 @@ _PARTS = ("operations", "between operations", "waiting for communication")
 
 
 def step_chart(step: StepComparison) -> Chart:
-    """A step as it was recorded and as it was replayed, one above the other."""
+    """Return a chart of the recorded step above the replayed step."""
     operations = step.replayed_ms - step.exposed_ms - step.host_ms
     bars: dict[str, tuple[float | None, ...]] = {"replayed": (max(operations, 0.0), step.host_ms, step.exposed_ms)}
     if step.profiled_operations_ms is not None:

@@ -24,7 +24,7 @@ _ROWS = 40
 
 
 def report_page(figures: Figures) -> str:
-    """The whole page."""
+    """Return the page."""
     replayed = replay.shown(figures.replay, limit=_ROWS) if figures.replay is not None else None
     keys = [KEYS["op"], ("group", lambda row: row["pg"]), KEYS["locality"], KEYS["size"]]
     more = "crossrank bandwidth shows all"

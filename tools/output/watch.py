@@ -114,7 +114,7 @@ class Metrics:
         return registry
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the library."""
+        """Yield the metrics; the library calls this."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         found = self.snapshot
@@ -156,7 +156,7 @@ class Metrics:
 
 
 def hang_text(found: Diagnosis) -> str:
-    """The verdict that a job has written of its hang, in a line; empty where no rank waits for another."""
+    """Return the verdict on a hang as one line; empty if no rank waits for another."""
     for finding in found.findings:
         if finding.waiting_ranks:
             who = rank_text(finding.culprit_ranks) if finding.culprit_ranks else "nobody in particular"

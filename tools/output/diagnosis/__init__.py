@@ -1,4 +1,4 @@
-"""In: a diagnosis, and the job that it is about. Out: text, sections of a page, a table of calls, a database.
+"""Show a diagnosis and its job: as text, sections of a page, a table of calls, and a database.
 
-Read `verdict` first (a finding as facts, which the page shows as well), then `diagnosis_page` and `call_tables`.
+Start with `verdict` (the facts of a finding, also for the page), then read `diagnosis_page` and `call_tables`.
 """

@@ -57,7 +57,7 @@ CREATE INDEX calls_of_collective ON calls (collective);
 
 
 def print_entries(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
-    """Print the calls group by group, collectives by number and P2P as each rank made them."""
+    """Print the calls per group: collectives by number, P2P calls in the order of each rank."""
     for group in job.groups:
         if groups is not None and not set(groups) & set(group.pg):
             continue
@@ -110,7 +110,7 @@ def _p2p(job: JobState, group: ProcessGroup, rank: int) -> Rows:
 
 
 def write_database(name: str, job: JobState, diagnosis: Diagnosis) -> None:
-    """Write everything to the SQLite file `name`, which is made anew."""
+    """Write all tables to the SQLite file `name`, and replace an existing file."""
     try:
         with whole_file(name) as temporary:
             temporary.unlink(missing_ok=True)
@@ -124,7 +124,7 @@ def write_database(name: str, job: JobState, diagnosis: Diagnosis) -> None:
 
 
 def _tables(job: JobState, diagnosis: Diagnosis) -> Iterator[tuple[str, Rows]]:
-    """The rows of each table, which are taken in this order."""
+    """Yield the rows of each table, in the order in which they must be written."""
     facts = "rank", "path", "source", "host", "version", "ending.taken_at", "ending.reason", "ending.error"
     yield "ranks", map(attrgetter(*facts), job.ranks.values())
     yield "groups", ((one.index, one.name, one.desc, len(one.ranks), one.inferred) for one in job.groups)

@@ -1,4 +1,4 @@
-"""A diagnosis on a page: one of its own, and sections of the report."""
+"""A diagnosis as a page of its own, and as sections of the report."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from crossrank.tools.analysis.diagnosis.findings import KINDS, LACKS_EVIDENCE, D
 from crossrank.tools.output.diagnosis.verdict import finding_call, stragglers_table
 
 _MOST_CELLS = 1024
-"""Ranks up to which each has a cell of its own."""
+"""Largest job with one cell per rank."""
 
 
 class Cell(NamedTuple):
-    """A rank, the tone of its role, and what it does."""
+    """A rank or a range of ranks, its color, and its state."""
 
     text: str
     tone: str
@@ -21,7 +21,7 @@ class Cell(NamedTuple):
 
 
 def shown(diagnosis: Diagnosis, limit: int) -> dict[str, object]:
-    """What the macro `diagnosis_sections` takes; of each list `limit` entries."""
+    """Return the arguments of the macro `diagnosis_sections`, with `limit` entries per list."""
     following: list[list[Finding]] = [[] for _ in diagnosis.findings]
     for one in diagnosis.consequences:
         if one.because_of is not None:
@@ -38,14 +38,14 @@ def shown(diagnosis: Diagnosis, limit: int) -> dict[str, object]:
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
-    """The whole diagnosis."""
+    """Return the page."""
     from crossrank.tools.output.page import render
 
     return render("diagnosis.html", shown=shown(diagnosis, limit=200))
 
 
 def merge_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Neighbours of one role and title as one cell, where a job has more ranks than a page has room for."""
+    """Merge neighbors with the same role and title, if the job has more ranks than the page can show."""
     merged: list[Cell] = []
     for cell in cells:
         last = merged[-1] if merged else None
@@ -57,7 +57,7 @@ def merge_cells(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _cells(diagnosis: Diagnosis) -> Iterator[Cell]:
-    """One for every rank of the job."""
+    """Yield one cell per rank of the job."""
     lacking = {rank for one in diagnosis.findings if one.kind in LACKS_EVIDENCE for rank in one.culprit_ranks}
     waits: dict[int, Finding] = {}
     for one in [*diagnosis.findings, *diagnosis.consequences]:

@@ -1,4 +1,4 @@
-"""A diagnosis as text for people: what happened, who, where in the code, and what to look at next."""
+"""A diagnosis as text: what happened, the culprits, the source lines, and the next step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from crossrank.tools.output.console import Table, table_of
 _ROWS = 12
 _FRAMES = 16
 _AFTER_EXCEPTION = "read the log of rank {culprits}: its exception is the cause"
-_NAMES_NOBODY = ("raised", "not_recorded", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle")
+_WITHOUT_CULPRIT = ("raised", "not_recorded", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle")
 """Kinds of findings that need no culprit."""
 _VERDICTS = {
     "ok": "no fault found",
@@ -35,13 +35,13 @@ _VERDICTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """Which ranks and groups, by name or description, are shown; None = all."""
+    """The ranks and the groups (by name or description) to show; None = all."""
 
     ranks: Collection[int] | None = None
     groups: Collection[str] | None = None
 
     def takes(self, pg: Sequence[str], ranks: Collection[int]) -> bool:
-        """Whether something that is about a group and these ranks is shown."""
+        """Return whether to show a fact about a group and these ranks."""
         return (self.ranks is None or not set(self.ranks).isdisjoint(ranks)) and (
             self.groups is None or not set(self.groups).isdisjoint(pg)
         )
@@ -56,15 +56,15 @@ class Filter:
         return " and ".join(ranks + ([f"group {', '.join(self.groups)}"] if self.groups is not None else []))
 
 
-# --- what the console and the page have in common --------------------------------------------------------------------
+# --- shared by the console and the page ------------------------------------------------------------------------------
 
 
 def facts(finding: Finding) -> Iterator[tuple[str, str]]:
-    """(name, value): the call, who is the culprit, who waits, what happened, what to do next."""
+    """Yield (name, value): the call, the culprits, the waiting ranks, what happened, the next step."""
     yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", rank_text(finding.culprit_ranks)
-    elif finding.kind not in _NAMES_NOBODY:
+    elif finding.kind not in _WITHOUT_CULPRIT:
         yield "culprit", "unknown: the ranks differ, and there is no majority"
     if finding.waiting_ranks:
         yield "waiting", rank_text(finding.waiting_ranks)
@@ -74,7 +74,7 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
 
 
 def next_step(finding: Finding) -> str:
-    """What a person does next about a finding."""
+    """Return the next step for a finding."""
     kind = KINDS[finding.kind]
     step = kind.next_step
     if kind.without_gpu and finding.exception is not None:
@@ -85,7 +85,7 @@ def next_step(finding: Finding) -> str:
 
 
 def finding_call(finding: Finding) -> str:
-    """`all_reduce #4`, `send p2p #4`."""
+    """Return the call of a finding, such as `all_reduce #4` or `send p2p #4`."""
     if finding.collective_seq_id is None and finding.p2p_seq_id is not None:
         return f"{finding.op} p2p #{finding.p2p_seq_id}".strip()
     return call_text(finding.op, finding.collective_seq_id).strip() or "none in particular"
@@ -101,7 +101,7 @@ def compared_text(diagnosis: Diagnosis) -> str:
 
 
 def clocks_text(diagnosis: Diagnosis) -> str:
-    """What the waits in the table of stragglers rest on."""
+    """Return how exact the waiting times in the table of stragglers are."""
     text = "wait: from the call of the first rank to the call of the last rank, on the host"
     if diagnosis.clocks is None:
         return text
@@ -134,7 +134,7 @@ def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
 
 
 def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
-    """Print what `chosen` takes: a finding with all that follows from it, where it or any of that is taken."""
+    """Print the findings that `chosen` selects, each with all its consequences."""
     chosen = chosen or Filter()
     print(f"verdict    {diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
     if diagnosis.suspect_ranks:
@@ -180,7 +180,7 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
 
 
 def _print_places(places: Sequence[Place]) -> None:
-    """Stacks side by side where the terminal is wide enough, below each other otherwise."""
+    """Print stacks side by side if the terminal is wide enough."""
     width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
     columns = [[f"rank {place.rank}, {place.role}: {place.what}", *place.frames[:_FRAMES]] for place in places]
     columns = [list(map(printable, column)) for column in columns]

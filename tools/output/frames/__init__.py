@@ -1,1 +1,1 @@
-"""A job as tables of columns, in memory and in files."""
+"""The tables of a job as frames, in memory and in files."""

@@ -1,4 +1,4 @@
-"""The tables of a job, all ranks matched."""
+"""The tables of a job with matched ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from crossrank.tools.tables import KEYS, TABLES
 
 
 def groups(found: JobTables) -> pl.DataFrame:
-    """The table `groups`."""
+    """Return the table `groups`."""
     job = found.job
     calls, size, unsized = Counter[int](), Counter[int](), set[int]()
     for rank, trace in job.ranks.items():
@@ -39,7 +39,7 @@ def groups(found: JobTables) -> pl.DataFrame:
 
 
 def ranks(found: JobTables) -> pl.DataFrame:
-    """The table `ranks`."""
+    """Return the table `ranks`."""
     rows = [
         (
             *(rank, *map(printable, (one.host, one.node, one.path)), one.timed_by, len(one), len(one.steps)),
@@ -51,8 +51,8 @@ def ranks(found: JobTables) -> pl.DataFrame:
 
 
 def with_keys(found: JobTables, calls: Iterable[pl.DataFrame]) -> list[pl.DataFrame]:
-    """The tables `calls` of ranks with the columns `KEYS`: the numbers of each call's group, and of the collective or
-    transfer that it is part of. Both are null for ranks that do not belong to the job."""
+    """Return the tables `calls` of ranks with the columns `KEYS`: the number of each call's group, and of its
+    collective or transfer. Both are null for ranks outside the job."""
     keys = [pl.col(name).cast(one.dtype) for name, one in KEYS.items()]
     none = pl.DataFrame(schema={"rank": pl.Int32, "row": pl.UInt32} | {name: one.dtype for name, one in KEYS.items()})
     launches = pl.concat([none, *(calls.select("rank", "row", *keys) for calls in _calls(found))])
@@ -60,7 +60,7 @@ def with_keys(found: JobTables, calls: Iterable[pl.DataFrame]) -> list[pl.DataFr
     row, result = pl.col("row"), []
     for frame in calls:
         known = of_rank.get((frame["rank"][0],), launches.clear().drop("rank")) if len(frame) else launches.clear()
-        # A batch is one launch, with the row of its first call.
+        # A batch is one launch with the row of its first call.
         first = pl.when(pl.col("batch").is_not_null()).then(row.min().over("batch")).otherwise(row)
         rows = frame.select(pl.int_range(pl.len(), dtype=pl.UInt32).alias("row"), "batch").with_columns(first=first)
         own = rows.join(known, on="row", how="left", maintain_order="left")
@@ -70,15 +70,15 @@ def with_keys(found: JobTables, calls: Iterable[pl.DataFrame]) -> list[pl.DataFr
 
 
 def _of(found: JobTables, p2p: bool) -> tuple[JobTables, int]:
-    """What the transfers, or the collectives, are found in, and what their numbers are counted from."""
+    """Return the tables with the transfers, or the collectives, and the offset of their numbers."""
     if p2p and found.batches_apart is not found:
         return found.batches_apart, len(found.collectives)
     return found, 0
 
 
 def _calls(found: JobTables) -> Iterator[pl.DataFrame]:
-    """The launches of collectives, then those of transfers, with `KEYS` and what waiting says of each, in parts: whole
-    they are several times as large as what is made of them."""
+    """Yield the launches of collectives, then of transfers, with `KEYS` and waiting columns. In parts, because the
+    whole table is several times as large as the result."""
     for p2p in (False, True):
         source, first = _of(found, p2p)
         if any(one.is_p2p == p2p for one in source.kinds):
@@ -88,7 +88,7 @@ def _calls(found: JobTables) -> Iterator[pl.DataFrame]:
 
 
 def arrivals_by_call(found: JobTables) -> pl.DataFrame:
-    """The table `arrivals`."""
+    """Return the table `arrivals`."""
     ranks, table = found.job.ranks, TABLES["arrivals"]
     first_of = dict(zip(ranks, accumulate(map(len, ranks.values()), initial=0), strict=False))
     place = pl.col("rank").replace_strict(first_of, return_dtype=pl.UInt32) + pl.col("row")
@@ -98,7 +98,7 @@ def arrivals_by_call(found: JobTables) -> pl.DataFrame:
 
 
 def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
-    """The table `collectives`, or `transfers`."""
+    """Return the table `collectives`, or `transfers` with `p2p`."""
     table = TABLES["transfers" if p2p else "collectives"]
     source, first = _of(found, p2p)
     groups = [(one.index, *_name(one)) for one in found.job.groups]
@@ -122,7 +122,7 @@ OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame]] = {
     "arrivals": arrivals_by_call,
     "stragglers": arrivals,
 }
-"""Table -> what makes it."""
+"""Table -> function that returns it."""
 
 
 def _name(group: ProcessGroup) -> tuple[str, str]:

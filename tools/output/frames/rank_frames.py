@@ -19,9 +19,9 @@ _DTYPE = {"q": np.int64, "i": np.int32, "I": np.uint32, "B": np.uint8}
 
 
 def calls(trace: RankTrace) -> pl.DataFrame:
-    """The table `calls` of a rank."""
+    """Return the table `calls` of a rank."""
     of = trace.calls
-    # Matched ranks share the signatures of them all.
+    # Matched ranks share one list of signatures.
     used, kind = np.unique(_column(of.signature), return_inverse=True)
     kinds = pl.DataFrame(
         [
@@ -70,12 +70,12 @@ def calls(trace: RankTrace) -> pl.DataFrame:
 
 
 def durations(_: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
-    """The table `durations` of a rank, whose `calls` are given."""
+    """Return the table `durations` of a rank from its table `calls`."""
     return TABLES["durations"].select(calls.drop_nulls("duration_ns"))
 
 
 def waits(trace: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
-    """The table `waits` of a rank, whose `calls` are given."""
+    """Return the table `waits` of a rank; `calls` is its table `calls`."""
     host = trace.host_waits
     made = calls.select("call", "op", "source", *(name for name in KEYS if name in calls.columns)).with_row_index("row")
     return TABLES["waits"].select(
@@ -94,7 +94,7 @@ def waits(trace: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def steps(trace: RankTrace, _: pl.DataFrame) -> pl.DataFrame:
-    """The table `steps` of a rank."""
+    """Return the table `steps` of a rank."""
     return TABLES["steps"].select(
         pl.DataFrame(trace.steps, schema={"step": pl.Int64, "began_ns": pl.Int64}, orient="row")
         .with_columns(rank=pl.lit(trace.rank or 0), ended_ns=pl.col("began_ns").shift(-1))
@@ -108,7 +108,7 @@ OF_RANK: dict[str, Callable[[RankTrace, pl.DataFrame], pl.DataFrame]] = {
     "waits": waits,
     "steps": steps,
 }
-"""Table -> what makes the part of a rank, of its trace and its table `calls`, which is made once for all."""
+"""Table -> function that returns a rank's part from its trace and its table `calls`."""
 
 
 def _column(values: array[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -1,1 +1,1 @@
-"""All ranks on one timeline: `build` makes tracks of events, `perfetto` writes them."""
+"""All ranks on one timeline: `build` creates tracks of events, `perfetto` writes them."""

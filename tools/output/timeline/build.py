@@ -1,8 +1,8 @@
-"""All ranks on one timeline, rank by rank, so that a large job streams through.
+"""Build a timeline of all ranks, one rank after the other, so that a large job does not fill the memory.
 
-A rank has a track of its calls (when the host made them), one of its communication on the device, and its steps; where
-calls overlap on the device there is a track for each that runs at a time. Arrows go from the first to the last
-arriver of a collective. The job has counters over all ranks: bytes in flight, and bus bandwidth.
+A rank has a track of its calls on the host, tracks of its communication on the device, and a track of its steps.
+Calls that overlap on the device are on different tracks. Arrows go from the first to the last rank that arrives at a
+collective. The job has counters over all ranks: bytes in flight, and bus bandwidth.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Flows = Literal["first-last", "all", "none"]
 
 
 class Written(msgspec.Struct, kw_only=True):
-    """What a timeline holds."""
+    """The contents of a timeline."""
 
     ranks: int
     calls: int
-    """Calls at the moment that the host made them; a batch is one."""
+    """Calls on the host; a batch counts once."""
     activities: int
-    """Communication on devices, with begin and end."""
+    """Calls with start and end on the device."""
     arrows: int
-    """Collectives whose first and last arriver are connected."""
+    """Collectives with an arrow."""
     steps: int
-    """Those of every rank of which the begin is known."""
+    """Steps with a known start, over all ranks."""
     counters: list[str]
     duration_ms: float
     epoch_ns: int
-    """ns since 1970 at time 0; 0 where the files know no wall clock."""
+    """ns since 1970 at time 0; 0 without a wall clock."""
 
 
 def write_timeline(found: JobTables, file: BinaryIO, *, flows: Flows = "first-last") -> Written:
-    """Write all ranks to `file`. Raises `CrossrankError` where no call has a time."""
+    """Write all ranks to `file`. Raises `CrossrankError` if no call has a time."""
     ranks = found.job.ranks
     zero, last = found.calls.select(
         pl.min_horizontal(pl.min("called_ns"), pl.min("began_ns")),
@@ -77,7 +77,7 @@ def write_timeline(found: JobTables, file: BinaryIO, *, flows: Flows = "first-la
         if one.steps:
             begins = [(number, moment + found.shift.get(rank, 0)) for number, moment in one.steps]
             writer.events(writer.track("steps", parent), _steps(begins, own, zero))
-        for name, events in _of_rank(own, labels, zero):
+        for name, events in _rank_tracks(own, labels, zero):
             writer.events(writer.track(name, parent), events)
     return written
 
@@ -88,8 +88,8 @@ def _label(found: JobTables, kind: CallKind) -> str:
     return printable(f"{kind.label} {amount(kind.bytes, unknown=not kind.sized)} · {name}")
 
 
-def _of_rank(calls: pl.DataFrame, labels: Sequence[str], zero: int) -> Iterator[tuple[str, Events]]:
-    """The tracks of a rank's calls, by name."""
+def _rank_tracks(calls: pl.DataFrame, labels: Sequence[str], zero: int) -> Iterator[tuple[str, Events]]:
+    """Yield (name, events) for the tracks of a rank's calls."""
     called = calls.drop_nulls("called_ns")
     if len(called):
         yield (
@@ -99,7 +99,7 @@ def _of_rank(calls: pl.DataFrame, labels: Sequence[str], zero: int) -> Iterator[
                 name=_ints(called, "kind"),
                 start=_ints(called, "called_ns") - zero,
                 arguments={"number": _ints(called, "number"), "id": _ints(called, "id").clip(0)},
-                # Where the times of the device are known the arrows stand there.
+                # With times of the device, the arrows are on its track.
                 flow=_ints(called.select(pl.when(~pl.col("on_device")).then("flow")), "flow"),
             ),
         )
@@ -121,13 +121,13 @@ def _of_rank(calls: pl.DataFrame, labels: Sequence[str], zero: int) -> Iterator[
 
 
 def _ints(frame: pl.DataFrame, column: str) -> Ints:
-    """A column as Perfetto's writer takes it, 0 where it is null."""
+    """Return a column as an array, 0 for null."""
     values: Ints = frame[column].fill_null(0).cast(pl.Int64).to_numpy()
     return values
 
 
 def slots(start: Ints, end: Ints) -> Ints:
-    """A slot for each event, in the order of starts, so that none overlaps another of its slot; as few as it takes.
+    """Return a slot per event, so that events of one slot do not overlap. Uses as few slots as possible.
 
     >>> slots(np.array([0, 1, 5]), np.array([4, 9, 6])).tolist()
     [0, 1, 0]
@@ -144,11 +144,11 @@ def slots(start: Ints, end: Ints) -> Ints:
 
 
 def _steps(steps: Sequence[tuple[int, int]], calls: pl.DataFrame, zero: int) -> Events:
-    """Iterations; those before the first moment of the timeline begin with it."""
+    """Return the steps. A step that starts before the timeline is cut at its start."""
     last = max(zero, *(one for name in ("called_ns", "ended_ns") if (one := calls[name].max()) is not None))
     begins = [max(moment, zero) for _, moment in steps]
     names = [f"step {number}" for number, _ in steps]
-    # The first line of a recording is step 1: what came before it was step 0.
+    # The first step line of a recording is step 1: step 0 is before it.
     if begins[0] > zero:
         names.insert(0, f"step {steps[0][0] - 1}")
         begins.insert(0, zero)
@@ -157,9 +157,9 @@ def _steps(steps: Sequence[tuple[int, int]], calls: pl.DataFrame, zero: int) -> 
 
 
 def _with_flows(found: JobTables, flows: Flows) -> pl.DataFrame:
-    """The calls with `on_device`, whether it is known when the device was busy with them, and `flow`, the number of the
-    arrows that they are on: one for each collective of several ranks."""
-    # Between clocks that were not brought together an arrow would say nothing.
+    """Return the calls with `on_device`, whether their times on the device are known, and `flow`, the number of their
+    arrow: one per collective of several ranks."""
+    # An arrow between clocks that are not aligned has no meaning.
     one_clock = pl.col("comparable") | pl.lit(value=found.clocks.count == 1)
     on_device = pl.col("placed") & pl.col("ended_ns").is_not_null()
     calls = found.calls.with_row_index("place").with_columns(on_device=on_device)
@@ -168,7 +168,7 @@ def _with_flows(found: JobTables, flows: Flows) -> pl.DataFrame:
     shown = shown.sort("collective", "arrived", "rank").with_columns(
         turn=pl.int_range(pl.len()).over("collective"), count=pl.len().over("collective")
     )
-    # Of a collective of which only one member can be placed there is nothing to connect.
+    # No arrow if only one member of a collective has a time.
     is_end = (pl.col("turn") == 0) | (pl.col("turn") == pl.col("count") - 1)
     chosen = {"first-last": is_end, "all": pl.lit(value=True), "none": pl.lit(value=False)}[flows]
     shown = shown.filter(chosen & (pl.col("count") > 1)).select("place", flow=pl.col("collective") + 1)
@@ -176,7 +176,7 @@ def _with_flows(found: JobTables, flows: Flows) -> pl.DataFrame:
 
 
 def _counters(found: JobTables, calls: pl.DataFrame, zero: int) -> Iterator[tuple[str, str, Ints, Floats]]:
-    """(name, unit, moments, values): sums over the collectives under way, as far as it is known when they were."""
+    """Yield (name, unit, times, values): sums over the running collectives with known times."""
     sums = found.collectives.with_row_index("collective").select("collective", "time_ns", "bytes", "busbw_gb_per_s")
     timed = (
         calls.filter(pl.col("on_device") & pl.col("comparable") & (pl.col("began_ns") >= zero))
@@ -196,11 +196,11 @@ def _counters(found: JobTables, calls: pl.DataFrame, zero: int) -> Iterator[tupl
 
 
 def _sum_over_time(begin: Ints, end: Ints, value: Floats) -> tuple[Ints, Floats]:
-    """When the sum of the values between their begins and ends changes, and what it is then."""
+    """Return the times at which the sum of the active values changes, and the sums."""
     moments = np.concatenate([begin, end])
     changes = np.concatenate([value, -value])
     at, inverse = np.unique(moments, return_inverse=True)
     sums = np.cumsum(np.bincount(inverse, weights=changes, minlength=len(at)))
-    # What rounding leaves when all has ended is no traffic.
+    # A rest from rounding is not traffic.
     under_way = np.cumsum(np.bincount(inverse, weights=np.repeat([1, -1], len(begin)), minlength=len(at)))
     return at, np.where(under_way > 0, np.maximum(sums, 0), 0.0)

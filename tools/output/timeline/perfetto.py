@@ -1,10 +1,10 @@
-"""Writes Perfetto's native format, for ui.perfetto.dev: protos/perfetto/trace/perfetto_trace.proto there.
+"""Write Perfetto's native format for ui.perfetto.dev (protos/perfetto/trace/perfetto_trace.proto in its repository).
 
-A trace is a sequence of packets. All packets of a track are alike but for a few numbers, so they are made as rows of a
-byte matrix, the numbers filled in by columns: protobuf lets a varint have more bytes than it needs, so rows have one
-length. That writes a million events in well under a second, 20 times as fast as one message object per packet.
+A trace is a sequence of packets. Packets of a track differ only in a few numbers, so they are written as rows of a byte
+matrix, and numbers are filled in by columns. Rows have one length, because a protobuf varint may be longer than needed.
+This writes a million events in well under a second, 20 times as fast as one message object per packet.
 
-Names stand once, as interned data of the track's own packet sequence; the track is the sequence's default.
+Each name is written once, as interned data of the track's packet sequence. The track is the default of its sequence.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _VARINT, _FIXED64, _LENGTH = 0, 1, 2
 
 @dataclass
 class Events:
-    """Events of one track in the order of their begins; none overlaps the next. Times are ns from the begin."""
+    """Events of one track, sorted by start, without overlaps. Times are ns from the start of the timeline."""
 
     names: Sequence[str]
     name: Ints
     """Index into `names`."""
     start: Ints
     end: Ints | None = None
-    """None for moments without extent."""
+    """None for events without duration."""
     arguments: dict[str, Ints] = field(default_factory=dict)
-    """What is shown of an event: name -> a number for each."""
+    """Details of the events: name -> one number per event."""
     flow: Ints | None = None
     """Events with the same number are connected by arrows; 0 = none."""
 
 
 class PerfettoWriter:
-    """A timeline, written as it is given; `epoch` is its time 0 in ns since 1970. A track is its number, from 1 on."""
+    """Writes a timeline as a stream. `epoch` is its time 0 in ns since 1970. Tracks are numbers from 1."""
 
     def __init__(self, file: BinaryIO, epoch: int) -> None:
         self._file = file
@@ -71,7 +71,7 @@ class PerfettoWriter:
         self._packet(integer(_TIMESTAMP, 0) + message(_CLOCK_SNAPSHOT, snapshot))
 
     def track(self, name: str, parent: int = 0, unit: str | None = None) -> int:
-        """A new track below all others of its parent; `unit` makes it one of a counter."""
+        """Add a track below the others of its parent, and return its number. With `unit` it is a counter."""
         self._tracks += 1
         content = integer(_UUID, self._tracks) + message(_NAME, name.encode("utf-8", "replace"))
         if parent:
@@ -82,7 +82,7 @@ class PerfettoWriter:
         return self._tracks
 
     def events(self, track: int, events: Events) -> None:
-        # Only the names that stand on this track: of a large job there are many that do not.
+        # Only the names on this track: a large job has many others.
         used, place = np.unique(events.name, return_inverse=True)
         names = [events.names[number] for number in used.tolist()]
         sequence = self._begin_sequence(track, names, list(events.arguments))
@@ -107,20 +107,20 @@ class PerfettoWriter:
                 content += [key(_FLOW, _FIXED64), flow[rows].astype("<u8").view(np.uint8).reshape(-1, 8)]
             matrix = _packets(sequence + integer(_FLAGS, _NEEDED), events.start[rows], content)
             if not isinstance(ending, bytes):
-                # The end stands right after its begin, so that it comes before the next begin of the same moment.
+                # Write the end right after its start, so that it precedes the next start at the same time.
                 matrix = np.hstack([matrix, _packets(sequence, ending[rows], [integer(_TYPE, _END)])])
             pieces.append((rows, matrix))
         self._file.write(_interleaved(count, pieces))
 
     def counter(self, track: int, at: Ints, value: Floats) -> None:
-        """Values of a track over time."""
+        """Write the values of a counter over time."""
         sequence = self._begin_sequence(track, (), ())
         values = value.astype("<f8").view(np.uint8).reshape(-1, 8)
         content: list[bytes | Bytes] = [integer(_TYPE, _COUNT) + key(_DOUBLE_VALUE, _FIXED64), values]
         self._file.write(_packets(sequence, at, content).tobytes())
 
     def _begin_sequence(self, track: int, names: Sequence[str], arguments: Sequence[str]) -> bytes:
-        """A sequence of packets whose track is `track`, with its names; returns the field that packets need."""
+        """Begin the packet sequence of a track, with its names, and return the field that its packets need."""
         self._sequences += 1
         sequence = integer(_SEQUENCE, self._sequences)
         interned = b"".join(
@@ -137,7 +137,7 @@ class PerfettoWriter:
 
 
 def _packets(head: bytes, at: Ints, event: Sequence[bytes | Bytes]) -> Bytes:
-    """One packet per row: head, time and event."""
+    """Return one packet per row: head, time and event."""
     content = _row(event, len(at))
     event_head = key(_TRACK_EVENT, _LENGTH) + varint(content.shape[1])
     packet = _row([key(_TIMESTAMP, _VARINT), padded(at), head, event_head, content], len(at))
@@ -145,7 +145,7 @@ def _packets(head: bytes, at: Ints, event: Sequence[bytes | Bytes]) -> Bytes:
 
 
 def _row(parts: Sequence[bytes | Bytes], count: int) -> Bytes:
-    """The parts side by side; bytes stand in every row."""
+    """Return the parts side by side, one row per event; bytes are repeated in every row."""
     columns = [
         np.broadcast_to(np.frombuffer(part, np.uint8), (count, len(part))) if isinstance(part, bytes) else part
         for part in parts
@@ -154,7 +154,7 @@ def _row(parts: Sequence[bytes | Bytes], count: int) -> Bytes:
 
 
 def _interleaved(count: int, pieces: Sequence[tuple[Ints, Bytes]]) -> bytes:
-    """Rows of matrices of different widths, each at its place in the order."""
+    """Return the rows of matrices of different widths, in the given order."""
     if len(pieces) == 1:
         return pieces[0][1].tobytes()
     lengths = np.zeros(count, np.int64)
@@ -171,7 +171,7 @@ def _interleaved(count: int, pieces: Sequence[tuple[Ints, Bytes]]) -> bytes:
 
 
 def padded(values: Ints) -> Bytes:
-    """Numbers from 0 on as varints of one length: a row each.
+    """Return non-negative numbers as varints of one length, one row per number.
 
     >>> padded(np.array([1, 300])).tolist()
     [[129, 0], [172, 2]]
@@ -188,10 +188,10 @@ def key(field: int, wire: int) -> bytes:
 
 
 def integer(field: int, value: int) -> bytes:
-    """A field with a number."""
+    """Return a field with a number."""
     return key(field, _VARINT) + varint(value)
 
 
 def message(field: int, content: bytes) -> bytes:
-    """A field with a message or a text."""
+    """Return a field with a message or a text."""
     return key(field, _LENGTH) + varint(len(content)) + content
