@@ -1,4 +1,4 @@
-"""Root causes in ranks that wait for nobody: those that stopped making calls, and those of which nothing is known."""
+"""Root causes in ranks that do not wait: ranks that stopped making calls, and ranks without evidence."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from crossrank.tools.traces.ending import LEFT
 from crossrank.tools.traces.rank_trace import STATES
 
 _MOMENT = 1_000_000_000
-"""ns that a healthy rank may be between two calls."""
+"""ns that a healthy rank may take between two calls."""
 
 _LAUNCHER_DELAY = 3_000_000_000
-"""ns within which a launcher terminates the other ranks after one has left."""
+"""ns within which a launcher terminates the other ranks after one has ended."""
 
 
 def find_silent_ranks(search: Search) -> None:
-    """Ranks that wait for nobody and have not made the call that others wait in."""
+    """Find ranks that do not wait and have not made the call that others wait in."""
     ranks, missed_ends = search.job.ranks, search.graph.missed_ends
     on_gloo = {one.backend for one in ranks.values() if one.source == "flight"} == {"gloo"}
-    # A communication that failed ends a rank because of others, and so does the launcher.
+    # A rank that ended by failed communication, or by the launcher, ended because of other ranks.
     ended_by_others = {
         rank
         for rank in search.silent
@@ -72,7 +72,7 @@ def find_silent_ranks(search: Search) -> None:
 
 
 def _went_astray(search: Search, op: StuckOp) -> bool:
-    """Whether those who wait made a call that they never made, while others wait for them in calls that they know."""
+    """Return whether the waiting ranks made a call for the first time, while others wait for them in usual calls."""
     job, graph = search.job, search.graph
     waited_for = {
         rank
@@ -83,9 +83,9 @@ def _went_astray(search: Search, op: StuckOp) -> bool:
 
 
 def _was_ended_next(search: Search, rank: int) -> bool:
-    """Whether another rank left while this one was between two calls, and the launcher then terminated this one.
+    """Return whether the launcher terminated this rank between two calls because another rank had ended.
 
-    Of a rank without evidence nobody knows when it left: at the earliest when this one's last call had been made.
+    If the end time of the other rank is unknown, it ended at the earliest at this rank's last call.
     """
     ending, called = search.job.ranks[rank].ending, search.job.ranks[rank].calls.called
     if ending.taken_at is None or not ending.was_terminated:
@@ -99,7 +99,7 @@ def _was_ended_next(search: Search, rank: int) -> bool:
         awaited_since = min((op.since for op in search.left() if rank in op.absent), default=ending.taken_at)
         if ending.taken_at - max(called, default=awaited_since) <= _MOMENT + _LAUNCHER_DELAY:
             return True
-    # A rank that is still on the way to its first call has been in none for too long.
+    # A rank that has not made its first call may be slow, so its time without calls proves nothing.
     return any(
         left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
         for left_at in left
@@ -107,40 +107,40 @@ def _was_ended_next(search: Search, rank: int) -> bool:
 
 
 def _left_a_call_out(search: Search, rank: int) -> bool:
-    """Whether a rank went past a call that others wait in, to one on another group, where its earlier calls had led to
-    it."""
+    """Return whether a rank skipped a call that others wait in, which its earlier calls led to, and made one on another
+    group."""
     groups = (op.group for op in search.left() if rank in op.absent and not op.is_p2p)
     return any(has_gone_past(search.job, rank, group) for group in groups)
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
-    """Whether the few that wait, not the many that are absent, are the odd ones."""
+    """Return whether the few waiting ranks made an extra call, so that the many absent ranks are not missing."""
     job, members = search.job, op.group.ranks
     if absent & search.graph.missed_ends.keys() or any(job.ranks[rank].dump.active_only for rank in absent):
         return False
     if absent != set(members).difference(op.waiting) or len(op.waiting) * 2 >= len(members):
         return False
-    # The turn of this call has come on a rank whose calls have led to it before: then the others are late.
+    # If the earlier calls of a waiting rank led to this call before, the call is right and the others are late.
     return not any(is_usual(job, rank, search.graph.blocked[rank]) for rank in op.waiting)
 
 
 def _may_wait_unseen(search: Search, op: StuckOp, absent: set[int]) -> bool:
-    """Whether the many that have not made a call may wait for the few that have: torch's own dumps of NCCL show neither
-    stacks nor a communicator that is being made."""
+    """Return whether the many ranks without the call may wait for the few that made it: torch's own NCCL dumps show
+    neither stacks nor waits for a new communicator."""
     ranks = search.job.ranks
     unseen = all(ranks[rank].ending.taken_at is None and "nccl" in ranks[rank].backend for rank in absent)
     return unseen and len(absent) * 2 > len(op.group.ranks)
 
 
 def _how_they_stopped(search: Search, op: StuckOp, absent: set[int]) -> tuple[str, str | None]:
-    """What is known of ranks that have not made a call and wait for nobody, and the first exception of theirs."""
+    """Return (text on ranks that have not made a call and do not wait, their first exception)."""
     stopped = ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent})
     text = "; ".join(f"{rank_text(those)} {how}" for how, those in stopped.items())
     return text, next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
 
 
 def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
-    """What is known of a rank that has not made a call, or left others in it, and waits for nobody."""
+    """Return a text on a rank that has not made a call, or left others in it, and does not wait."""
     trace, ranks = search.job.ranks[rank], search.job.ranks.values()
     ending = trace.ending
     if ending.reason in LEFT or ending.ended:
@@ -155,7 +155,7 @@ def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
 
 
 def _exception_of(search: Search, rank: int) -> str | None:
-    """The exception by which a rank, or one of its threads, stopped making calls."""
+    """Return the exception that stopped a rank, or one of its threads."""
     ending = search.job.ranks[rank].ending
     if ending.has_raised:
         return ending.error
@@ -163,10 +163,10 @@ def _exception_of(search: Search, rank: int) -> str | None:
 
 
 def find_stale_ranks(search: Search) -> None:
-    """Ranks that notice no ends although their jobs' other ranks do: beside a hang, a fault of their own.
+    """Find ranks that notice no ends of calls, although other ranks do. During a hang, this is a fault of its own.
 
-    What such a rank does not notice, its GPU has not done or its watchdog cannot see, whether or not others wait for
-    it. Of a job in which nobody waits it says nothing.
+    Either the GPU of the rank is stuck, or its watchdog, whether or not others wait for it. Without waiting ranks in
+    the job, it proves nothing.
     """
     job = search.job
     stale = {rank for rank, rows in job.unnoticed.items() if len(rows) >= CLEARLY_STALE}
@@ -183,9 +183,9 @@ def find_stale_ranks(search: Search) -> None:
 
 
 def find_unrecorded_waits(search: Search) -> None:
-    """Ranks that wait for others in what is no call: the making of a group, a key of the store.
+    """Find ranks that wait outside of calls: for example, for a new group or a key of the store.
 
-    Whom they wait for nothing says. One rank that does not wait at all is it; of several nobody can tell.
+    The files do not show which rank they wait for. If exactly one rank does not wait, it is the culprit.
     """
     waiting, silent = search.waiting_unrecorded, search.silent
     if not waiting or search.roots:
@@ -204,7 +204,7 @@ def find_unrecorded_waits(search: Search) -> None:
 
 
 def find_lacking_ranks(search: Search) -> None:
-    """Ranks of which there is no evidence: named once, with the call in which most others wait for them."""
+    """Find ranks without evidence. Each is reported once, with the call in which most others wait for it."""
     lacking = {rank: kind for rank, kind in search.lacking.items() if rank not in search.explained}
     for op, absent in search.by_most_waited_for(set(lacking)):
         here = {rank: lacking.pop(rank) for rank in absent & lacking.keys()}
@@ -217,7 +217,7 @@ def find_lacking_ranks(search: Search) -> None:
 
 
 def find_raised_exceptions(search: Search) -> None:
-    """Ranks that exceptions ended, where no call shows a fault: a job that failed is not healthy."""
+    """Find ranks that ended with an exception, if no call shows a fault."""
     if search.roots or search.graph.blocked:
         return
     endings = {rank: one.ending for rank, one in search.job.ranks.items()}
@@ -228,7 +228,7 @@ def find_raised_exceptions(search: Search) -> None:
         if unseen and all(one.is_gone for rank, one in endings.items() if rank not in unseen):
             _add_unended(search, unseen)
         return
-    # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
+    # It is unknown which rank ended first. Few ranks with one error are more likely the cause than many with another.
     unseen = unseen if len(unseen) < len(raised) or not raised else []
     texts = [f"{rank_text(unseen)} ended without an error message"] if unseen else []
     texts += sorted(f"rank {rank}: {error_text(endings[rank].error)}" for rank in (raised or failed)[:4])
@@ -244,16 +244,16 @@ def find_raised_exceptions(search: Search) -> None:
 
 
 def _add_unended(search: Search, unseen: list[int]) -> None:
-    """Ranks without an end, of a job of which all others have ended: it may be complete, but nobody can tell."""
+    """Report ranks whose end is unknown, if all other ranks ended: the job may be complete."""
     if len(unseen) < len(search.job.ranks):
         text = f"{rank_text(unseen)} has no dump, and its comms file has no last line: it was killed, or it still runs"
         search.add_root(finding_on(search.world, "dump_missing", culprit_ranks=unseen, text=text))
 
 
 def find_unended_calls(search: Search) -> None:
-    """Calls that are over on some ranks and open on one that notices ends, in a job in which nobody waits.
+    """Find calls that finished on some ranks but not on a rank that notices ends, in a job without waiting ranks.
 
-    A rank that has missed many ends notices none; one that has missed its last alone may hang in it.
+    A rank that has missed many ends notices none. A rank that has missed only the last one may hang in it.
     """
     job = search.job
     if search.roots or search.graph.blocked:
@@ -264,7 +264,7 @@ def find_unended_calls(search: Search) -> None:
         group, trace = job.group_at(rank, row), job.ranks[rank]
         seq, state = trace.calls.number[row], STATES[trace.calls.state[row]]
         ended = [other for other in group.ranks if other in job.ranks and job.completed(group, other) >= seq]
-        # Without the moment of the dump it may have been taken just before the end was noticed.
+        # Without its time, the dump may have been written just before the rank noticed the end.
         hangs = trace.ending.taken_at is not None and len(ended) * 2 > len(group.ranks)
         text = f"it finished on {rank_text(ended)}, and on rank {rank} it is {state}"
         if hangs:
@@ -276,14 +276,14 @@ def find_unended_calls(search: Search) -> None:
 
 
 def find_unknown_waits(search: Search) -> None:
-    """A silent job in which ranks have begun calls, and no wait for one is seen."""
+    """Report a silent job whose ranks have unfinished calls but no known waits."""
     if search.may_wait_otherwise and not search.roots:
         text = f"{rank_text(search.may_wait_otherwise)} has unfinished calls; whether it waits for them is unknown"
         search.add_root(finding_on(search.world, "not_recorded", text=text))
 
 
 def find_unknown_ends(search: Search) -> None:
-    """A silent job in which every call was made by all of its ranks, and nothing says which calls are over."""
+    """Report a silent job in which all ranks made every call, and it is unknown which calls finished."""
     ranks = search.job.ranks
     if search.roots or search.graph.blocked or not ranks:
         return

@@ -1,4 +1,4 @@
-"""What a rank usually does: a training loop repeats itself, so a call that is out of turn stands out."""
+"""The usual order of a rank's calls. A training loop repeats itself, so a call out of order is visible."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.job.groups import ProcessGroup
 
 WINDOW = 512
-"""Calls looked back at."""
+"""Number of earlier calls that are compared."""
 
 # (index of the rank's group, operation, peer, stack)
 Token = tuple[int, str, "int | None", int]
 
 
 def is_usual(job: JobState, rank: int, row: int) -> bool:
-    """Whether the rank's calls before `row` have led to such a call before."""
+    """Return whether the rank's calls before `row` were followed by the same call before."""
     *before, this = _history(job, rank, row)
     return this in _expected(before)
 
 
 def is_out_of_turn(job: JobState, rank: int, row: int) -> bool:
-    """Whether the rank's calls before `row` have led to another call whenever it made them. Of one that it makes for
-    the first time nothing is known: the first call after a loop is no mistake."""
+    """Return whether the rank's calls before `row` were always followed by another call before. False for a call that
+    the rank makes for the first time: the first call after a loop is no mistake."""
     return bool(_due_instead(job, rank, row))
 
 
 def is_new(job: JobState, rank: int, row: int) -> bool:
-    """Whether a rank that went on as before made a call of a kind and with a peer that it had never made."""
+    """Return whether a rank made a call of a kind, or with a peer, that it had never made, after its usual calls."""
     *before, this = _history(job, rank, row)
     return bool(_expected(before)) and all(one[:3] != this[:3] for one in before)
 
@@ -37,10 +37,10 @@ def is_new(job: JobState, rank: int, row: int) -> bool:
 def has_skipped(
     job: JobState, rank: int, group: ProcessGroup, row: int, peers: tuple[int, ...] = (), op: str | None = None
 ) -> bool:
-    """Whether a rank made its call at `row` where one on `group` was due: a collective, or with one of `peers` a send
-    or a receive, or `op` alone.
+    """Return whether a rank made its call at `row` where a call on `group` was due: a collective, or a send or receive
+    with one of `peers`, or only `op`.
 
-    Of a call that it makes for the first time nothing is known.
+    False for a call that the rank makes for the first time.
     """
     follows = _due_instead(job, rank, row)
     own = job.group_of[rank]
@@ -51,10 +51,9 @@ def has_skipped(
 
 
 def has_gone_past(job: JobState, rank: int, group: ProcessGroup) -> bool:
-    """Whether one of the last calls of a rank, on another group, was made where one on `group` was due.
+    """Return whether a rank made one of its last calls on another group where a call on `group` was due.
 
-    Where no call like the one before it was ever followed by one on `group`, none was due: only the others are compared
-    with all that the rank did before, which takes long.
+    First checks whether a call on `group` ever followed the call before it. The full comparison is slow.
     """
     calls, own = job.ranks[rank].calls, job.group_of[rank]
     first = max(0, len(calls) - 1 - 2 * WINDOW)
@@ -69,10 +68,10 @@ def has_gone_past(job: JobState, rank: int, group: ProcessGroup) -> bool:
 
 
 def first_in_program(job: JobState, ops: Sequence[StuckOp]) -> StuckOp:
-    """Of operations that some ranks have not made the one that their program makes first.
+    """Return the operation that the program makes first.
 
-    One comes later whose members wait in another one before they come to it; and those ranks show in which order they
-    made such calls when they last were here. Where neither tells it is the one with most waiters.
+    An operation is later if its members wait in another one before it, or if the ranks made such calls in that order
+    before. Otherwise, the operation with most waiting ranks is the first.
     """
     if len(ops) > 1:
         ops = [op for op in ops if not _is_later(op, ops)] or ops
@@ -85,7 +84,7 @@ def first_in_program(job: JobState, ops: Sequence[StuckOp]) -> StuckOp:
 
 
 def most_waiters_first(op: StuckOp) -> tuple[int, ...]:
-    """What orders operations of which nothing else tells which comes first."""
+    """Return a sort key for operations whose order is unknown otherwise."""
     return -len(op.waiting), op.is_p2p, op.since, op.group.index, op.seq
 
 
@@ -95,8 +94,8 @@ def _is_later(op: StuckOp, others: Sequence[StuckOp]) -> bool:
 
 
 def _calls_until(job: JobState, rank: int, ops: Sequence[StuckOp]) -> list[int]:
-    """After how many more calls a rank makes each of `ops`, as it did after calls like its last ones; `WINDOW` where it
-    never did."""
+    """Return after how many more calls a rank is expected to make each of `ops`, from what followed similar calls;
+    `WINDOW` if it never did."""
     calls, own = job.ranks[rank].calls, job.group_of[rank]
     before = _history(job, rank, len(calls) - 1) if len(calls) else []
     soonest: dict[tuple[int, str], int] = {}
@@ -107,7 +106,7 @@ def _calls_until(job: JobState, rank: int, ops: Sequence[StuckOp]) -> list[int]:
 
 
 def _history(job: JobState, rank: int, row: int, windows: int = 1) -> list[Token]:
-    """The calls of a rank up to the one at `row`, so many windows of them."""
+    """Return the call at `row` and the rank's calls before it, at most `windows` windows of them."""
     calls, signatures = job.ranks[rank].calls, job.signatures
     some = slice(max(0, row - windows * WINDOW), row + 1)
     what = [(signatures[number].op, signatures[number].peer) for number in calls.signature[some]]
@@ -115,19 +114,19 @@ def _history(job: JobState, rank: int, row: int, windows: int = 1) -> list[Token
 
 
 def _due_instead(job: JobState, rank: int, row: int) -> list[Token]:
-    """What the rank's calls before `row` have led to, where it made another one that it had made before; else empty."""
+    """Return the calls that followed the same calls before, if the rank now made another known call; else empty."""
     *before, this = _history(job, rank, row)
     follows = _expected(before)
     return follows if this not in follows and this in before else []
 
 
 def _expected(before: list[Token]) -> list[Token]:
-    """What followed wherever the calls were like the last ones for longest; empty where never."""
+    """Return the calls that followed the longest matches of the last calls; empty if there are none."""
     return [before[at] for at in _alike(before)]
 
 
 def _alike(before: list[Token]) -> list[int]:
-    """Where the calls that led there were like the last ones for longest, two at least."""
+    """Return the positions after the longest matches of the last calls, of at least two calls."""
     last = len(before)
     best = 1
     found: list[int] = []

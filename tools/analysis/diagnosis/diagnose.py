@@ -1,4 +1,4 @@
-"""The diagnosis of a job: from evidence of all ranks to a verdict."""
+"""Diagnose a job: from evidence of all ranks to a verdict."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace
 def diagnose(
     evidence: Evidence, *, world_size: int | None = None, allow_missing: bool = False
 ) -> tuple[Diagnosis, JobState]:
-    """What is wrong with the job that left `evidence`, and the job.
+    """Return the diagnosis of the job that left `evidence`, and the job.
 
-    With `allow_missing` ranks without a dump are taken to be where the others are, and are no fault by themselves.
+    With `allow_missing`, ranks without a dump count as ranks that made every call, and are not a fault.
     """
     job = JobState.match(evidence.ranks, world_size or evidence.world_size)
     lacking = dict.fromkeys(job.missing, "dump_missing") | evidence.unusable
@@ -40,7 +40,7 @@ def diagnose(
     _find_causes(search)
     short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
     for finding in search.roots:
-        if short.intersection(finding.culprit_ranks):  # what it is accused by may follow from what fell out of its ring
+        if short.intersection(finding.culprit_ranks):  # the ring may have lost the call it waits in
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
         ranks = (rank for rank in finding.culprit_ranks if rank in job.ranks)
@@ -76,7 +76,7 @@ def diagnose(
 
 
 def _find_causes(search: Search) -> None:
-    """All steps, in the order in which what is found early explains what a later one would find."""
+    """Run all steps. A cause that an early step finds explains faults that a later step would find."""
     root_causes.set_aside_what_just_began(search)
     root_causes.find_misfits(search, find_mismatches(search.job))
     root_causes.find_unequal_pairs(search)
@@ -91,7 +91,7 @@ def _find_causes(search: Search) -> None:
     absent_ranks.find_unended_calls(search)
     absent_ranks.find_unknown_ends(search)
     absent_ranks.find_unknown_waits(search)
-    # The root that showed first comes first: a fault is sooner the cause of a later one than the other way round.
+    # Sort roots by time: an earlier fault is more likely the cause of a later one.
     order = sorted(range(len(search.roots)), key=search.began.__getitem__)
     search.roots = [search.roots[index] for index in order]
     for finding in search.consequences:
@@ -100,14 +100,14 @@ def _find_causes(search: Search) -> None:
 
 
 def _suspects(search: Search) -> list[int]:
-    """The ranks that roots accuse. A rank without evidence is one only where the evidence accuses nobody: it may wait
-    for the others' culprits as its peers do."""
+    """Return the culprits of the roots. Ranks without evidence are included only if there are no others: they may wait
+    for the culprits, as their peers do."""
     accused = {rank for finding in search.roots for rank in finding.culprit_ranks}
     return sorted(accused - search.lacking.keys() or accused)
 
 
 def _backend(job: JobState, finding: Finding) -> str:
-    """What the ranks of a finding communicate by, where they agree."""
+    """Return the backend of the ranks of a finding, if they have the same one."""
     ranks = {*finding.culprit_ranks, *finding.waiting_ranks}.intersection(job.ranks)
     backends = {job.ranks[rank].backend for rank in ranks} - {""}
     return backends.pop() if len(backends) == 1 else ""
@@ -116,7 +116,7 @@ def _backend(job: JobState, finding: Finding) -> str:
 def _notes(
     job: JobState, found: Collection[Finding], short: Collection[int], missing: Collection[int]
 ) -> Iterator[str]:
-    """What the verdict rests on that is not in the dumps, and what of them could not be read."""
+    """Yield the assumptions of the verdict, and what could not be read."""
     if inferred := sum(group.inferred and len(group.ranks) > 0 for group in job.groups):
         yield (
             f"the dumps do not list the members of {inferred} group(s); crossrank takes the ranks that made calls on "
@@ -143,13 +143,13 @@ def _notes(
 
 
 def _knows_no_p2p(trace: RankTrace) -> bool:
-    """Whether sends and receives may have been made that the file does not show: torch's own dump, of gloo."""
+    """Return whether the file may lack sends and receives: a dump of torch itself, on gloo."""
     ours = trace.source == "comms" or trace.ending.taken_at is not None or trace.numbered_pairs
     return trace.backend == GLOO and not ours
 
 
 def _lost_open_calls(job: JobState, rank: int) -> bool:
-    """Whether the first call of a group that is not over is no longer in the rank's ring."""
+    """Return whether the first unfinished call of a group is no longer in the rank's ring."""
     trace = job.ranks[rank]
     for group in job.groups if trace.backend != GLOO else ():
         lane, progress = group.lanes.get(rank), trace.dump.progress.get(group.local_index.get(rank, -1))

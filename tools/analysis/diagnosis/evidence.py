@@ -1,7 +1,7 @@
-"""Which files say something about which rank, and reading them, one worker per rank.
+"""Find the evidence of each rank and read it, with one worker per rank.
 
-Any folder will do: our recordings, `TORCH_FR_DUMP_TEMP_FILE`'s files with host names in them, one folder per node. The
-rank is in a file's name, for most dumps do not tell it.
+Accepts recordings, files of `TORCH_FR_DUMP_TEMP_FILE` with host names in them, and one folder per node. The rank comes
+from a file's name, because most dumps do not have it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from crossrank.tools.traces.growing import last_call_at
 from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace, TraceBuilder, sort_by_time
 
 NEWER = 5_000_000_000
-"""ns by which a comms file must go on after every dump of its recording to say more than they do."""
+"""A comms file replaces the dumps only if it continues for more ns after all dumps of its recording."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +42,42 @@ class Failure:
     candidate: FoundFile
     text: str
     kind: str = "unreadable_dump"
-    """Kind of the finding about its rank; empty: it never was a dump."""
+    """Kind of the finding about its rank; empty if the file is not a dump."""
 
 
 @dataclass
 class Evidence:
-    """What was found at a path."""
+    """The evidence at a path."""
 
     ranks: list[RankTrace] = field(default_factory=list)
     unusable: dict[int, str] = field(default_factory=dict)
     """Rank -> `unreadable_dump` or `refused_dump`."""
     skipped: list[str] = field(default_factory=list)
-    """Files that were not used, and why."""
+    """Files that were not used, with the reason."""
     notes: list[str] = field(default_factory=list)
-    """What else the files say."""
+    """Notes on the files."""
     world_size: int | None = None
-    """What most comms files say, those of ranks without a dump included."""
+    """World size in most comms files, including those of ranks without a dump."""
 
 
 def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[FoundFile]:
-    """Every file at `paths`, folders with all below them, that is a dump or a comms file or may be a broken one, and of
-    other kinds what is named itself. `files` are those there, where that is known already."""
+    """Return every dump and comms file at `paths`, with all subfolders, also damaged ones, and files of other kinds
+    that `paths` has itself. `files` are the files there, if already listed."""
     named = list(paths)
     found = [
         file
         for file in (discover(named) if files is None else files)
         if (file.kind in (FLIGHT, COMMS, "") and not file.partial) or file.path in named
     ]
-    # A file without a kind is read all the same: what is wrong with a dump, reading it says best.
+    # Also read files of unknown kind: reading a damaged dump gives the best error message.
     return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
 
 
 def read_evidence(
     candidates: Sequence[FoundFile], fleet: Fleet, *, named: bool = False, last: int | None = None
 ) -> Evidence:
-    """Read all `candidates` with `fleet`, with `last` what they say of the end (see `_last_calls`). `named`: the user
-    named each file, so none may be unrecognized."""
+    """Read all `candidates` with `fleet`; with `last` only the last calls (see `_last_calls`). `named`: the user gave
+    each file, so an unrecognized file is reported."""
     if last is not None:
         candidates, results = _last_calls(candidates, fleet, last)
     else:
@@ -93,7 +93,7 @@ def read_evidence(
 def put_together(
     candidates: Sequence[FoundFile], results: Sequence[RankTrace | Failure], *, named: bool = False
 ) -> Evidence:
-    """What the files together say of each rank: the best of several, completed by others."""
+    """Return the evidence of each rank: the best of its files, completed from the others."""
     evidence = Evidence()
     dumps: dict[int, list[RankTrace]] = defaultdict(list)
     comms_files: dict[int, list[RankTrace]] = defaultdict(list)
@@ -105,7 +105,7 @@ def put_together(
     _refuse_several_jobs(dumps)
     _refuse_several_jobs(comms_files)
     last_dump, last_comms = (max(map(_last_time, chain(*one.values())), default=0) for one in (dumps, comms_files))
-    # Dumps that end long before the comms files are of a window, and not of the end.
+    # Dumps that end long before the comms files are from a window, not from the end of the job.
     use_comms = not dumps or last_comms > last_dump + NEWER
     alone: list[RankTrace] = []
     for rank in sorted(dumps.keys() | comms_files.keys()):
@@ -137,15 +137,15 @@ def put_together(
     usable = {None, *(one.rank for one in evidence.ranks)}
     for result in results:
         if isinstance(result, Failure) and (named or result.kind or result.candidate.rank not in usable):
-            evidence.skipped.append(result.text)  # else a log, a note, somebody's JSON beside the dumps
+            evidence.skipped.append(result.text)  # otherwise an unrelated file next to the dumps
             if result.candidate.rank not in usable and result.kind:
                 evidence.unusable[result.candidate.rank or 0] = result.kind
     return evidence
 
 
 def read_candidate(candidate: FoundFile, last: int | None = None) -> RankTrace | Failure:
-    """Runs in a worker: one file into evidence, with a path that can be written to any output. With `last` of a
-    dump what is not over and so many calls before it."""
+    """Read one file; runs in a worker. With `last`, read from a dump only the unfinished calls and the `last` calls
+    before them. The path in the result is printable."""
     try:
         trace = _read(candidate, last)
     except NoDumpError as error:
@@ -172,7 +172,7 @@ def _read(candidate: FoundFile, last: int | None) -> RankTrace:
 
 
 def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
-    """What stands for a file that no worker could read."""
+    """Return the result for a file that no worker could read."""
     return Failure(candidate, f"{candidate.path}: {error}")
 
 
@@ -180,12 +180,12 @@ def _looks_like_dump(path: str) -> bool:
     try:
         start = next(read_chunks(path, ReadIssues(path)), b"")[:64].lstrip()
     except OSError:
-        return True  # what it is, reading it will say
+        return True  # reading it will give the error
     return start[:1] in (b"\x80", b"{") or not start
 
 
 def _refuse_several_jobs(files: dict[int, list[RankTrace]]) -> None:
-    """Two files of one rank may be an early and a late dump; several folders with the same ranks are several jobs."""
+    """Raise if several folders have the same ranks: they are several jobs. Two files of one rank may be two dumps."""
     folders: dict[str, set[int]] = defaultdict(set)
     for rank, traces in files.items():
         for one in traces:
@@ -199,7 +199,7 @@ def _refuse_several_jobs(files: dict[int, list[RankTrace]]) -> None:
 
 
 def _last_time(trace: RankTrace) -> int:
-    # That a comms file goes on is no news where no call is in what follows.
+    # Only calls count: a comms file may continue without any.
     taken_at = trace.ending.taken_at if trace.source == "flight" else None
     return max(taken_at or 0, *(int(np.asarray(one).max(initial=0)) for one in (trace.calls.called, trace.calls.ended)))
 
@@ -209,7 +209,7 @@ def _by_age(trace: RankTrace) -> tuple[int, str]:
 
 
 def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
-    """Whether a rank made calls after a dump that it wrote when it seemed to hang, and died before the next."""
+    """Return whether a rank made calls after its dump, and ended before it wrote the next one."""
     taken_at = dump.ending.taken_at
     if comms is dump or taken_at is None or comms.filtered:
         return False
@@ -220,8 +220,8 @@ def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
 
 
 def _join_moments(files: list[RankTrace]) -> list[RankTrace]:
-    """The comms files of a rank with what its dumps say of the moment, where those have no entries of torch: the calls
-    of such a dump are the end of a comms file."""
+    """Return the comms files of a rank with the state from its dumps without entries of torch: the calls of such a dump
+    are the end of a comms file."""
     moments = sorted((one for one in files if one.dump.has_no_entries), key=_by_age)
     comms = max((one for one in files if not one.dump.has_no_entries), key=_by_age, default=None)
     if not moments or comms is None:
@@ -240,8 +240,8 @@ def _join_moments(files: list[RankTrace]) -> list[RankTrace]:
 
 
 def _complete(dump: RankTrace, comms: RankTrace) -> None:
-    """Add to a dump what the rank's comms file beside it knows and torch's recorder of gloo does not note: the members
-    of groups, sends and receives."""
+    """Add to a dump what torch's recorder lacks on gloo, from the rank's comms file: members of groups, sends and
+    receives."""
     ranks_of = {one.group.pg: one.group.ranks for one in comms.groups}
     for index, one in enumerate(dump.groups):
         if one.group.ranks is None:
@@ -275,10 +275,9 @@ def _complete(dump: RankTrace, comms: RankTrace) -> None:
 
 
 def _count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
-    """Make a comms file comparable with the other ranks' dumps: its collectives get the numbers that torch gave them
-    there, by what those dumps know of both."""
+    """Give the collectives of a comms file torch's numbers, from the dumps of other ranks, to compare both."""
     comms.comparable = False
-    comms.calls = replace(comms.calls, number=comms.calls.number[:])  # which other readers of the file share
+    comms.calls = replace(comms.calls, number=comms.calls.number[:])  # other readers share these
     shifts: list[int] = []
     for one in comms.groups:
         froms = [other.dump.recorded_from for other in others]
@@ -290,7 +289,7 @@ def _count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
 
 
 def _last_call(comms: RankTrace) -> str:
-    """The last call in a comms file, for a rank that left nothing else."""
+    """Return a text on the last call in a comms file, for a rank without a dump."""
     if not len(comms):
         return "its comms file has no call"
     call = comms.record(len(comms) - 1)
@@ -301,19 +300,18 @@ def _last_call(comms: RankTrace) -> str:
     return f"the last call in its comms file is {call_text(call.op, comms.calls.number[-1])} on {name}{where}"
 
 
-# --- of thousands of ranks, the end alone ----------------------------------------------------------------------------
+# --- only the last calls, for thousands of ranks ---------------------------------------------------------------------
 
 
 def _last_calls(
     candidates: Sequence[FoundFile], fleet: Fleet, last: int
 ) -> tuple[Sequence[FoundFile], list[RankTrace | Failure]]:
-    """Of dumps what is not over and the `last` calls before it, and only those comms files that say more: the files
-    that were read, and what is in them.
+    """Read from dumps only the unfinished calls and the `last` calls before them, and only the comms files that have
+    more. Return (files that were read, their content).
 
-    Who waits for whom shows in what is not over, and whether a call was due in the calls before it. A rank's own dump
-    does not say what is over on the others: one of them may still be in a collective that this rank left long ago, as
-    the root of a broadcast does. Where some rank is in an earlier one than those that were read, the dumps of its group
-    are read whole.
+    Unfinished calls show the waits, and the calls before them show which call was due. Another rank may still be in a
+    collective that this rank left long ago, such as a broadcast from this rank. If a rank is in an earlier collective
+    than those that were read, the dumps of its group are read completely.
     """
     dumps = [one for one in candidates if one.kind != COMMS]
     found = map_ranks(partial(read_candidate, last=last), dumps, fleet, failed=failed)
@@ -323,23 +321,23 @@ def _last_calls(
     for place, one in zip(again, whole, strict=True):
         found[place] = one
     comms = [one for one in candidates if one.kind == COMMS]
-    told = _told_by_dumps(comms, _taken_at(found), fleet)
+    told = _covered_by_dumps(comms, _taken_at(found), fleet)
     comms = [one for one in comms if one.path not in told]
     return [*dumps, *comms], found + map_ranks(read_candidate, comms, fleet, failed=failed)
 
 
 def _taken_at(found: Sequence[RankTrace | Failure]) -> dict[int | None, int]:
-    """Rank -> when its dump was taken, of dumps of ours that are as new as the newest. Of gloo's sends and receives
-    they do not say enough."""
+    """Return rank -> time of its dump, for crossrank's dumps that are as new as the newest. Excludes gloo, whose dumps
+    do not show enough of sends and receives."""
     dumps = [one for one in found if isinstance(one, RankTrace) and one.backend not in ("", GLOO)]
     taken = {one.rank: one.ending.taken_at for one in dumps if one.ending.taken_at is not None}
     newest = max(taken.values(), default=0)
     return {rank: at for rank, at in taken.items() if newest - at < NEWER}
 
 
-def _told_by_dumps(comms: Sequence[FoundFile], taken: Mapping[int | None, int], fleet: Fleet) -> set[str]:
-    """Paths of the comms files that say no more than the dumps of their ranks: no call was made since. None, where some
-    job goes on after all of them, for then the dumps are not of its end."""
+def _covered_by_dumps(comms: Sequence[FoundFile], taken: Mapping[int | None, int], fleet: Fleet) -> set[str]:
+    """Return the paths of comms files without calls after their rank's dump. Empty if a comms file has calls after all
+    dumps, because then the dumps are not from the end of the job."""
     beside = [one for one in comms if one.rank in taken and not one.problem]
     latest = max(taken.values(), default=0) + NEWER
     told = set()
@@ -352,7 +350,7 @@ def _told_by_dumps(comms: Sequence[FoundFile], taken: Mapping[int | None, int], 
 
 
 def _last_call_at(file: FoundFile) -> int | None:
-    """Runs in a worker."""
+    """Return the time of the last call in a comms file; runs in a worker."""
     try:
         return last_call_at(file.path)
     except OSError:
@@ -360,7 +358,7 @@ def _last_call_at(file: FoundFile) -> int | None:
 
 
 def _began_too_late(traces: Sequence[RankTrace]) -> set[int]:
-    """The `id()` of the traces of which more can be read and that begin after a call that is open elsewhere."""
+    """Return the `id()` of incompletely read traces that start after a call that is unfinished on another rank."""
     members = Members()
     needed: dict[tuple[str, int], int] = {}
     begins: list[tuple[RankTrace, tuple[str, int], int]] = []

@@ -1,7 +1,7 @@
-"""What a diagnosis says: the kinds of findings, and the form of `diagnosis.json`.
+"""The kinds of findings, and the format of `diagnosis.json`.
 
-`findings` are root causes, `consequences` what follows from them, `advisory` what is worth knowing and no fault.
-`verdict` is `ok`, `error`, or `incomplete` where nothing is wrong but evidence that is not there.
+`findings` are root causes, `consequences` are their effects, `advisory` has facts that are not faults.
+`verdict` is `ok`, `error`, or `incomplete` if the only problem is missing evidence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Kind(NamedTuple):
 
     meaning: str
     next_step: str = ""
-    """What a person looks at next, with `{culprits}` for their ranks."""
+    """The next step for the user; `{culprits}` is replaced by their ranks."""
     without_gpu: str = ""
-    """The same where nothing says that a GPU is at fault: on gloo."""
+    """The next step on gloo, where no GPU is involved."""
 
 
 KINDS: dict[str, Kind] = {
@@ -116,11 +116,11 @@ KINDS: dict[str, Kind] = {
 }
 
 LACKS_EVIDENCE = ("dump_missing", "no_entries", "not_recorded", "unreadable_dump", "refused_dump")
-"""Kinds that mean missing evidence about a rank, not a fault of it."""
+"""Kinds that mean missing evidence about a rank, not a fault of the rank."""
 
 
 def rank_text(ranks: Iterable[int]) -> str:
-    """Ranks for people.
+    """Return ranks as text.
 
     >>> rank_text({3, 0, 1})
     'rank 0-1,3'
@@ -129,9 +129,7 @@ def rank_text(ranks: Iterable[int]) -> str:
 
 
 def error_text(error: str | None) -> str:
-    """An exception in a sentence: its first line, empty without one.
-
-    What CUDA and NCCL add to theirs is advice about debugging.
+    """Return the first line of an exception; empty without one. CUDA and NCCL add debugging advice after it.
 
     >>> error_text("AcceleratorError: CUDA error: out of memory\\nCompile with `TORCH_USE_CUDA_DSA`")
     'AcceleratorError: CUDA error: out of memory'
@@ -140,7 +138,7 @@ def error_text(error: str | None) -> str:
 
 
 def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks that have one value, by their values."""
+    """Return value -> ranks with this value."""
     found: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         found.setdefault(value, []).append(rank)
@@ -148,7 +146,7 @@ def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def group_text(pg: Sequence[str]) -> str:
-    """A group for people, by its description and name.
+    """Return description and name of a group as text.
 
     >>> group_text(["12", "mesh_tp"]), group_text(["", ""])
     ('mesh_tp [12]', 'a group without a name')
@@ -159,23 +157,23 @@ def group_text(pg: Sequence[str]) -> str:
 
 
 def call_text(op: str, seq: int | None) -> str:
-    """A call for people, by its operation and sequence number."""
+    """Return operation and sequence number of a call as text."""
     return f"{op} #{seq}" if seq is not None else op
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in its code a rank is."""
+    """The position of a rank in its code."""
 
     rank: int
     role: str
-    """`culprit` or `waiting`; where it is not known which, `sender` or `receiver`, or `member` of a collective."""
+    """`culprit` or `waiting`; if unknown, `sender`, `receiver`, or `member` of a collective."""
     what: str
     frames: list[str]
-    """`function (file:line)`: those of the user's code, innermost first, then a few of the libraries that it is in."""
+    """`function (file:line)`: the user's frames, innermost first, then a few of the libraries that they called."""
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """One thing that is wrong, or noteworthy."""
+    """One fault, or one fact worth knowing."""
 
     kind: str
     pg: list[str]
@@ -187,44 +185,44 @@ class Finding(msgspec.Struct, kw_only=True):
     culprit_ranks: list[int] = []
     waiting_ranks: list[int] = []
     moving_ranks: list[int] = []
-    """Culprits whose main thread moved while the others waited: slow, or in a loop without end."""
+    """Culprits whose main thread ran while the others waited: slow, or in an endless loop."""
     text: str = ""
     """What happened, in a sentence."""
     exception: str | None = None
     """The exception that ended a culprit."""
     backend: str = ""
-    """Of the calls of those that are stuck: `nccl`, `gloo`, …; empty where it is not known."""
+    """Backend of the stuck calls: `nccl`, `gloo`, …; empty if unknown."""
     because_of: int | None = None
-    """Of a consequence: the index of its root in `findings`."""
+    """For a consequence, the index of its root in `findings`."""
     places: list[Place] = []
 
 
 class GroupStragglers(msgspec.Struct, kw_only=True):
-    """Who arrives last on one group, and how long the others wait for it."""
+    """The last ranks of one group, and how long the others wait for them."""
 
     pg: list[str]
     pg_ranks: list[int]
     collectives: int
-    """Those that could be compared: every member's call has a time."""
+    """Number of compared collectives: the call of every member has a time."""
     last_rank: int
     last_share: float
-    """Share of those collectives in which `last_rank` came last."""
+    """Share of these collectives in which `last_rank` was last."""
     max_rank: int
-    """The rank that came last where the others waited longest."""
+    """The last rank of the collective with the longest wait."""
     wait_ms: dict[str, float]
     """Time from the first arrival to the last: p50, p95, max and total over the collectives."""
     late_ms: dict[str, float]
-    """Rank -> by how much it comes after the first, median."""
+    """Rank -> median time from the first arrival to its own."""
 
 
 class ClockAlignment(msgspec.Struct, kw_only=True):
-    """How far the ranks' clocks could be brought together."""
+    """How the ranks' clocks were aligned."""
 
     aligned: bool
     offset_ms: dict[str, float] = {}
-    """Rank -> what was added to its times."""
+    """Rank -> offset that was added to its times."""
     residual_ms: float = 0.0
-    """By how much, at worst, a call still seems to have ended before another rank began it."""
+    """Remaining error: the longest time by which a call seems to end before another rank starts it."""
     note: str = ""
 
 
@@ -234,20 +232,20 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     verdict: str
     world_size: int
     ranks: list[int]
-    """Those whose dumps were used."""
+    """Ranks whose dumps were used."""
     suspect_ranks: list[int]
-    """The culprits of the root findings, but for ranks without evidence where others are accused."""
+    """Culprits of the root findings. Ranks without evidence are included only if there are no others."""
     findings: list[Finding]
     consequences: list[Finding]
     advisory: list[Finding]
     stragglers: list[GroupStragglers] = []
     clocks: ClockAlignment | None = None
     skipped: list[str] = []
-    """Files that were not used, and why."""
+    """Files that were not used, with the reason."""
     notes: list[str] = []
-    """What the verdict rests on that is not in the dumps, and what of them could not be read."""
+    """Assumptions of the verdict, and what could not be read."""
     counts: dict[str, int] = {}
-    """ranks, groups, collectives and calls that were compared."""
+    """Numbers of compared ranks, groups, collectives and calls."""
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"

@@ -1,14 +1,13 @@
-"""Compares the collectives of a group over its ranks, call by call, and finds the first that do not fit.
+"""Compare the collectives of a group over its ranks, call by call, and find the first mismatch.
 
-Two calls with one sequence number fit when they are the same operation on as many elements of the same type, from or
-to the same root; which tensors must be of one size stands in the table of operations (`Operation.agrees`). For
-all_to_all, what each rank sends to each other one must be what that one expects; where the splits are not known, the
-group's sums must be equal.
+Two calls with one sequence number match if they have the same operation, number of elements, data type and root.
+`Operation.agrees` says which tensors must have equal sizes. For all_to_all, each rank must send what the other rank
+expects; if the splits are unknown, the sums over the group must be equal.
 
-What goes in and what comes out must fit each other as well (`contradiction`): an all_reduce has as much of both.
+Input and output of a call must also match (`contradiction`): an all_reduce has equal sizes.
 
-The majority says what a call should have been. Where members have not made it, or nothing is known of them, so do most
-of those that made it, if they went on as before and no other one did. Else nobody is accused.
+The majority of the group defines the right call. If members are missing or unknown, most of the ranks that made the
+call define it, if they made their usual calls and no other rank did. Otherwise there is no culprit.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ TYPE, SIZE, DTYPE, ROOT, REDUCE = KINDS = (
     "root_mismatch",
     "reduce_op_mismatch",
 )
-"""What can be different, in the order of the fields of `MatchKey`."""
+"""Kinds of mismatches, in the order of the fields of `MatchKey`."""
 MISSING, EXTRA = "missing_rank", "extra_collective"
 
 _DIVIDES = "alltoall_base_"
-"""The operation of c10d that divides one tensor among the ranks."""
+"""c10d's operation that divides one tensor among the ranks."""
 _PAIRS = 2
-"""Pairs of ranks that a mismatch of splits shows."""
+"""Pairs of ranks that the text on a mismatch of splits shows."""
 _FURTHER = 64
-"""Calls after the first that does not fit at which it is seen whether one is too many or too few."""
+"""Calls after the first mismatch that show whether a rank made one call too many or too few."""
 
 
 class MatchKey(NamedTuple):
-    """What of a call must be the same on all ranks of a collective; None fits anything."""
+    """The properties of a call that must be equal on all ranks of a collective; None matches anything."""
 
     op: str | None = None
     elements: int | tuple[int, ...] | None = None
@@ -55,7 +54,7 @@ class MatchKey(NamedTuple):
     reduce: str | None = None
 
     def fits(self, other: MatchKey) -> bool:
-        """Whether two calls can be one collective: what only one of them states is no difference."""
+        """Return whether two calls can be one collective. Unknown properties match."""
         return self == other or all(a is None or b is None or a == b for a, b in zip(self, other, strict=True))
 
     @property
@@ -72,11 +71,11 @@ def match_key(signature: CommRecord) -> MatchKey:
     agrees = "input" if row is None else row.agrees
     elements: int | tuple[int, ...] | None = None
     if signature.members:
-        # Of an uneven all_gather the members' outputs are the same on every rank; one's input is its own tensor.
+        # In an uneven all_gather the outputs are equal on every rank; the inputs differ.
         elements = tuple(_elements(member.outputs or member.inputs) for member in signature.members)
     elif agrees != "none" and not _is_uneven_by_name(signature) and (signature.inputs or signature.outputs):
         elements = _elements(signature.inputs if agrees == "input" else signature.outputs)
-    # Dumps before 2.7, and rings that lost the members, do not know what was coalesced.
+    # Dumps of torch before 2.7, and rings that lost the members, do not show the calls of a batch.
     op = None if signature.op == "coalesced" and not signature.members else signature.op
     dtype = signature.dtype
     if signature.out_dtype is not None:
@@ -85,10 +84,10 @@ def match_key(signature: CommRecord) -> MatchKey:
 
 
 def contradiction(signature: CommRecord, size: int) -> str:
-    """How a call contradicts itself, whatever the others call, in a group of `size` members; empty where all fits.
+    """Return how input and output of a call contradict each other, in a group of `size` members; empty if they match.
 
-    An all_reduce gives back as much as it is given, an all_gather as much from every member, a reduce_scatter gives
-    each its share, and all of them what they are given in the type that it has.
+    Sizes: an all_reduce has equal sizes, an all_gather has `size` times more output, a reduce_scatter `size` times
+    less. Input and output have the same data type.
     """
     op = signature.op
     if signature.members or not signature.inputs or not signature.outputs:
@@ -105,12 +104,12 @@ def contradiction(signature: CommRecord, size: int) -> str:
 
 
 def _is_uneven_by_name(signature: CommRecord) -> bool:
-    """Whether it is an all_gather or a reduce_scatter of shares that differ: all_gather_v, reduce_scatter_v."""
+    """Return whether it is an all_gather_v or a reduce_scatter_v, whose shares may differ."""
     return signature.op in ("all_gather", "reduce_scatter") and signature.c10d.endswith("_v")
 
 
 def _is_uneven(signature: CommRecord) -> bool:
-    """Whether it has a tensor per member on one side, of different sizes: one member's share shows nothing of them."""
+    """Return whether it has one tensor per member, of different sizes: one share does not show the others."""
     few, many = sorted((signature.inputs, signature.outputs), key=len)
     return len(few) == 1 < len(many) and len({prod(shape) for shape in many}) > 1
 
@@ -121,47 +120,47 @@ def _elements(shapes: Sequence[Sequence[int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """The first collective of a group that some ranks called differently."""
+    """The first collective of a group whose calls differ between ranks."""
 
     group: ProcessGroup
     seq: int
     kind: str
     culprits: tuple[int, ...] = ()
-    """Those unlike the majority; empty where there is none."""
+    """Ranks that differ from the majority; empty without a majority."""
     op: str
-    """Of the majority, or of an extra collective."""
+    """Operation of the majority, or of an extra collective."""
     text: str
-    """What happened, for people."""
+    """What happened."""
     ranks: list[int]
-    """Those with a call of this number."""
+    """Ranks with a call of this number."""
     since: int
-    """When the first of them made it, ns since 1970."""
+    """Time of the first of these calls, ns since 1970."""
 
 
 def find_mismatches(job: JobState) -> list[Mismatch]:
-    """The first mismatch of every group that has one."""
+    """Return the first mismatch of every group with one."""
     keys: Interned[MatchKey] = Interned()
     of_signature = [keys.number(match_key(signature)) for signature in job.signatures]
-    # Of a rank whose calls cannot be compared but for these two.
+    # For ranks that are not comparable: only these two fields are compared.
     barely = [keys.number(MatchKey(root=one.root, reduce=one.reduce)) for one in job.signatures]
     comparisons = (_Comparison(job, group, (barely, of_signature), keys.rows) for group in job.groups)
     return [found for one in comparisons if (found := one.first()) is not None]
 
 
 class _Comparison:
-    """One group over its ranks."""
+    """Compares the ranks of one group."""
 
     def __init__(
         self, job: JobState, group: ProcessGroup, of_signature: tuple[list[int], list[int]], keys: list[MatchKey]
     ) -> None:
-        """`of_signature`: numbers of keys by signature, of ranks that are not comparable and of those that are."""
+        """`of_signature`: signature -> key number, one list for ranks that are not comparable, one for the others."""
         self._job, self._group, self._keys = job, group, keys
         self._columns: dict[int, array[int]] = {}
-        """Rank -> number of the key of each of its calls."""
+        """Rank -> key number of each of its calls."""
         size = 0 if group.inferred else len(group.ranks)
         texts: dict[int, str] = {}
         self._wrong: dict[int, dict[int, str]] = defaultdict(dict)
-        """Number of a call -> rank -> how it contradicts itself there; the first one of each rank."""
+        """Number of a call -> rank -> its contradiction; only the first one of each rank."""
         for rank, lane in group.lanes.items():
             trace = job.ranks[rank]
             column = array("I", map(trace.calls.signature.__getitem__, lane.rows))
@@ -173,14 +172,14 @@ class _Comparison:
                 self._wrong[lane.numbers[first]][rank] = texts[column[first]]
 
     def first(self) -> Mismatch | None:
-        """The first mismatch of the group."""
+        """Return the first mismatch of the group."""
         wrong = min(self._wrong, default=None)
         for seq in self._suspicious():
             if wrong is not None and seq > wrong:
                 break
             calls = self._calls_at(seq)
             mismatch = self._judge(seq, calls) or self._all_to_all(seq, calls)
-            # How a call contradicts itself says more than how it differs from others, unless it is another operation.
+            # A contradiction in a call is more exact than a difference to other ranks, except of the operation.
             if mismatch is not None and (seq != wrong or mismatch.kind not in (SIZE, DTYPE)):
                 return mismatch
         if wrong is None:
@@ -205,7 +204,7 @@ class _Comparison:
         )
 
     def _suspicious(self) -> list[int]:
-        """Sequence numbers at which the ranks' calls are not the very same, and all those of all_to_all."""
+        """Return the sequence numbers at which the ranks' calls differ, and those of all_to_all."""
         lanes, columns = self._group.lanes, self._columns
         if len(lanes) < 2:
             return []
@@ -219,14 +218,14 @@ class _Comparison:
             end = None if start is None else start + len(lane.numbers)
             if numbers[start:end] != lane.numbers or column[start:end] != columns[rank]:
                 key_of = key_of or dict(zip(numbers, column, strict=True))
-                # What the longest list does not have is compared among the others.
+                # Calls that the longest list lacks are compared among the others.
                 seqs |= {seq for seq, key in zip(lane.numbers, columns[rank], strict=True) if key_of.get(seq) != key}
             if sums:
                 seqs |= {seq for seq, key in zip(lane.numbers, columns[rank], strict=True) if key in sums}
         return sorted(seqs)
 
     def _calls_at(self, seq: int) -> dict[int, MatchKey]:
-        # A broken file may have calls of a rank that its group does not list.
+        # A damaged file may have calls of a rank outside the group.
         places = {rank: lane.index(seq) for rank, lane in sorted(self._group.lanes.items())}
         return {rank: self._keys[self._columns[rank][place]] for rank, place in places.items() if place is not None}
 
@@ -234,14 +233,14 @@ class _Comparison:
         largest, *others = _classes(calls)
         if not others:
             return None
-        # Members that have not made the call, and those of which nothing is known, speak for neither side.
+        # Members without the call, and unknown members, count for neither side.
         behind = sum(1 for rank in self._group.ranks if rank not in calls and self._is_behind(rank, seq))
         has_majority = len(largest) * 2 > len(calls) + behind or self._is_out_of_turn(seq, largest, others)
         columns = zip(KINDS, *(calls[ranks[0]] for ranks in (largest, *others)), strict=True)
         kind = next((kind for kind, *values in columns if len({one for one in values if one is not None}) > 1), TYPE)
         odd = sorted(rank for ranks in others for rank in ranks) if has_majority else []
         op, text = calls[largest[0]].op, _by_text({rank: key.text for rank, key in calls.items()})
-        # Where root or reduction differ it is the same call but for that: nobody made one too many.
+        # If only root or reduction differ, no rank made an extra call.
         shifts = {self._shift(seq, rank, largest[0]) for rank in odd} if kind not in (ROOT, REDUCE) else set()
         if shifts == {EXTRA}:
             kind, op = EXTRA, calls[odd[0]].op
@@ -251,7 +250,7 @@ class _Comparison:
         return self._mismatch(seq, kind, calls, op, text, odd)
 
     def _is_out_of_turn(self, seq: int, most: list[int], others: list[list[int]]) -> bool:
-        """Whether most of those that made the call went on as they did before, and none of the others did."""
+        """Return whether most ranks made their usual call, and none of the others did."""
         few = [rank for ranks in others for rank in ranks]
         if len(most) <= len(few):
             return False
@@ -264,17 +263,17 @@ class _Comparison:
         ranks, group = self._job.ranks, self._group
         if rank in ranks:
             return not ranks[rank].ending.unseen and (self._job.enqueued(group, rank) or 0) < seq
-        # A member of which nothing is left may have ended by the mismatch itself, as they do on gloo.
+        # A member without evidence may have ended because of the mismatch, as happens on gloo.
         known = [(ranks[one], group.local_index.get(one)) for one in group.ranks if one in ranks]
         return not any(one.ending.has_failed and one.is_gloo(local) for one, local in known)
 
     def _shift(self, seq: int, odd: int, reference: int) -> str | None:
-        """Whether the odd rank's calls fit again when one is taken out, or one that it lacks is put in."""
+        """Return whether the calls of rank `odd` match again after one call is removed or added."""
         ours, theirs = self._following(odd, seq), self._following(reference, seq)
         if _all_fit(ours[1:], theirs[1:]):
-            return None  # only this one call is different
+            return None  # only this call differs
         extra, missing = _all_fit(ours[1:], theirs), _all_fit(ours, theirs[1:])
-        if extra and missing:  # calls that alternate fit both ways; then the number of calls decides
+        if extra and missing:  # alternating calls match both ways; then the number of calls decides
             last, other_last = (self._group.lanes[rank].numbers[-1] for rank in (odd, reference))
             extra, missing = last > other_last, last < other_last
         return EXTRA if extra else MISSING if missing else None
@@ -301,7 +300,7 @@ class _Comparison:
         if not pairs:
             return None
         in_all = set.intersection(*map(set, pairs))
-        # Of one pair alone either end may be wrong.
+        # With one pair, either rank may be wrong.
         culprits = in_all if len(in_all) == 1 else set()
         place = {rank: index for index, rank in enumerate(self._group.ranks)}
         texts = [
@@ -313,7 +312,7 @@ class _Comparison:
         return self._mismatch(seq, SIZE, calls, "all_to_all", "; ".join(texts) + more, sorted(culprits))
 
     def _sums(self, seq: int, calls: dict[int, MatchKey], signatures: list[CommRecord]) -> Mismatch | None:
-        """Where the parts for each rank are not known: a mismatch if the sums differ."""
+        """Return a mismatch if the sums differ, for unknown splits."""
         sent, expected = (
             sum(_elements(one.inputs) for one in signatures),
             sum(_elements(one.outputs) for one in signatures),
@@ -325,35 +324,35 @@ class _Comparison:
 
 
 def _parts(shapes: list[list[int]], splits: list[int] | None, record: CommRecord, size: int) -> list[int]:
-    """Elements for, or of, each of `size` ranks; empty where that is not known: torch's recorder notes no splits.
+    """Return the elements for, or from, each of `size` ranks; empty if unknown, because torch's recorder has no splits.
 
-    A tensor is divided along its first dimension by its splits, in a record of ours without any into equal parts; or
-    there is a tensor for each rank.
+    There is one tensor per rank, or one tensor that its splits divide along its first dimension. In crossrank's records
+    a tensor without splits is divided equally.
     """
     elements = [_elements([shape]) for shape in shapes]
     if len(shapes) == 1 and record.c10d == _DIVIDES:
         splits = splits or [1] * size
-    # A rank that gives nothing has splits of 0, and an empty tensor.
+    # A rank that sends nothing has splits of 0 and an empty tensor.
     if splits and len(splits) == size and len(shapes) == 1 and (any(splits) or not elements[0]):
         return [elements[0] * split // (sum(splits) or 1) for split in splits]
     return elements if len(shapes) == size > 1 else []
 
 
 def _by_text(texts: dict[int, str]) -> str:
-    """Ranks with what is to be reported of them, that of the most first."""
+    """Return a text on the ranks, the most frequent text first."""
     ordered = sorted(ranks_by(texts).items(), key=lambda item: (-len(item[1]), item[1]))
     return "; ".join(f"{rank_text(ranks)}: {text}" for text, ranks in ordered)
 
 
 def _all_fit(some: list[MatchKey], others: list[MatchKey]) -> bool:
-    """Whether calls fit in their order, as far as both lists go, of which neither may be empty."""
+    """Return whether calls match in order, up to the end of the shorter list. Neither list may be empty."""
     return bool(some and others) and all(one.fits(other) for one, other in zip(some, others))  # noqa: B905
 
 
 def _classes(calls: dict[int, MatchKey]) -> list[list[int]]:
-    """Ranks whose calls fit each other, the largest class first, then that of the lowest rank."""
+    """Return classes of ranks whose calls match, the largest first, then by lowest rank."""
     classes: list[tuple[MatchKey, list[int]]] = []
-    # The most frequent call first, so that one which states less joins it.
+    # The most frequent call first, so that less specific calls join it.
     for one, _ in sorted(Counter(calls.values()).items(), key=lambda item: (-item[1], repr(tuple(item[0])))):
         members = next((ranks for other, ranks in classes if one.fits(other)), None)
         if members is None:

@@ -1,9 +1,8 @@
-"""Pairs sends with receives: for each pair of ranks on a group, in the order in which they were called.
+"""Pair sends with receives, for each pair of ranks on a group, in the order of the calls.
 
-Where both ranks' calls are complete from the start of the job, the n-th send belongs to the n-th receive. Where a
-ring has wrapped, or completed calls were left out of the dumps, the pairs are found from the sequence numbers, if
-those of both ranks run in step (a group of two), and otherwise from the end: the first open send belongs to the first
-open receive.
+If both ranks' calls are complete from the start of the job, the n-th send belongs to the n-th receive. If a ring has
+wrapped, or the dumps lack completed calls, sequence numbers give the pairs, if both ranks count equally (a group of
+two). Otherwise the first unfinished send belongs to the first unfinished receive.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED
 CallId = tuple[int, int]
 """(rank, row of its calls)"""
 Pairs = list[tuple[int, int]]
-"""Rows of sends with those of their receives"""
+"""(row of a send, row of its receive)"""
 Rows = dict[tuple[str, int, int], list[int]]
 """(operation, rank, peer) -> rows in order"""
 
 
 @dataclass
 class Pairing:
-    """What became of every send and receive of the job."""
+    """The result for every send and receive of the job."""
 
     partner: dict[CallId, CallId] = field(default_factory=dict)
-    """Both ways. Calls that are done on their own rank are there only where the pairs are exact."""
+    """Send -> receive and receive -> send. Has calls that finished on their own rank only if the pairs are exact."""
     alone: set[CallId] = field(default_factory=set)
-    """Calls that the other rank has not answered."""
+    """Calls without a matching call on the other rank."""
     done: set[CallId] = field(default_factory=set)
-    """Open calls of which the other rank saw the end."""
+    """Unfinished calls whose end the other rank noticed."""
     sizes_differ: list[tuple[CallId, CallId]] = field(default_factory=list)
-    """Send and receive that belong together and are not of one size or type."""
+    """Pairs with different sizes or types."""
 
 
 class _End:
-    """One rank's calls of one direction of transfers between two ranks."""
+    """The sends, or the receives, of one rank in one direction between two ranks."""
 
     def __init__(self, job: JobState, rank: int, peer: int, rows: list[int]) -> None:
         self.rank, self.peer, self.rows = rank, peer, rows
@@ -50,14 +49,14 @@ class _End:
         self.numbers = [self.calls.number[row] for row in rows]
         self.blind_until = job.blind_until(rank)
         self.low = 0
-        """Calls with smaller numbers are from before what the peer's file holds."""
+        """Calls with smaller numbers are older than the peer's file."""
 
     def is_whole(self) -> bool:
-        """Whether every P2P call since the start of the job is there, in the order of the group."""
+        """Return whether the file has every P2P call since the start of the job, in the order of the group."""
         return not self.trace.dump.wrapped and not self.trace.dump.active_only and not self.trace.numbered_pairs
 
     def leave_alone(self, row: int, pairing: Pairing) -> None:
-        """Note that the peer has not answered a call, unless this rank would not have noticed an answer."""
+        """Add a call to `pairing.alone`, unless this rank notices no ends."""
         (pairing.done if row < self.blind_until else pairing.alone).add((self.rank, row))
 
 
@@ -80,7 +79,7 @@ def pair_up(job: JobState) -> Pairing:
 
 
 def _lists(job: JobState) -> dict[int, Rows]:
-    """Index of a group -> its sends and receives."""
+    """Return index of a group -> its sends and receives."""
     found: dict[int, Rows] = defaultdict(lambda: defaultdict(list))
     keys = [(one.op, one.peer) if is_p2p(one) and one.peer is not None else None for one in job.signatures]
     for rank, trace in job.ranks.items():
@@ -110,7 +109,7 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
         if not _same_size(sent, received):
             pairing.sizes_differ.append((a, b))
             continue
-        # gloo reports no state: once both sides have called, the two will get through.
+        # gloo reports no state: a transfer finishes once both ranks have called.
         stateless = numbered or (ends_unknown(send.trace) and ends_unknown(receive.trace))
         stateless = stateless and all(job.held_in.get(rank) != held for rank, held in (a, b))
         if stateless or receive.calls.state[other_row] == COMPLETED:
@@ -136,7 +135,7 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
 
 
 def _end_in_order(end: _End, pairing: Pairing) -> None:
-    """Transfers between two ranks in one direction end in order: where one is over, all before it are."""
+    """Mark all transfers before a finished one as done: transfers in one direction between two ranks end in order."""
     over = False
     for row in reversed(end.rows):
         if over and end.calls.state[row] < RETIRED:
@@ -146,11 +145,11 @@ def _end_in_order(end: _End, pairing: Pairing) -> None:
 
 
 def _in_step(job: JobState, group: ProcessGroup, lists: Rows) -> bool:
-    """Whether equal p2p_seq_ids are the two ends of one transfer.
+    """Return whether equal p2p_seq_ids identify the two calls of one transfer.
 
-    They count all P2P launches of a rank on the group, so both ends agree only where nobody has two peers, and only if
-    they launch alike. The calls that are seen on both ends show it; in a group of two without such calls it is taken
-    for granted, for in dumps of active calls one rank may be done with all that the other still has open.
+    They count all P2P launches of a rank on the group. So they are equal only if no rank has two peers, and if both
+    ranks launch in the same way. Calls that both ranks have show it. In a group of two without these calls it is
+    assumed, because one rank may have finished all calls that are unfinished on the other.
     """
     peer_of: dict[int, int] = {}
     if any(peer_of.setdefault(rank, peer) != peer for _, rank, peer in lists):
@@ -170,7 +169,7 @@ def _in_step(job: JobState, group: ProcessGroup, lists: Rows) -> bool:
 
 
 def _by_number(send: _End, receive: _End, numbered: bool) -> Pairs:
-    """Pairs of rows with one number; what came before the first that the other rank has is no longer to be found."""
+    """Return pairs of rows with the same number. Calls before the first one of the other rank have no pair."""
     if numbered:  # comms files count the calls to that peer
         send.low = receive.low = max(min(end.numbers, default=0) for end in (send, receive))
     else:
@@ -185,11 +184,11 @@ def _by_number(send: _End, receive: _End, numbered: bool) -> Pairs:
 
 
 def _from_the_end(send: _End, receive: _End, pairing: Pairing) -> Pairs:
-    """Pairs of open rows, the first with the first; open rows that are over are noted as done."""
-    # What looks open on a rank that notices no ends, from before a collective that is over, answers nothing.
+    """Return pairs of unfinished rows in order; add rows that finished on the other rank to `pairing.done`."""
+    # A rank that notices no ends has unfinished calls from before a finished collective: ignore these.
     sends, receives = ([row for row in end.open_rows if row >= end.blind_until] for end in (send, receive))
-    # One side may have noticed the end of a transfer that is still open on the other: of the surplus, those calls that
-    # were made before the other side saw transfers end.
+    # One rank may have noticed the end of a transfer that the other has not. If one rank has more unfinished calls,
+    # skip those that it made before the other rank noticed ends.
     for own, theirs, end, other in ((sends, receives, send, receive), (receives, sends, receive, send)):
         surplus = len(own) - len(theirs)
         if surplus > 0:
@@ -208,7 +207,7 @@ def _same_size(send: CommRecord, receive: CommRecord) -> bool:
 
 
 def content_text(job: JobState, call: CallId) -> str:
-    """The shapes and the type that a send or receive transfers, for people."""
+    """Return shapes and data type of a send or receive as text."""
     signature = job.signature(*call)
     sides = (signature.outputs, signature.inputs)[:: 1 if signature.op == "recv" else -1]
     shapes = " + ".join(str(list(shape)) for shape in sides[0] or sides[1])

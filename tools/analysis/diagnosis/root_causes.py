@@ -1,9 +1,11 @@
-"""Root causes among ranks that wait, and what follows from them.
+"""Find root causes among waiting ranks, and their consequences.
 
-A `Search` goes through steps, each of which explains some of the operations that ranks are stuck in: calls that do not
-fit, operations that every member has reached, and cycles (here), ranks that wait for nobody and those of which there
-is no evidence (`absent_ranks`). Every operation becomes one finding: a root, or a consequence of the root that its
-waiting leads to.
+Each step of a `Search` explains some of the operations that ranks are stuck in:
+
+* here: mismatched calls, operations that every member has reached, and cycles;
+* in `absent_ranks`: ranks that do not wait, and ranks without evidence.
+
+Every operation becomes one finding: a root, or a consequence of the root that its waits lead to.
 """
 
 from __future__ import annotations
@@ -39,41 +41,41 @@ from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import STARTED
 
 _MOST_PLACES = 4
-"""Different calls of one collective that are shown where nobody can tell which of them is wrong."""
+"""Different calls of one collective that are shown if it is unknown which one is wrong."""
 _SURE = 1_000_000_000
-"""ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck. A
-process that died of an exception was stuck however short that was."""
+"""A rank counts as stuck if it waited for this many ns when its dump was written. For a process that ended with an
+exception, any wait counts."""
 
 _STOPPED = 2_000_000_000
-"""ns by which a comms file must have stopped growing before those of the ranks that wait."""
+"""A rank counts as stopped if its comms file ended this many ns before those of the waiting ranks."""
 
 _ANSWERS = {"send": "recv", "recv": "send"}
 
 _LAST = 1 << 63
-"""Later than any moment: of what no call shows."""
+"""Later than any time: the start of causes that no call shows."""
 
 
 @dataclass
 class Search:
-    """What is known of a job, and what was found so far."""
+    """The state of a job, and the causes that were found so far."""
 
     job: JobState
     graph: WaitForGraph
     pairing: Pairing
     lacking: dict[int, str]
-    """Rank without usable evidence -> kind of finding that says why."""
+    """Rank without usable evidence -> kind of the finding with the reason."""
     roots: list[Finding] = field(default_factory=list)
     consequences: list[Finding] = field(default_factory=list)
     in_progress: list[Finding] = field(default_factory=list)
     root_of: dict[StuckOp, int] = field(default_factory=dict)
-    """-> index of the root that explains it"""
+    """Operation -> index of the root that explains it."""
     began: list[int] = field(default_factory=list)
-    """When each root began to show, in ns since 1970."""
+    """Start of the effects of each root, in ns since 1970."""
     explained: set[int] = field(default_factory=set)
-    """Ranks of which there is no evidence because a root ended them."""
+    """Ranks without evidence because a root ended them."""
 
     def left(self) -> list[StuckOp]:
-        """The operations that no root explains yet."""
+        """Return the operations that no root explains yet."""
         return [op for op in self.graph.ops if op not in self.root_of]
 
     @cached_property
@@ -83,42 +85,43 @@ class Search:
 
     @cached_property
     def may_wait_otherwise(self) -> set[int]:
-        """Ranks that have begun calls and are seen to wait for none of them: they may wait in a way that nothing shows,
-        such as asking again and again whether one is over."""
+        """Return ranks with unfinished calls but no known wait for them. They may wait in an unrecorded way, such as
+        polling whether a call has finished."""
         job = self.job
         return {rank for rank in job.ranks if job.open_rows[rank] and job.waits_for_none(rank)}
 
     @cached_property
     def _listening(self) -> set[int]:
-        """Those of them whose other threads wait for all of these calls."""
+        """Return those of them whose other threads wait for all of these calls."""
         job = self.job
         return {one for one in self.may_wait_otherwise if job.ranks[one].awaited.issuperset(job.open_rows[one])}
 
     @cached_property
     def waiting_unrecorded(self) -> set[int]:
-        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
+        """Return ranks that wait outside of calls. Empty if they are few and all others are in calls: then they made a
+        wrong turn."""
         found = {rank for rank in self._idle if self.job.waits_unrecorded(rank)}
         return set() if found == self._idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
 
     @property
     def silent(self) -> set[int]:
-        """Ranks with evidence that wait for nobody."""
+        """Return ranks with evidence that do not wait."""
         return self._idle - self.waiting_unrecorded
 
     @cached_property
     def may_wait_for_a_thread(self) -> dict[int, set[int]]:
-        """Silent ranks of which a thread receives from ranks that are silent themselves, or missing, or do so too ->
-        those ranks.
+        """Return silent rank -> the ranks that one of its threads receives from, if they are silent, missing, or in
+        this result themselves.
 
-        The main thread of such a rank may wait for that thread, in a lock that nothing shows.
+        The main thread of the rank may wait for this thread in a lock, which the files do not show.
         """
         job, found = self.job, dict[int, set[int]]()
         silent = (self.silent - self._listening) | self.lacking.keys()
         listening = [rank for rank in self.silent & self._listening if not job.ranks[rank].ending.moves]
-        for _ in listening:  # a chain of them is as long at most
+        for _ in listening:  # a chain of them has at most this length
             for rank in listening:
                 ends = [(job.signature(rank, row).peer, job.group_at(rank, row)) for row in job.open_rows[rank]]
-                # A receive from any source may be one from any member.
+                # A receive from any source may be from any member.
                 senders = {one for peer, group in ends for one in (group.ranks if peer is None else [peer])}
                 if rank not in found and (those := (silent | found.keys()) & senders - {rank}):
                     found[rank] = those
@@ -126,10 +129,10 @@ class Search:
 
     @cached_property
     def cancelled(self) -> bool:
-        """Whether somebody outside ended several ranks of a job that no rank had left before, or died in.
+        """Return whether several ranks were ended from outside, in a job in which no rank had ended or failed before.
 
-        One alone that was ended is why the others fail. Where communication failed before any was ended, that is why a
-        launcher ended them.
+        If only one rank was ended, it is the reason why the others fail. If communication failed first, this is the
+        reason why the launcher ended the ranks.
         """
         endings = [one.ending for one in self.job.ranks.values()]
         terminated = [one.taken_at or _LAST for one in endings if one.was_terminated]
@@ -140,16 +143,16 @@ class Search:
 
     @property
     def world(self) -> ProcessGroup:
-        """The largest group, for findings that are about none in particular."""
+        """Return the largest group, for findings without a group."""
         everyone = ProcessGroup(index=-1, name="", desc="", members=self.job.world, size=len(self.job.world))
         return max(self.job.groups, key=lambda group: (len(group.ranks), -group.index), default=everyone)
 
     def may_be_members(self, group: ProcessGroup) -> set[int]:
-        """Ranks that wait for nobody, or of which there is no evidence, and that a group does not show as members."""
+        """Return ranks that do not wait or have no evidence, and are not known members of a group."""
         return (self.silent | self.lacking.keys()) - set(group.ranks)
 
     def add_root(self, finding: Finding, ops: Iterable[StuckOp] = (), since: int | None = None) -> None:
-        """Add a root cause, which explains `ops` and began at `since` (ns since 1970) or with the first of them."""
+        """Add a root cause that explains `ops`. It started at `since` (ns since 1970), or with the first of `ops`."""
         moments = [op.since for op in ops] + ([since] if since is not None else [])
         for op in ops:
             self.root_of.setdefault(op, len(self.roots))
@@ -157,10 +160,10 @@ class Search:
         self.began.append(min(moments, default=_LAST))
 
     def by_most_waited_for(self, ranks: set[int]) -> Iterator[tuple[StuckOp, set[int]]]:
-        """Operations with those of `ranks` that they lack: first that which lacks most of them that were not met yet,
-        and of several that lack the same the one that comes first in the program.
+        """Yield (operation, the ranks of `ranks` that are missing in it).
 
-        Who takes one has to explain it.
+        Starts with the operation that lacks most ranks that were not yielded before; if several lack the same ranks,
+        with the first in the program. The caller must explain each operation.
         """
         met: set[int] = set()
         while lacking := {op: op.absent & ranks for op in self.left() if op.absent & ranks - met}:
@@ -176,24 +179,24 @@ def finding_on(group: ProcessGroup, kind: str, **facts: Any) -> Finding:
 
 
 def finding_at(job: JobState, rank: int, row: int, kind: str, **facts: Any) -> Finding:
-    """A finding about a collective that a rank made."""
+    """Return a finding about a collective that a rank made."""
     number, op = job.ranks[rank].calls.number[row], job.signature(rank, row).op
     return finding_on(job.group_at(rank, row), kind, collective_seq_id=number, op=op, **facts)
 
 
 def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), **facts: Any) -> Finding:
-    """A finding about what ranks are stuck in; unless `facts` says otherwise, those that are no culprits wait."""
+    """Return a finding about a stuck operation. By default, all its ranks except the culprits wait."""
     number = "p2p_seq_id" if op.is_p2p else "collective_seq_id"
     waiting = sorted(set(op.waiting).difference(culprits))
     about = {number: op.seq, "op": op.op, "culprit_ranks": sorted(culprits), "waiting_ranks": waiting}
     return finding_on(op.group, kind, **about | facts)
 
 
-# --- calls that are under way ----------------------------------------------------------------------------------------
+# --- running calls ---------------------------------------------------------------------------------------------------
 
 
 def set_aside_what_just_began(search: Search) -> None:
-    """Where the dumps say when they were taken, a call that began just before is under way, not stuck."""
+    """Set aside operations that started just before the dumps: they were running, not stuck."""
     for op in search.graph.ops:
         age = _age(search, op)
         if age is not None and age < _SURE:
@@ -203,17 +206,16 @@ def set_aside_what_just_began(search: Search) -> None:
 
 
 def _age(search: Search, op: StuckOp) -> int | None:
-    """For how many ns ranks are known to have waited in a call; None where it is sure that it does not end.
+    """Return for how many ns ranks have waited in a call; None if it is certain that it does not end.
 
-    A wait is measured on the clock of the rank that waits; of a dump without its moment until its file was written.
-    Ranks are dumped one after the other, so what a rank that is waited for had not done by its dump it may have done
-    since; but not where it is gone, or hangs itself. Of a cancelled job everyone is gone, and nobody by its own doing:
-    there the dumps count like those of a running job.
+    A wait is measured on the clock of the waiting rank, until its dump, or until its file was written if the dump has
+    no time. Ranks are dumped one after the other, so an awaited rank may have made the call after its dump, unless it
+    ended or hangs. In a cancelled job all ranks were ended from outside: its dumps count like those of a running job.
     """
     ranks = search.job.ranks
     waiting = [ranks[rank].ending for rank in op.waiting]
     awaited = [ranks[rank].ending for rank in op.awaited if rank in ranks]
-    # The first ranks of a cancelled job to end make the communication of the others fail, however healthy it was.
+    # When the first ranks of a cancelled job end, the communication of the others fails.
     cancelled = search.cancelled and len(awaited) == len(op.awaited)
     taken = [one.taken_by for one in waiting if one.taken_by is not None and (cancelled or not one.has_failed)]
     if len(taken) < len(waiting):
@@ -227,18 +229,18 @@ def _age(search: Search, op: StuckOp) -> int | None:
         for one in awaited
         if one.taken_at is not None
         and (cancelled or not one.is_final)
-        # A comms file that stopped growing is that of a rank that died, or that was stopped.
+        # If a comms file stopped growing, its rank died or was stopped.
         and not (one.unseen and one.taken_at < max(taken) - _STOPPED)
     ]
     longest = max(end - begin for end, begin in zip(taken, began, strict=True))
     return min([longest, *(moment - min(began) for moment in moments)])
 
 
-# --- calls that do not fit -------------------------------------------------------------------------------------------
+# --- mismatched calls ------------------------------------------------------------------------------------------------
 
 
 def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
-    """Collectives that ranks called differently; one mistake of one rank is one root, in whatever groups it shows."""
+    """Find collectives that ranks called differently. One mistake of a rank is one root, even in several groups."""
     job = search.job
     known: dict[tuple[str, tuple[int, ...]], int] = {}
     aborted = {rank for rank in job.world if _may_be_aborted(job, rank)}
@@ -246,7 +248,7 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         group = mismatch.group
         behind_it = [op for op in search.left() if op.group is group and not op.is_p2p and op.seq >= mismatch.seq]
         stuck = {rank for op in behind_it for rank in op.waiting} - set(mismatch.culprits)
-        # What a rank that never made the call holds up would hang without the mismatch, too.
+        # Operations that wait for a rank that never made the call would hang without the mismatch, too.
         on_gloo = all(job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
         gone = aborted.intersection(group.ranks).difference(mismatch.ranks) if on_gloo else set()
         runs_ahead = all(ends_unknown(job.ranks[rank]) for rank in mismatch.ranks)
@@ -279,7 +281,7 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
 
 
 def _places_of_each_call(job: JobState, mismatch: Mismatch) -> list[Place]:
-    """Where the first rank of those that made each of the calls made it: nobody can tell which of them is wrong."""
+    """Return the source line of each different call, on its first rank: it is unknown which call is wrong."""
     first: dict[int, tuple[int, int]] = {}
     for rank, row in job.rows_of(mismatch.group, mismatch.seq):
         first.setdefault(job.ranks[rank].calls.signature[row], (rank, row))
@@ -288,20 +290,20 @@ def _places_of_each_call(job: JobState, mismatch: Mismatch) -> list[Place]:
 
 
 def _has_more_calls(search: Search, op: StuckOp, mismatch: Mismatch) -> bool:
-    """Whether those who made other calls wait in one that the others, who ended well, never had to make."""
+    """Return whether ranks with other calls wait in a call that the rest, which ended normally, never had to make."""
     traces = [search.job.ranks.get(rank) for rank in op.absent]
     ended_well = all(one is not None and one.ending.has_left and not one.ending.has_raised for one in traces)
     return ended_well and set(op.waiting) <= set(mismatch.culprits)
 
 
 def _may_be_aborted(job: JobState, rank: int) -> bool:
-    """Whether a rank may have ended without a word: gloo aborts a process that is sent more than it asked for."""
+    """Return whether gloo may have aborted a rank, as it does if a process receives more than it asked for."""
     trace = job.ranks.get(rank)
     return trace is None or trace.ending.unseen or trace.ending.reason == "SIGABRT"
 
 
 def _raised_in(job: JobState, mismatch: Mismatch) -> tuple[int, ...]:
-    """The ranks that an exception of their own ended in this call, unless they are many."""
+    """Return the ranks that their own exception ended in this call, unless there are many."""
     lanes = mismatch.group.lanes
     raised = [
         rank for rank in mismatch.ranks if job.ranks[rank].ending.has_raised and lanes[rank].numbers[-1] == mismatch.seq
@@ -310,12 +312,12 @@ def _raised_in(job: JobState, mismatch: Mismatch) -> tuple[int, ...]:
 
 
 def find_unequal_pairs(search: Search) -> None:
-    """Sends and receives that belong together and are not of one size or type."""
+    """Find pairs of sends and receives with different sizes or types."""
     job, blocked, seen = search.job, search.graph.blocked, set()
     for send, receive in search.pairing.sizes_differ:
         group, ends, ranks = job.group_at(*send), {"sender": send, "receiver": receive}, {send[0], receive[0]}
         if (pair := (group.index, *sorted(ranks))) in seen:
-            continue  # the first one of a pair of ranks may have shifted all that follow
+            continue  # the first mismatch of a pair of ranks may have shifted all later ones
         seen.add(pair)
         is_reached = any(blocked.get(rank, row + 1) <= row for rank, row in ends.values())
         places = [place_of_call(job, *end, role, "its call") for role, end in ends.items()]
@@ -333,15 +335,15 @@ def find_unequal_pairs(search: Search) -> None:
         search.add_root(finding, explained, job.moment(*send))
 
 
-# --- operations that nobody is missing from --------------------------------------------------------------------------
+# --- operations without missing ranks --------------------------------------------------------------------------------
 
 
 def find_closed_ops(search: Search) -> None:
-    """Operations in which ranks are stuck although nobody is missing."""
+    """Find operations in which ranks are stuck although no rank is missing."""
     for op in search.left():
         if not op.awaited <= set(op.waiting):
             continue
-        if op.absent and op.is_p2p:  # two ends of a batch, one of which lacks an answer to the other
+        if op.absent and op.is_p2p:  # two batches, one of which has no match for a call of the other
             kind = "p2p_unmatched"
             culprits = op.absent if len(op.absent) < len(op.waiting) else set()
             text = f"{rank_text(op.absent)} made no matching call"
@@ -395,19 +397,19 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
 
 
 def _gone_before_its_end(search: Search, op: StuckOp) -> set[int]:
-    """Ranks that made a call on NCCL and whose processes ended by themselves while others still waited in it.
+    """Return ranks that made a call on NCCL and ended on their own while others still waited in it.
 
-    What they had launched ended with them. On gloo the others' calls fail when a process ends.
+    Their launched work ended with them. On gloo, the calls of the others fail when a process ends.
     """
     ranks, blocked = search.job.ranks, search.graph.blocked
-    # Of a rank that seems to have gone past it, a comms file does not say whether it was over there.
+    # A comms file with later calls of a rank does not show whether this call finished there.
     gone = {
         rank
         for rank in {*op.waiting, *op.passed}
         if ranks[rank].ending.unseen
         or (ranks[rank].ending.has_left and (rank in blocked or _is_open(search, op, rank)))
     }
-    # One that was terminated alone, long before the others were seen to wait; a user who gives up ends all of them.
+    # A rank that was terminated alone, long before the others waited; a user who gives up ends all ranks.
     seen = [ranks[rank].ending.taken_at or 0 for rank in op.waiting if not ranks[rank].ending.was_terminated]
     ended = {rank: ranks[rank].ending.taken_at or 0 for rank in op.waiting if ranks[rank].ending.was_terminated}
     gone |= {rank for rank, at in ended.items() if seen and at + _SURE < min(seen)}
@@ -416,13 +418,13 @@ def _gone_before_its_end(search: Search, op: StuckOp) -> set[int]:
 
 
 def _is_open(search: Search, op: StuckOp, rank: int) -> bool:
-    """Whether a rank's own call of a collective is not over."""
+    """Return whether a rank's own call of a collective is unfinished."""
     lane = op.group.lanes.get(rank)
     return lane is not None and not op.is_p2p and lane.row(op.seq) in search.job.open_rows[rank]
 
 
 def _has_started(search: Search, rank: int) -> bool:
-    """Whether the call that a rank is stuck in is known to have begun to run."""
+    """Return whether the call that a rank is stuck in has started to run."""
     calls, row = search.job.ranks[rank].calls, search.graph.blocked[rank]
     return calls.state[row] == STARTED or calls.began[row] > 0
 
@@ -431,7 +433,7 @@ def _has_started(search: Search, rank: int) -> bool:
 
 
 def find_cycles(search: Search) -> None:
-    """Ranks that wait for each other."""
+    """Find ranks that wait for each other."""
     graph = search.graph
     edges = {rank: graph.targets(rank) for rank, op in graph.op_of.items() if op not in search.root_of}
     for cycle in strongly_connected_components(edges):
@@ -453,15 +455,15 @@ def find_cycles(search: Search) -> None:
             kind, odd = "opposite_order", _odd_in_order(cycle, ops)
             stuck = [rank for one in ops for rank in one.waiting]
         else:
-            # Either the answer was left out, or the collective: without calls like these before, nobody can tell.
+            # Either the matching call is missing, or the collective. Without similar earlier calls it is unknown which.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
         waiting = sorted(set(stuck).difference(odd))
         search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text), ops)
 
 
 def _is_being_answered(search: Search, op: StuckOp) -> bool:
-    """Whether the other rank of each send or receive is in the launch of the call that answers it: NCCL connects the
-    two ranks there, and may wait for what else runs on the GPU."""
+    """Return whether the other rank of each send or receive is launching the matching call: NCCL connects the two ranks
+    there, and may wait for other work on the GPU."""
     for rank in op.waiting:
         other, row = search.pairing.partner.get((rank, search.graph.blocked[rank]), (rank, -1))
         trace = search.job.ranks[other]
@@ -471,7 +473,7 @@ def _is_being_answered(search: Search, op: StuckOp) -> bool:
 
 
 def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
-    """The ranks of a cycle that made another call where this one was due, if all that lack it did."""
+    """Return the ranks of a cycle that made another call where this one was due, if all ranks without it did."""
     absent = op.awaited.intersection(cycle)
     peers = tuple(op.waiting) if op.is_p2p else ()
     blocked, answer = search.graph.blocked, _ANSWERS.get(op.op)
@@ -480,7 +482,7 @@ def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
 
 
 def _odd_in_cycle(search: Search, cycle: list[int]) -> list[int]:
-    """Of a cycle of sends and receives, the ranks that did what they never did, where all others did as always."""
+    """Return the ranks of a cycle of sends and receives that made an unusual call, if all others made usual calls."""
     job, blocked = search.job, search.graph.blocked
     odd = [rank for rank in cycle if is_new(job, rank, blocked[rank])]
     usual = [rank for rank in cycle if is_usual(job, rank, blocked[rank])]
@@ -488,7 +490,7 @@ def _odd_in_cycle(search: Search, cycle: list[int]) -> list[int]:
 
 
 def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:
-    """Of a cycle over groups, the ranks of the rarer order: among those that are in all of its groups."""
+    """Return the ranks with the rarer order in a cycle over groups, among the ranks that are in all of these groups."""
     both = set.intersection(*(set(op.group.ranks) for op in ops))
     votes = [len(both.intersection(op.waiting)) for op in ops]
     if max(votes) * 2 <= sum(votes):
@@ -497,7 +499,7 @@ def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:
 
 
 def _chain(graph: WaitForGraph, cycle: list[int], edges: dict[int, set[int]]) -> str:
-    """The cycle in words, as a walk from its lowest rank."""
+    """Return the cycle as text, starting with its lowest rank."""
     walk: list[str] = []
     rank = cycle[0]
     for _ in cycle:
@@ -510,14 +512,14 @@ def _chain(graph: WaitForGraph, cycle: list[int], edges: dict[int, set[int]]) ->
     return "; ".join(walk[:8]) + (f"; … {more} more ranks" if more > 0 else "")
 
 
-# --- what is left ----------------------------------------------------------------------------------------------------
+# --- the remaining operations ----------------------------------------------------------------------------------------
 
 
 def explain_the_rest(search: Search) -> None:
-    """Every operation that is left becomes a consequence; where no root is behind one, the largest becomes a root."""
+    """Make every remaining operation a consequence. If some have no root, the largest of them becomes a root."""
     ordered = sorted(search.left(), key=lambda op: (op.since, op.group.index, op.seq, op.waiting))
     unexplained = [op for op in ordered if _root_behind(search, op) is None]
-    if unexplained:  # something holds these up that the evidence does not show
+    if unexplained:  # the evidence does not show the cause
         op = min(unexplained, key=lambda op: (op.since, -len(op.waiting), op.group.index))
         text = "the dumps do not show which rank delays it"
         candidates = search.may_be_members(op.group) if op.group.inferred else set()
@@ -549,7 +551,7 @@ def _kind_of_rest(op: StuckOp) -> str:
 
 
 def _root_behind(search: Search, op: StuckOp) -> int | None:
-    """The root that the waiting in this operation leads to: of those within reach, the nearest."""
+    """Return the nearest root that the waits in this operation lead to."""
     of_roots = [{*root.culprit_ranks, *root.waiting_ranks} for root in search.roots]
     seen, front = set(op.waiting), op.awaited or op.unknown
     if op.group.inferred and not front:

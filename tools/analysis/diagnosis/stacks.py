@@ -1,4 +1,4 @@
-"""Where in their code ranks are: a culprit and one that waits, side by side; and what their stacks alone show."""
+"""Positions of ranks in their code: of the culprits and of one waiting rank; and facts from stacks alone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from crossrank.tools.traces.flight.dump import Frame, OwnStack
 from crossrank.tools.traces.rank_trace import GLOO
 
 _MOST_CULPRITS = 4
-"""Places of culprits that are shown of one finding."""
+"""Places of culprits per finding."""
 _MOST_FRAMES = 12
 _INNER_FRAMES = 4
-"""Frames of libraries that are shown below the user's: what the user's line has called."""
+"""Frames of libraries, called by the user's line, that are shown below it."""
 _COMMUNICATES = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
 
 
 def add_places(job: JobState, graph: WaitForGraph, findings: Sequence[Finding]) -> None:
-    """Fill in `places` of every finding, as far as there are stacks: culprits in different places, one waiting rank."""
+    """Set `places` of every finding with stacks: culprits at different positions, and one waiting rank."""
     for finding in findings:
         known = {place.rank for place in finding.places}
         for role, ranks, most in (
@@ -40,7 +40,7 @@ def add_places(job: JobState, graph: WaitForGraph, findings: Sequence[Finding]) 
 
 
 def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, role: str) -> list[Place]:
-    """Where a rank is; of one whose host has gone on, also where it made the call."""
+    """Return the position of a rank; if its host has continued, also the position of the call."""
     trace = job.ranks.get(rank)
     if trace is None:
         return []
@@ -59,14 +59,14 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         row, what = len(trace.calls) - 1, "its last call"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
     main = _stack_of_culprit(ending) if is_culprit else main_stack(ending)
-    # At the end of a recording the main thread is where it ends, and not where the rank was.
+    # At the end of a recording the main thread is in its shutdown code.
     is_leaving = ending.reason in ("exit", "disable")
     lost = main is not None and bool(frames) and not any(map(is_users, main.frames))  # reporting an exception
     of_call = place_of_call(job, rank, row, role, what) if row is not None else None
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
         where = Place(rank=rank, role=role, what=f"its {name} at the time of the dump", frames=frame_texts(main.frames))
-        # On a GPU the host goes on while a call waits.
+        # On a GPU the host continues while a call waits.
         has_gone_on = row is not None and trace.backend != GLOO and not _is_in(main.frames, job.stack(rank, row))
         places = [of_call, where] if of_call is not None and has_gone_on else [where]
         if is_culprit and main.handles is not None:
@@ -77,13 +77,13 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
 
 
 def _is_in(frames: Sequence[Frame], call: Sequence[Frame]) -> bool:
-    """Whether a thread is in a call, by the innermost line of the user that made it."""
+    """Return whether a thread is in a call, by the user's innermost line that made the call."""
     line = next((line_of(frame) for frame in call if is_users(frame)), None)
     return line is None or line in map(line_of, frames)
 
 
 def place_of_call(job: JobState, rank: int, row: int, role: str, what: str) -> Place | None:
-    """Where in its code a rank made a call; None where no stack of it was recorded."""
+    """Return the position at which a rank made a call; None without a recorded stack."""
     frames = frame_texts(job.stack(rank, row))
     if not frames:
         return None
@@ -93,14 +93,14 @@ def place_of_call(job: JobState, rank: int, row: int, role: str, what: str) -> P
 
 
 def _row_of(job: JobState, finding: Finding, rank: int) -> int | None:
-    """The rank's row of the collective that a finding is about."""
+    """Return the rank's row of the collective of a finding."""
     same = (group for group in job.groups if group.pg == finding.pg and list(group.ranks) == finding.pg_ranks)
     group = next(same, None) if finding.collective_seq_id is not None else None
     return dict(job.rows_of(group, finding.collective_seq_id or 0)).get(rank) if group is not None else None
 
 
 def _stack_of_culprit(ending: Ending) -> OwnStack | None:
-    """The thread that does something else than communicate: the main one, unless it communicates and another not."""
+    """Return a thread that does not communicate: the main thread, or another one if the main thread communicates."""
     main = main_stack(ending)
     if main is None or not _communicates(main):
         return main
@@ -109,16 +109,16 @@ def _stack_of_culprit(ending: Ending) -> OwnStack | None:
 
 
 def _communicates(stack: OwnStack) -> bool:
-    """Whether what the user's innermost line called is in torch.distributed."""
+    """Return whether the user's innermost line called torch.distributed."""
     called = takewhile(lambda frame: not is_users(frame), stack.frames)
     return any(_COMMUNICATES.search(frame.filename) for frame in called)
 
 
 def frame_texts(frames: Sequence[Frame]) -> list[str]:
-    """`function (file:line)`: the user's frames, innermost first, then the innermost ones of what they called.
+    """Return frames as `function (file:line)`: the user's, innermost first, then the innermost frames they called.
 
-    With FSDP or DDP dozens of the frameworks' frames lie between the call and the user's line. The recorder's own
-    frames are left out.
+    With FSDP or DDP, dozens of framework frames are between the call and the user's line. Frames of crossrank's
+    recorder are skipped.
     """
     users = [frame for frame in frames if is_users(frame)]
     inner = [frame for frame in frames if not is_users(frame) and RECORDER not in frame.filename]

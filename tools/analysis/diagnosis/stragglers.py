@@ -1,8 +1,8 @@
-"""Who arrives last at collectives, and how long the others wait: over all calls that the dumps hold.
+"""Find the ranks that arrive last at collectives, and how long the others wait, over all calls in the dumps.
 
-The arrival of a rank is the moment at which its CPU made the call. Clocks of different hosts are brought together by
-what a collective implies: none of its members sees the end of it before all have begun it, so the difference of two
-clocks has bounds. A clock is left as it is where the bounds allow that, and moved to the middle of them otherwise.
+The arrival of a rank is the time at which its host made the call. Clocks of different nodes are aligned by collectives:
+no member can see the end of a collective before all have started it, so the difference of two clocks has bounds. A
+clock is not changed if the bounds allow it; otherwise it is moved to the middle of the bounds.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
 
 _FEWEST = 5
-"""Collectives below which a group is not judged."""
+"""Groups with fewer collectives are not judged."""
 _OFTEN = 0.5
 _LONG_MS = 1.0
 _FAR = 1 << 62
-"""ns that lie between no two moments."""
+"""ns; longer than any time."""
 
 
 @dataclass(frozen=True)
 class _Times:
-    """The collectives of a group that all its ranks with a dump have: ns since 1970, a row per rank."""
+    """The collectives of a group that all its ranks with a dump have. Times are ns since 1970, one row per rank."""
 
     group: ProcessGroup
     ranks: list[int]
     arrivals: NDArray[np.int64]
     ends: NDArray[np.int64]
-    """0 = not known, or not to be used: another rank may leave the collective early."""
+    """0 = unknown, or unusable because other ranks may leave the collective early."""
 
     def added(self, offsets: dict[int, int]) -> NDArray[np.int64]:
         return np.array([[offsets.get(rank, 0)] for rank in self.ranks])
 
 
 def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignment, list[Finding]]:
-    """(every group with its waits, what was done about clocks, the ranks worth a word)"""
+    """Return (waits of every group, alignment of the clocks, findings about stragglers)."""
     releases_all = np.array(job.releases_all)
     every = [_times(job, group, releases_all) for group in job.groups if len(group.lanes) > 1]
     times = [one for one in every if one.arrivals.shape[1] >= _FEWEST]
@@ -58,7 +58,7 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
         for one, row in zip(times, found, strict=True)
         if row.last_share > max(_OFTEN, 1.5 / len(one.ranks))
         and row.wait_ms["p50"] >= _LONG_MS
-        and row.wait_ms["p50"] > clocks.residual_ms  # else the clocks may be what is late
+        and row.wait_ms["p50"] > clocks.residual_ms  # otherwise the clocks may be wrong
     ]
     return sorted(found, key=lambda row: (-row.wait_ms["total"], row.pg)), clocks, late
 
@@ -80,7 +80,7 @@ def _times(job: JobState, group: ProcessGroup, releases_all: NDArray[np.bool_]) 
 
 
 def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAlignment]:
-    """What to add to each rank's times, in ns."""
+    """Return (offset of each rank in ns, summary)."""
     offsets: dict[int, int] = {}
     if not any(one.ends.any() for one in times):
         return {}, ClockAlignment(aligned=False, note="clocks not aligned: no dump has end times of calls")
@@ -106,7 +106,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
 
 
 def _offset(times: _Times, anchor: int, at: int, of_anchor: int) -> int:
-    """The offset of one rank from the bounds that its collectives with the anchor give."""
+    """Return the offset of one rank, from the bounds of its collectives with the anchor."""
     arrivals, ends = times.arrivals, times.ends
     upper = int((ends[anchor] - arrivals[at])[ends[anchor] > 0].min(initial=_FAR))
     lower = int((arrivals[anchor] - ends[at])[ends[at] > 0].max(initial=-_FAR))

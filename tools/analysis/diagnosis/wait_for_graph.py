@@ -1,17 +1,16 @@
-"""Who waits for whom: what each rank is stuck in, and where the waiting begins.
+"""The wait-for graph: the call in which each rank is stuck, and the ranks that it waits for.
 
-A rank's calls run in the order in which it made them, so it is stuck in the first that has not ended: its blocked
-call. The rank waits for the members of that call's group that have not made the call; where all have, for those that
-are stuck in something earlier. Ranks that wait for nobody are where the waiting begins:
+The calls of a rank run in order, so it is stuck in its first unfinished call: its blocked call. It waits for the
+members of the group that have not made this call; if all have, for those that are stuck in an earlier call. The waits
+end at one of these causes:
 
-* a rank without a blocked call, which has stopped making calls (or of which there is no dump);
+* a rank without a blocked call, which has stopped making calls, or has no dump;
 * a call that every member has reached, and that does not end;
 * ranks that wait for each other in a cycle.
 
-Everything else is a consequence. A call that is over on some rank although it ends on none before all have begun it
-is over for everyone, whatever a rank's own dump says: dumps are taken at different moments, and the thread that
-notices completions may be the one that hangs. gloo notes its ends at once, so a last call of it that stays open is one
-that its rank waits in.
+Everything else is a consequence. If an operation releases all ranks together and finished on one rank, it finished on
+all. A rank's own dump may still show it as unfinished: dumps are written at different times, and the thread that
+notices ends may hang. gloo notices ends at once, so a rank waits in its last gloo call if that stays unfinished.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.rank_trace import GLOO, RETIRED, Calls
 
 _ENDS_LAST_ON_ROOT = ("gather", "reduce")
-"""Operations that the other ranks may leave before the root has what it waits for."""
+"""Operations that may end on other ranks before they end on the root."""
 
 _LONG = 1_000_000_000
-"""ns after which a call that has not ended is one that its rank waits in, where others need not wait for it."""
+"""After this many ns, a rank counts as waiting in an unfinished call that other ranks may leave early."""
 
 
 @dataclass(eq=False)
 class StuckOp:
-    """One operation that ranks are stuck in: a collective, or sends and receives that answer each other."""
+    """One operation that ranks are stuck in: a collective, or sends and receives that match each other."""
 
     group: ProcessGroup
     seq: int
     op: str
     is_p2p: bool
     since: int
-    """ns since 1970 when the first rank began to wait."""
+    """Time at which the first rank started to wait, ns since 1970."""
     waiting: list[int] = field(default_factory=list)
     """Ranks whose blocked call it is."""
     absent: set[int] = field(default_factory=set)
-    """Ranks that have not made the call or left while others were in it; those without evidence are included."""
+    """Ranks that have not made the call, or ended while others were in it, including ranks without evidence."""
     behind: set[int] = field(default_factory=set)
-    """Ranks that have made it and are stuck in something before it."""
+    """Ranks that have made it and are stuck in an earlier call."""
     passed: set[int] = field(default_factory=set)
-    """Ranks that are through."""
+    """Ranks that have finished it."""
     unknown: set[int] = field(default_factory=set)
-    """Ranks that may or may not have made it."""
+    """Ranks for which it is unknown whether they made it."""
 
     @property
     def awaited(self) -> set[int]:
@@ -61,25 +60,25 @@ class StuckOp:
 
 @dataclass
 class WaitForGraph:
-    """The whole picture."""
+    """The blocked calls and waits of all ranks."""
 
     blocked: dict[int, int]
-    """Rank -> row of the call that it is stuck in; of sends and receives that went out together the first."""
+    """Rank -> row of its blocked call; for a batch, the first row."""
     missed_ends: dict[int, int]
-    """Rank -> number of calls whose end the other ranks have seen and it has not."""
+    """Rank -> number of calls whose end the other ranks noticed, but not this rank."""
     op_of: dict[int, StuckOp]
-    """Rank -> what it is stuck in."""
+    """Rank -> operation that it is stuck in."""
 
     @property
     def ops(self) -> list[StuckOp]:
         return list(dict.fromkeys(self.op_of.values()))
 
     def targets(self, rank: int) -> set[int]:
-        """The ranks that `rank` waits for."""
+        """Return the ranks that `rank` waits for."""
         return self.op_of[rank].awaited - {rank} if rank in self.op_of else set()
 
     def set_aside(self, op: StuckOp) -> None:
-        """Take it for a call that nobody is stuck in."""
+        """Remove an operation in which no rank is stuck."""
         for rank in op.waiting:
             del self.blocked[rank], self.op_of[rank]
 
@@ -90,7 +89,7 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
     missed_ends: dict[int, int] = {}
     for rank, trace in job.ranks.items():
         if trace.ending.has_raised or job.waits_for_none(rank):
-            continue  # it is not in a call: it left, or does something else
+            continue  # not in a call
         row, missed = _first_open_row(job, rank, pairing)
         if missed and reports_ends(trace):
             missed_ends[rank] = missed
@@ -107,14 +106,14 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
     return graph
 
 
-# --- what a rank is stuck in -----------------------------------------------------------------------------------------
+# --- blocked calls ---------------------------------------------------------------------------------------------------
 
 
 def _first_open_row(job: JobState, rank: int, pairing: Pairing) -> tuple[int | None, int]:
-    """The first call that has not ended, and the number of those before it whose end only other ranks have seen.
+    """Return (row of the first unfinished call, number of earlier calls whose end only other ranks noticed).
 
-    A send or receive that its rank did not wait for counts where nothing else is open. On gloo, where hosts wait, the
-    calls count that the rank was seen to wait for, where there are such.
+    A send or receive without a wait counts only if nothing else is unfinished. On gloo, hosts wait for calls, so only
+    calls with known waits count, if there are any.
     """
     trace, own = job.ranks[rank], job.group_of[rank]
     calls, missed = trace.calls, 0
@@ -133,9 +132,9 @@ def _first_open_row(job: JobState, rank: int, pairing: Pairing) -> tuple[int | N
 
 
 def _waits_although_over(job: JobState, rank: int, row: int) -> bool:
-    """Whether a rank waits in a gloo collective that is over on others: a member left when it had what it needed.
+    """Return whether a rank waits in a gloo collective that finished on other ranks, which left it early.
 
-    gloo notes the end of its own calls at once, so a last call that was open long after it was made was not over there.
+    gloo notices the end of calls at once, so a last call that stays unfinished for long did not finish on this rank.
     """
     trace = job.ranks[rank]
     called, ending = trace.calls.called[row], trace.ending
@@ -152,7 +151,7 @@ def _waits_although_over(job: JobState, rank: int, row: int) -> bool:
 
 
 def _others_went_on(job: JobState, rank: int, row: int) -> bool:
-    """Whether the last call in the unfinished file of a rank is not where it is stuck: the others are past it."""
+    """Return whether a rank is not stuck in the last call of its incomplete file, because the others continued."""
     trace, signature, group = job.ranks[rank], job.signature(rank, row), job.group_at(rank, row)
     if not trace.ending.unseen or row != len(trace.calls) - 1 or is_p2p(signature):
         return False
@@ -162,10 +161,10 @@ def _others_went_on(job: JobState, rank: int, row: int) -> bool:
 
 
 def _timed_out(job: JobState, rank: int) -> int | None:
-    """The last call of a rank, where it is done with it although it has not ended.
+    """Return the last call of a rank, if gloo retired it although it did not finish.
 
-    gloo retires a call that timed out as it does one that ended. But no all_reduce ends without all of its members,
-    and a process whose communication fails most often dies of its last call.
+    gloo retires a call that timed out like a finished one. But an all_reduce does not finish without all members, and a
+    process whose communication fails usually ends because of its last call.
     """
     trace = job.ranks[rank]
     row = len(trace.calls) - 1
@@ -189,15 +188,15 @@ def _timed_out(job: JobState, rank: int) -> int | None:
 
 
 def _stayed_away(ending: Ending, moment: int) -> bool:
-    """Whether a rank had not done at `moment` (ns since 1970) either what it had not done when it was dumped."""
+    """Return whether a rank did nothing more between its dump and `moment` (ns since 1970)."""
     return ending.is_final or ending.unseen or ending.taken_at is None or ending.taken_at >= moment
 
 
 def _held_elsewhere(job: JobState, rank: int) -> int | None:
-    """The first call in which a thread of a rank has long been waiting while other threads make calls on other groups.
+    """Return the first call in which a thread of a rank waits while other threads make calls on other groups.
 
-    A comms file has no states, and only its last call looks open. But none that releases all is over while a member
-    goes on, or ended, without having made it for long.
+    A comms file has no states, so only its last call seems unfinished. But an operation that releases all ranks is
+    unfinished if a member has not made it for long, and continued or ended.
     """
     trace = job.ranks[rank]
     if trace.source != "comms":
@@ -217,7 +216,7 @@ def _held_elsewhere(job: JobState, rank: int) -> int | None:
 
 
 def _launch(job: JobState, rank: int, row: int) -> list[int]:
-    """The rows of the sends and receives that went out with the one at `row`; none for a collective."""
+    """Return the rows of the sends and receives in the batch of `row`; empty for a collective."""
     trace = job.ranks[rank]
     calls, end = trace.calls, row
     most = row + 1 if trace.numbered_pairs else len(calls)
@@ -230,11 +229,11 @@ def _went_out_together(calls: Calls, row: int, other: int) -> bool:
     return calls.group[row] == calls.group[other] and calls.number[row] == calls.number[other]
 
 
-# --- who is stuck in the same, and whom they wait for ----------------------------------------------------------------
+# --- stuck operations and awaited ranks ------------------------------------------------------------------------------
 
 
 def _stuck_ops(job: JobState, blocked: dict[int, int], pairing: Pairing) -> dict[int, StuckOp]:
-    """Blocked calls that are one operation: a collective by its number, sends and receives by what answers what."""
+    """Join blocked calls to operations: collectives by number, sends and receives by their pairs."""
     open_p2p = {(rank, one) for rank, row in blocked.items() for one in _launch(job, rank, row)}
     answers: dict[int, set[int]] = {rank: set() for rank, _ in open_p2p}
     for end in open_p2p:
@@ -262,8 +261,8 @@ def _place_members(job: JobState, graph: WaitForGraph, op: StuckOp) -> None:
         if rank not in job.ranks:
             op.absent.add(rank)
         elif enqueued is None:
-            # A dump of active calls has every call that is not over; so what is not in it was not made, unless a rank
-            # may be through with it before the others are.
+            # A dump of active calls has every unfinished call. A call that it lacks was not made, unless a rank may
+            # leave it before the others.
             surely = job.ranks[rank].dump.active_only and releases_all(op.op)
             (op.absent if surely else op.unknown).add(rank)
         elif enqueued < op.seq:
@@ -271,7 +270,7 @@ def _place_members(job: JobState, graph: WaitForGraph, op: StuckOp) -> None:
         else:
             lane, blocked = op.group.lanes.get(rank), graph.blocked.get(rank)
             row = lane.row(op.seq) if lane is not None else None
-            # A call that is no longer among the open ones of an active dump is over.
+            # A call that an active dump no longer has is finished.
             passed = blocked is None or row is None or row < blocked
             (op.passed if passed else op.behind).add(rank)
             if passed and row is not None and _left_others_behind(job, graph, op, (rank, row)):
@@ -279,7 +278,7 @@ def _place_members(job: JobState, graph: WaitForGraph, op: StuckOp) -> None:
 
 
 def _left_others_behind(job: JobState, graph: WaitForGraph, op: StuckOp, end: tuple[int, int]) -> bool:
-    """Whether a rank, whose call is at `end`, saw an operation end and left while the others still waited in it."""
+    """Return whether a rank, with its call at `end`, saw the operation end and left while others still waited in it."""
     rank, row = end
     trace = job.ranks[rank]
     left = trace.ending.is_gone and not trace.ending.has_failed and trace.calls.state[row] >= RETIRED
@@ -292,7 +291,7 @@ def _place_peers(job: JobState, graph: WaitForGraph, rank: int, pairing: Pairing
         end, peer = (rank, row), job.signature(rank, row).peer
         if end in pairing.done:
             continue
-        if peer is None:  # a receive from any source, to which everyone else could send
+        if peer is None:  # a receive from any source: every other member may send
             op.absent |= {*op.group.ranks} - {rank}
         elif end in pairing.alone or peer not in job.ranks:
             op.absent.add(peer)
@@ -306,7 +305,7 @@ def _place_peers(job: JobState, graph: WaitForGraph, rank: int, pairing: Pairing
 
 
 def strongly_connected_components(edges: Mapping[int, Collection[int]]) -> list[list[int]]:
-    """Sets of ranks each of which reaches all others of its set, of more than one rank (Kosaraju's algorithm)."""
+    """Return the strongly connected sets of more than one rank (Kosaraju's algorithm)."""
     backwards: dict[int, list[int]] = {rank: [] for rank in edges}
     for rank, targets in edges.items():
         for target in targets:
@@ -318,7 +317,7 @@ def strongly_connected_components(edges: Mapping[int, Collection[int]]) -> list[
 
 
 def _walks(starts: Iterable[int], edges: Mapping[int, Collection[int]]) -> Iterator[list[int]]:
-    """From each start what no walk before has reached, each rank after those that are reached from it."""
+    """Yield the newly reached ranks of a depth-first search from each start, in postorder."""
     seen: set[int] = set()
     for start in starts:
         reached: list[int] = []

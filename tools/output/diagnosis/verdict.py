@@ -134,7 +134,7 @@ def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
 
 
 def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
-    """Print the findings that `chosen` selects, each with all its consequences."""
+    """Print the findings that `chosen` selects directly or by a consequence, with all their consequences."""
     chosen = chosen or Filter()
     print(f"verdict    {diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
     if diagnosis.suspect_ranks:
