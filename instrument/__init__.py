@@ -1,7 +1,7 @@
-"""In: a training process. Out: the files of one rank, and markers for Nsight Systems.
+"""The recorder: runs in a training process, writes the files of one rank and the markers for Nsight Systems.
 
-Read `api` (what a script calls), `session` (the life of one recording), then `hooks/` (how it learns of calls),
-`record/` (one call, one row), `compiled/` (the same in C++), `identity/` (who and where this rank is), `write/` (files
-and markers) and `hang/` (what happens when nothing is communicated any more). `runner` does all of it for a script that
-has no line of ours. Nothing here raises into the training loop.
+Read `api` (the calls of a script), `session` (the life of one recording), then `hooks/` (how it detects calls),
+`record/` (one call, one row), `compiled/` (the same in C++), `identity/` (rank, node, GPU), `write/` (files and
+markers) and `hang/` (the response to a hang). `runner` records a script without a change to it. No error of the
+recorder reaches the training loop.
 """

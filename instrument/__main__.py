@@ -1,6 +1,6 @@
 """`python -m crossrank.instrument`: see `crossrank.instrument.runner`.
 
-The script takes over this very module as its `__main__`, so nothing else lives here.
+The script replaces this module as `__main__`, so this module has no other code.
 """
 
 from crossrank.instrument.runner import main

@@ -1,4 +1,4 @@
-"""What a training script calls: `enable`, `disable`, `step`, `window`. A process has one session at a time."""
+"""The API for training scripts: `enable`, `disable`, `step`, `window`. A process has one session at a time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 # Held while tracing starts or ends. A signal handler may do either while its own thread holds it.
 _lock = threading.RLock()
 _current: Session | None = None
-_asked = False  # whether enable() was ever called here, with whatever result
+_asked = False  # whether enable() was ever called in this process
 
 
 class Tracing:
-    """What `enable()` returns: a handle that a `with` block may close. Does nothing where tracing is off.
+    """The handle that `enable()` returns. A `with` block around it ends the recording. No effect while tracing is off.
 
     Only the handle of the `enable()` that started the recording ends it.
     """
@@ -65,8 +65,8 @@ def enable(
 ) -> Tracing:
     """Record every collective and P2P call of this process from now on.
 
-    Each argument wins over its variable: see `crossrank.instrument.config`. Never raises: where tracing cannot
-    start, one line says why and training goes on without. A second call warns and changes nothing.
+    Each argument overrides its variable: see `crossrank.instrument.config`. Never raises: if tracing cannot start,
+    one log line says why and training continues. A second call logs a warning and has no effect.
     """
     global _asked, _current
     arguments = dict(locals())
@@ -80,7 +80,7 @@ def enable(
             if config.emit == "NONE":
                 return Tracing(None)
             need_memory()
-            # torch is imported here: one that cannot be imported, or recorded, costs the recording alone.
+            # Import torch here: if that fails, only the recording is lost.
             import torch.distributed as dist
 
             if not dist.is_available():
@@ -101,7 +101,7 @@ def enable(
 
 
 def disable() -> None:
-    """Finish the files and stop recording. Does nothing where tracing is off."""
+    """Finish the files and stop recording. No effect while tracing is off."""
     global _current
     with _lock:
         session, _current = _current, None
@@ -115,13 +115,13 @@ def enabled() -> bool:
 
 
 def step() -> None:
-    """Mark the end of an iteration. Without it the optimizers' steps are counted."""
+    """Mark the end of a training step. Without this call, crossrank counts the steps of the optimizers."""
     if _current is not None:
         _current.iterations.step()
 
 
 def window() -> contextlib.AbstractContextManager[None]:
-    """A `with` block that is recorded as one window of ET and Kineto. Does nothing where tracing is off."""
+    """Return a `with` block that is recorded as one window: execution trace and Kineto. No effect while tracing is off."""
     if _current is not None:
         return _current.windows.block()
     if not _asked:
@@ -130,9 +130,9 @@ def window() -> contextlib.AbstractContextManager[None]:
 
 
 def expect_pause(seconds: float = 1800) -> contextlib.AbstractContextManager[None]:
-    """A `with` block in which the other ranks wait for this one: an evaluation on one rank, a long save.
+    """Return a `with` block in which the other ranks wait for this one: an evaluation on one rank, a long save.
 
-    No rank reports a hang before the block ends, or `seconds` are over. Does nothing where tracing is off.
+    No rank reports a hang until the block ends or `seconds` have passed. No effect while tracing is off.
     """
     if _current is not None:
         return _current.hangs.expect_pause(seconds)
@@ -141,7 +141,7 @@ def expect_pause(seconds: float = 1800) -> contextlib.AbstractContextManager[Non
 
 def _after_fork_in_child() -> None:
     global _current, _lock
-    _lock = threading.RLock()  # a thread that does not exist here may hold the parent's
+    _lock = threading.RLock()  # a thread that the child does not have may hold the parent's lock
     session, _current = _current, None
     if session is not None:
         session.abandon()

@@ -1,7 +1,7 @@
-"""Every variable that steers the recorder, parsed once into one frozen `Config`: a row of `SETTINGS` each.
+"""The settings of the recorder: `SETTINGS` has one row per setting, and `load` parses them into a frozen `Config`.
 
-docs/reference/variables.md says what each one does. An argument of `enable()` wins over its variable. A value that
-cannot be read raises `CrossrankError` with the variable, the value and the allowed set.
+docs/reference/variables.md documents each variable. An argument of `enable()` overrides its variable. An invalid value
+raises `CrossrankError` with the variable, the value and the allowed values.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from crossrank.recording import is_url
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Iterations [start, stop), again every `every` iterations where that is set."""
+    """Steps [start, stop), repeated every `every` steps if that is set."""
 
     start: int
     stop: int
     every: int | None = None
 
     def holds(self, step: int) -> bool:
-        """Whether iteration `step` is recorded.
+        """Return whether a window contains `step`.
 
         >>> [step for step in range(12) if Window(start=2, stop=4, every=5).holds(step)]
         [2, 3, 7, 8]
@@ -32,7 +32,7 @@ class Window:
         return step >= self.start and self._offset(step) < self.stop - self.start
 
     def continues(self, step: int) -> bool:
-        """Whether the window that holds iteration `step` holds the next one as well.
+        """Return whether the window that contains `step` also contains the next step.
 
         >>> Window(start=2, stop=4, every=2).continues(2), Window(start=2, stop=4, every=2).continues(3)
         (True, False)
@@ -45,7 +45,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What one `enable()` does."""
+    """The settings of one recording."""
 
     emit: Literal["CROSSNODE", "ALL", "NONE"] = "CROSSNODE"
     directory: str = "crossrank-recording"
@@ -61,22 +61,22 @@ class Config:
     kernel: Literal["auto", "compiled", "python"] = "auto"
     node: str | None = None
     ring: int = 32_768
-    """Calls that may wait for the writer before some are dropped."""
+    """Largest number of calls that wait for the writer thread; further calls are dropped."""
     gpu_serial: str | None = None
     vm_id: str | None = None
 
 
 _LARGEST_RING = 1 << 20
-"""Calls: some 180 MB."""
+"""Calls; about 180 MB."""
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 10_000_000
 _DIGITS = 15
-"""Of an iteration at most; a longer number is a mistake."""
+"""Largest number of digits of a step; a longer number is a mistake."""
 
 
 def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Config:
-    """The configuration from the arguments of `enable()` (None = not given) and the environment.
+    """Return the settings from the arguments of `enable()` (None = not given) and the environment.
 
-    Raises `CrossrankError` for a value outside its allowed set.
+    Raises `CrossrankError` for an invalid value.
     """
     values: dict[str, Any] = {}
     for field, (parse, variables) in SETTINGS.items():
@@ -96,7 +96,7 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
 
 
 def parse_window(text: str) -> Window:
-    """`START:STOP[:EVERY]` with 0 <= START < STOP and EVERY >= STOP - START.
+    """Parse `START:STOP[:EVERY]` with 0 <= START < STOP and EVERY >= STOP - START.
 
     >>> parse_window("10:12:100")
     Window(start=10, stop=12, every=100)
@@ -114,7 +114,7 @@ def parse_window(text: str) -> Window:
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
-    """A reader of one of these words, in upper or lower case, with `true` for `1` and `false` for `0`."""
+    """Return a parser for one of these words, in any case, with `true` for `1` and `false` for `0`."""
 
     def parse(text: str) -> str:
         word = {"true": "1", "false": "0"}.get(text.lower(), text.lower())
@@ -152,8 +152,8 @@ def _seconds(text: str) -> float:
     )
 
 
-# Field of `Config`: what reads its text, with a `ValueError` that says what is wrong; its variable, and that of the
-# older shim, which is still in people's job scripts.
+# Field of `Config` -> its parser, which raises `ValueError` with the reason; its variable, and the variable of the older
+# shim, which job scripts still use.
 SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "emit": (_one_of("CROSSNODE", "ALL", "NONE"), ("TRACING", "TORCH_DISTRIBUTED_TRACING")),
     "directory": (_folder, ("TRACING_DIR",)),

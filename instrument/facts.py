@@ -1,6 +1,6 @@
-"""What is known of the recording of this process: the ground on which the parts of a session are built.
+"""The facts about the recording of this process, which every part of a session uses.
 
-A part sees of the session what its own `Protocol` names: these facts, and the few ports that it uses.
+The `Protocol` of a part lists what the part uses of the session: these facts, and a few methods.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from crossrank.instrument.script_errors import Failures
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Replaced as a whole when the process group is created anew."""
+    """Settings, rank and topology. Replaced as a whole when the process group is created again."""
 
     config: Config
     rank: int = -1
@@ -25,11 +25,11 @@ class Facts:
 
 
 class Recording(Protocol):
-    """What every part sees of a session."""
+    """The part of a session that every other part uses."""
 
     facts: Facts
     failures: Failures
 
     @property
     def closing(self) -> bool:
-        """Whether a thread has begun to close, or has done so. A signal handler may interrupt it at any moment."""
+        """Whether a thread is closing or has closed the session. A signal handler may interrupt it at any moment."""

@@ -1,4 +1,4 @@
-"""Locks between processes, which never wait: whoever finds one taken goes on without."""
+"""Locks between processes. They never wait: a caller that finds a lock taken continues without it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pathlib import Path
 _MOST_ASKERS = 4096
 _UNKNOWN = -1
 _TRIES, _BETWEEN = 5, 0.01
-"""Looks at a lock that is taken and does not listen yet, and seconds between them."""
+"""How often to try a lock that is taken and does not listen yet, and seconds between two tries."""
 _CREDENTIALS = struct.Struct("iII")
-"""Of the other end of a socket: process, user, group."""
+"""Process, user and group of the other end of a socket."""
 
 
 def take_lock(name: str) -> socket.socket | None:
-    """A lock that one process of this user and machine holds until it is closed or the process ends; None while another
-    one of this user has it.
+    """Take a lock that one process of this user and node holds until it closes the lock or ends. Return None while
+    another process of this user has it.
 
-    It is a socket bound to a name in Linux's abstract namespace: no file, so it works whatever file system a recording
-    lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
-    every caller gets the lock, and so where another user has taken its name, which everybody can see. A forked child
-    closes its copy.
+    The lock is a socket bound to a name in Linux's abstract namespace. It is no file, so it works on every file system
+    (Lustre and NFS often have no file locks) and leaves nothing behind. Every caller gets the lock where there is no
+    such namespace, and where another user has taken the name, which every user can see. A forked child closes its
+    copy.
     """
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"\0crossrank-{os.geteuid()}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()}"
@@ -44,7 +44,7 @@ def take_lock(name: str) -> socket.socket | None:
 
 
 def _holder_of(address: str) -> int | None:
-    """The user whose process listens at an address; None where it does not listen, as a lock of ours does at once."""
+    """Return the user whose process listens at an address; None if none listens. A lock of ours listens at once."""
     for _ in range(_TRIES):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
             asker.setblocking(False)
@@ -61,14 +61,14 @@ def _holder_of(address: str) -> int | None:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[int | None]:
-    """The descriptor of a lock on a file, which is made where it is not there; None while another process has it.
+    """Yield the descriptor of a lock on a file, which is created if needed; None while another process has the lock.
 
-    A process that inherits the descriptor has the lock as well. Where a file system has no locks every caller gets it.
-    Raises `OSError` where the file cannot be made.
+    A process that inherits the descriptor has the lock too. On a file system without locks every caller gets it.
+    Raises `OSError` if the file cannot be created.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with contextlib.ExitStack() as opened:
-        opened.callback(os.close, descriptor)  # closed, not unlocked: another process may have it as well
+        opened.callback(os.close, descriptor)  # close it, do not unlock it: another process may have it too
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,8 +1,8 @@
-"""The recorder's only logger: whatever it cannot do is logged there as one line.
+"""The recorder's only logger: each failure of the recorder is one line.
 
-What the ranks of a job have in common one of them says: before a warning is printed, the job's store is asked whether
-another rank has printed the same text. Where the store cannot be asked, or does not answer, the rank prints it itself.
-The others have the line at level INFO.
+Only one rank of a job prints a warning that several ranks have. Before a rank prints a warning, it asks the job's store
+whether another rank has printed the same text. If there is no store, or no answer, the rank prints the warning. The
+other ranks log it at level INFO.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from crossrank.errors import one_line
 log = logging.getLogger("crossrank")
 
 ONE_RANK = {"one_rank": True}
-"""`extra` of a warning that one rank of the job alone has: it is printed at once."""
+"""`extra` of a warning that only one rank of the job has: it is printed at once."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PATIENCE = 3.0
-"""Seconds that the store may take: a rank that hangs in it keeps it from all threads of its process."""
+"""Seconds to wait for the store: a thread that hangs in it blocks it for all threads of the process."""
 
 
 class _OncePerJob(logging.Filter):
-    """Lets a warning pass on one rank of the job."""
+    """Passes a warning on only one rank of the job."""
 
     def __init__(self) -> None:
         super().__init__()
         self._held: list[logging.LogRecord] | None = None
         self._is_first: Callable[[str], bool] | None = None
         self._asking: list[Thread] = []
-        self._times: Counter[str] = Counter()  # how often this rank has said a text, in whichever recording
-        self.said_full = False  # that the disk is full, in this recording
+        self._times: Counter[str] = Counter()  # how often this rank has logged a text, in all recordings
+        self.said_full = False  # whether this recording has logged that the disk is full
         self._lock = RLock()
 
     def hold(self, ranks: int) -> None:
-        """Keep what the ranks have to say until their job is known. `ranks`: so many has the process group, if any."""
+        """Keep warnings until the job is known. `ranks`: the size of the process group, 1 if there is none."""
         self.said_full = False
         if ranks > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
             self._held = []
 
     def join(self, is_first: Callable[[str], bool] | None) -> None:
-        """The job is known: `is_first` says whether no other rank has said a text, with how often this one has before
-        it. None where there is one rank."""
+        """The job is known: log the kept warnings. `is_first` returns whether no other rank has logged a text, which
+        begins with its number on this rank. None if the job has one rank."""
         with self._lock:
             held, self._held, self._is_first = self._held or [], None, is_first
         for record in held:
             log.handle(record)
 
     def leave(self) -> None:
-        """The recording has ended: what is still asked for is waited for."""
+        """The recording has ended: wait for the questions to the store that are under way."""
         self.join(self._is_first)
         until = time.monotonic() + _PATIENCE + 1
         for thread in self._asking:
@@ -61,7 +61,7 @@ class _OncePerJob(logging.Filter):
         self.forget()
 
     def forget(self) -> None:
-        """Print whatever comes from now on."""
+        """Print every warning from now on."""
         self._held, self._is_first, self._asking = None, None, []
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -109,8 +109,8 @@ log.addFilter(once_per_job)
 
 
 def report(consequence: str, error: Exception) -> None:
-    """One line about what failed and what it means for the recording. Of a full disk everything fails that writes, on
-    every rank: that is one line for all of it."""
+    """Log in one line what failed and what it means for the recording. A full disk makes every write fail, on every
+    rank: that is one line in all."""
     if not (isinstance(error, OSError) and error.errno in _FULL):
         log.warning("crossrank: %s: %s", consequence, one_line(error))
     elif not once_per_job.said_full:

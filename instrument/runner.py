@@ -1,15 +1,15 @@
-"""Runs a training script with tracing, without a changed line in it.
+"""Runs a training script with tracing, without a change to the script.
 
     torchrun --nproc-per-node 8 -m crossrank.instrument train.py --lr 1e-4
     torchrun --nproc-per-node 8 -m crossrank.instrument -m package.train --lr 1e-4
 
-The script sees its own `sys.argv`, `sys.path[0]` and `__main__`, and its exit code is the process's. Tracing is
-enabled right after the script itself has imported torch, so whatever it does before that (setting
-`OMP_NUM_THREADS`, say) works as ever.
+The script has its own `sys.argv`, `sys.path[0]` and `__main__`, and its exit code is the exit code of the process.
+Tracing starts right after the script has imported torch. The code before that import, which may set `OMP_NUM_THREADS`,
+works as usual.
 
-Processes that it starts through `multiprocessing` with `spawn`, and Python programs that it starts through
-`subprocess` with the same interpreter (as launchers start their ranks), are traced the same way. Only processes that
-communicate write files. Forked ones enable tracing themselves; what a shell starts is not followed.
+Processes that the script starts through `multiprocessing` with `spawn` are traced too. So are Python programs that it
+starts through `subprocess` with the same interpreter, as launchers start their ranks. Only processes that communicate
+write files. Forked processes must enable tracing themselves. Programs that a shell starts are not traced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _USAGE = "usage: python -m crossrank.instrument [-m MODULE | SCRIPT] [ARGUMENT .
 
 
 def _enable() -> None:
-    """Never fails: the script goes on without tracing then."""
+    """Enable tracing. Never raises: on an error the script runs without tracing."""
     try:
         import crossrank
 
@@ -38,7 +38,7 @@ def _enable() -> None:
 
 
 def follow() -> None:
-    """Have tracing enabled once torch is imported, here and in Python processes that are started from here."""
+    """Enable tracing once torch is imported, in this process and in the Python processes that it starts."""
     if spawn.follow():
         imports.install({"torch": _enable})
 
@@ -49,7 +49,7 @@ def _read_script(path: str) -> CodeType:
 
 
 def _set_first_path(folder: str) -> None:
-    """Where Python has put the program's folder on the path, this takes its place."""
+    """Replace the folder of the program that Python has put on the path, if it has."""
     if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
         sys.path[0] = folder
 
@@ -71,7 +71,7 @@ def _run(code: CodeType, **names: object) -> None:
 
 
 def _run_script(path: str, /) -> None:
-    """As `python path` does."""
+    """Do as `python path` does."""
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     absolute = os.path.abspath(path)
     loader = SourceFileLoader("__main__", absolute)
@@ -79,17 +79,17 @@ def _run_script(path: str, /) -> None:
 
 
 def _run_module(name: str, /) -> None:
-    """As `python -m name` does."""
+    """Do as `python -m name` does."""
     _set_first_path(os.getcwd())
     fresh = sys.modules["__main__"].__dict__
     for old in [old for old in fresh if not old.startswith("__")]:
         del fresh[old]
-    # What `python -m` itself calls: the module becomes this process's __main__.
+    # `python -m` calls this too: the module becomes the __main__ of this process.
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
 def _run_text(program: str, /) -> None:
-    """As `python -c program` does."""
+    """Do as `python -c program` does."""
     _set_first_path("")
     _run(compile(program, "<string>", "exec", dont_inherit=True), __loader__=BuiltinImporter)
 

@@ -1,8 +1,7 @@
-"""Distinguishes a failure of the recorder from an exception that the script raised through it.
+"""Distinguishes a failure of the recorder from an exception that the script raised inside it.
 
-Python runs a script's signal handlers between any two bytecodes, also inside the recorder. What such a handler
-raises (a timeout by SIGALRM, say) belongs to the script and must reach it, while a failure of the recorder itself
-must not.
+Python runs a script's signal handlers between any two bytecodes, also inside the recorder. An exception of such a
+handler, such as a timeout by SIGALRM, must reach the script. A failure of the recorder must not.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _SITE_PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + 
 
 
 class Failures:
-    """What has failed in the recorder of one session."""
+    """The failures of the recorder in one session."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
     @contextlib.contextmanager
     def reported(self, consequence: str) -> Iterator[None]:
-        """Log a failure of the block once, with what it means for the recording, and go on."""
+        """Log a failure of the block once, with its consequence for the recording, and continue."""
         try:
             yield
         except Exception as error:
@@ -50,14 +49,14 @@ class Failures:
             self.report(consequence, error)
 
     def report(self, consequence: str, error: Exception) -> None:
-        """Log a failure once, with what it means for the recording."""
+        """Log a failure once, with its consequence for the recording."""
         if consequence not in self._reported:
             self._reported.add(consequence)
             report(consequence, error)
 
 
 def raised_by_script(error: BaseException) -> bool:
-    """Whether the traceback of `error` has a frame that is neither the recorder's nor of a library that it uses."""
+    """Return whether the traceback has a frame that belongs neither to the recorder nor to a library that it uses."""
     return not all(_is_known(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 

@@ -1,4 +1,4 @@
-"""Threads of the recorder: daemons, by whose names dumps leave them out."""
+"""Threads of the recorder. They are daemons, and dumps skip them by their name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PREFIX = "crossrank-"
 
 
 def start(name: str, work: Callable[[], object], lost: str = "a part of the recording is lost") -> Thread | None:
-    """Do `work` on a thread; None where Python (from 3.12) starts none because the interpreter shuts down.
+    """Do `work` on a thread. Return None if Python (3.12 or later) starts no thread because the interpreter shuts down.
 
-    An error of it is one line that begins with what is `lost` then.
+    An error is logged as one line that begins with `lost`.
     """
 
     def run() -> None:

@@ -1,11 +1,11 @@
-"""What dumps torch's flight recorders: one holds gloo's calls, another NCCL's.
+"""Functions that dump torch's flight recorders: one has the calls of gloo, another those of NCCL.
 
-From torch 2.15 on "nccl" makes a `ProcessGroupNCCL2`, unless TORCH_DIST_USE_NCCL2=0. The calls of that one are in a
-third recorder, which goes by the name of the backend.
+From torch 2.15 on, "nccl" makes a `ProcessGroupNCCL2`, unless TORCH_DIST_USE_NCCL2=0. A third recorder has its calls. It
+has the name of the backend.
 
-To write out calls with NCCL torch asks each event whether it is over. While a CUDA graph is captured, on whichever
-thread, that is refused and the capture is broken, unless the thread that asks has said otherwise before: each dump here
-does (NVIDIA's CUDA Driver API, `cuThreadExchangeStreamCaptureMode`).
+To dump NCCL calls, torch queries the CUDA event of each call. While any thread captures a CUDA graph, such a query fails
+and breaks the capture, unless the querying thread has relaxed its capture mode. Each dump here does so
+(`cuThreadExchangeStreamCaptureMode` of NVIDIA's CUDA Driver API).
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def _c10d() -> Any:
 
 
 def uses_nccl2() -> bool:
-    """Whether this torch makes the newer process group of NCCL; the compiled kernel asks the same (`flight.h`)."""
+    """Return whether this torch makes the newer process group of NCCL. `flight.h` has the same check."""
     is_there = hasattr(_c10d(), "ProcessGroupNCCL2")
     return is_there and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
 
 
 @contextlib.contextmanager
-def _beside_captures() -> Iterator[None]:
-    """What this thread asks of events meanwhile breaks no CUDA graph that is captured."""
+def _allow_captures() -> Iterator[None]:
+    """A block in which this thread can query events without breaking the capture of a CUDA graph."""
     exchange = _exchange_capture_mode() if cuda_is_in_use() else None
     if exchange is None:
         yield
         return
     mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))  # which leaves the mode in it that was
+    exchange(ctypes.byref(mode))  # writes the previous mode to `mode`
     try:
         yield
     finally:
@@ -55,26 +55,26 @@ def _beside_captures() -> Iterator[None]:
 def _exchange_capture_mode() -> Callable[[Any], int] | None:
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # another maker's GPU
+    except (OSError, AttributeError):  # a GPU of another vendor
         return None
 
 
 def nccl_dump() -> Callable[[bool, bool], bytes] | None:
-    """What gives the recorder of NCCL's calls as JSON: with or without them, all or the open ones. None where torch has
-    none."""
+    """Return the function that dumps the NCCL recorder as JSON; None if torch has none. Its arguments: include the calls,
+    only unfinished calls."""
     if uses_nccl2():
-        return _beside_captures()(functools.partial(_c10d()._dump_fr_trace_json, backend=_NCCL2))
+        return _allow_captures()(functools.partial(_c10d()._dump_fr_trace_json, backend=_NCCL2))
     dump: Callable[[bool, bool], bytes] | None = getattr(_c10d(), "_dump_nccl_trace_json", None)
-    return None if dump is None else _beside_captures()(dump)
+    return None if dump is None else _allow_captures()(dump)
 
 
 def every_dump() -> list[Callable[[bool, bool, bool], bytes]]:
-    """What gives each recorder that this process may have filled as a pickle: with or without calls, with or without
-    stacks, all calls or the open ones. NCCL's come first."""
+    """Return the functions that dump, as a pickle, each recorder that this process may have filled; NCCL's come first.
+    Their arguments: include the calls, include stacks, only unfinished calls."""
     generic = getattr(_c10d(), "_dump_fr_trace", None)
     found = []
     if cuda_is_in_use():
         found = [getattr(_c10d(), "_dump_nccl_trace", None)]
         if uses_nccl2():
             found.insert(0, functools.partial(_c10d()._dump_fr_trace, backend=_NCCL2))
-    return [_beside_captures()(dump) for dump in (*found, generic) if dump is not None]
+    return [_allow_captures()(dump) for dump in (*found, generic) if dump is not None]

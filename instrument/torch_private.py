@@ -1,8 +1,8 @@
-"""Every private name of torch that the recorder relies on, and what is lost in a torch that lacks one.
+"""Every private name of torch that the recorder uses, and what is lost if torch does not have it.
 
-Such names come and go between versions. So nothing of the recorder imports one: a part asks `has(part)` before it uses
-its names, and where one is missing that part alone is left out, with one line. `interception` is the exception: without
-it nothing can be recorded, which `enable()` says.
+Such names change between versions, so the recorder does not import them. A part of the recorder calls `has(part)` before
+it uses its names. If a name is missing, only that part is skipped, with one warning. `interception` is the exception:
+without it nothing can be recorded, and `enable()` logs an error.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ PARTS = {
 
 
 def require(part: str) -> None:
-    """Raise `CrossrankError` if this torch lacks something that a part needs."""
+    """Raise `CrossrankError` if this torch lacks a name that a part needs."""
     if names := _missing(part):
         raise CrossrankError(
             f"torch {torch.__version__} has no {', '.join(names)}, which recording needs; "
@@ -102,7 +102,7 @@ def require(part: str) -> None:
 
 @functools.cache
 def has(part: str) -> bool:
-    """Whether this torch has all that a part needs. If not, one line says what is lost."""
+    """Return whether this torch has all names that a part needs. If not, log what is lost."""
     names = _missing(part)
     if names:
         log.warning("crossrank: torch %s has no %s: %s", torch.__version__, ", ".join(names), PARTS[part].lost)
@@ -110,7 +110,7 @@ def has(part: str) -> bool:
 
 
 def _missing(part: str) -> list[str]:
-    """The names of a part that this torch lacks."""
+    """Return the names of a part that this torch lacks."""
     return [name.replace(":", ".") for name in PARTS[part].names if not _exists(name)]
 
 
