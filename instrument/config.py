@@ -152,8 +152,8 @@ def _seconds(text: str) -> float:
     )
 
 
-# Field of `Config` -> its parser, which raises `ValueError` with the reason; its variable, and the variable of the older
-# shim, which job scripts still use.
+# Field of `Config` -> its parser, which raises `ValueError` with the reason; its variable, and the variable of the
+# older shim, which job scripts still use.
 SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "emit": (_one_of("CROSSNODE", "ALL", "NONE"), ("TRACING", "TORCH_DISTRIBUTED_TRACING")),
     "directory": (_folder, ("TRACING_DIR",)),

@@ -1,10 +1,9 @@
 """Functions that dump torch's flight recorders: one has the calls of gloo, another those of NCCL.
 
-From torch 2.15 on, "nccl" makes a `ProcessGroupNCCL2`, unless TORCH_DIST_USE_NCCL2=0. A third recorder has its calls. It
-has the name of the backend.
+From torch 2.15 on, "nccl" makes a `ProcessGroupNCCL2`, unless TORCH_DIST_USE_NCCL2=0. A third recorder has its calls.
 
-To dump NCCL calls, torch queries the CUDA event of each call. While any thread captures a CUDA graph, such a query fails
-and breaks the capture, unless the querying thread has relaxed its capture mode. Each dump here does so
+To dump NCCL calls, torch queries the CUDA event of each call. While any thread captures a CUDA graph, such a query
+fails and breaks the capture, unless the querying thread has relaxed its capture mode. Each dump here does so
 (`cuThreadExchangeStreamCaptureMode` of NVIDIA's CUDA Driver API).
 """
 
@@ -60,8 +59,8 @@ def _exchange_capture_mode() -> Callable[[Any], int] | None:
 
 
 def nccl_dump() -> Callable[[bool, bool], bytes] | None:
-    """Return the function that dumps the NCCL recorder as JSON; None if torch has none. Its arguments: include the calls,
-    only unfinished calls."""
+    """Return the function that dumps the NCCL recorder as JSON, or None. Its arguments: include the calls, only
+    unfinished calls."""
     if uses_nccl2():
         return _allow_captures()(functools.partial(_c10d()._dump_fr_trace_json, backend=_NCCL2))
     dump: Callable[[bool, bool], bytes] | None = getattr(_c10d(), "_dump_nccl_trace_json", None)

@@ -1,8 +1,8 @@
 """Every private name of torch that the recorder uses, and what is lost if torch does not have it.
 
-Such names change between versions, so the recorder does not import them. A part of the recorder calls `has(part)` before
-it uses its names. If a name is missing, only that part is skipped, with one warning. `interception` is the exception:
-without it nothing can be recorded, and `enable()` logs an error.
+Such names change between versions, so the recorder does not import them. A part of it calls `has(part)` before it uses
+its names. If a name is missing, only that part is skipped, with one warning. `interception` is the exception: without
+it nothing can be recorded, and `enable()` says so.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The comms file of one rank: a thread that empties the recorder's ring.
+"""The comms file of one rank, written by a thread that empties the recorder's ring.
 
-The recorder leaves a row and goes on. The writer thread turns what has gathered into JSON lines, compresses them
-into one complete zstd frame and appends that to the file, several times a second, so a killed process loses no
-more than its last half second and what is on disk stays readable. When the ring is full the newest calls are dropped
-and counted; when the disk refuses, the file is cut back to its last whole frame and the loss is counted.
+The recorder puts one row per call into the ring. Several times a second, the writer thread turns these rows into JSON
+lines, compresses them into one complete zstd frame and appends it to the file. So a killed process loses at most its
+last half second, and the file stays readable. If the ring is full, the newest calls are dropped and counted. If a write
+fails, the file is cut back to its last complete frame and the lost records are counted.
 
-Until it is known which nodes the other ranks are on, the frame is written as it stands but the calls stay in the ring,
-and the next frame takes its place: a locality that reads `unknown` would be final otherwise.
+Until the nodes of the other ranks are known, each frame replaces the one before, and the thread keeps the calls:
+otherwise a locality of `unknown` would be final.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from crossrank.instrument.write.rank_files import create
 from crossrank.recording import Ran, Wait
 
 TICK = 0.25
-"""Seconds between two frames. Well below a half, so that a kill loses no more than that on a busy machine too."""
+"""Seconds between two frames. Well below 0.5, so that a kill loses at most 0.5 s on a busy node too."""
 _GLANCE = 0.05
-"""Seconds between two looks at whether the ring fills up or the session closes."""
+"""Seconds between two checks whether the ring fills up or the session closes."""
 _MOMENT = 0.002
 _CHUNK = 64
 _PAUSE = 0.0005
-"""Training gets the interpreter for `_PAUSE` seconds after every `_CHUNK` lines, so that it never waits long for
-this thread: Python itself would take the lock away only after 5 ms. While the ring fills up that has to do."""
+"""Seconds for which this thread releases the interpreter's lock after every `_CHUNK` lines, so that training never waits
+long: Python would switch threads only after 5 ms. While the ring fills up, there is no pause."""
 _FRAME = 512
-"""Calls that are taken from the ring at once, so that little is held beside it."""
+"""Calls taken from the ring at once, to limit memory."""
 _CLOCK_EVERY = 10.0
 _LEVEL = 3
 _MOST_OWED = 10_000
 _RECENT = 512
-"""Calls that are kept for a dump, whether or not they are written to the file."""
+"""Calls kept for a dump, written or not."""
 _TOPOLOGY_PATIENCE = 2.0
-"""Seconds from the start that records may still get the localities of the job."""
+"""Seconds from the start during which records wait for the localities of the job."""
 
-# A call, a time of one, or a line of another kind; a callable makes its line when it is written.
+# A call, a time span of a call, or another line; a callable returns its line when it is written.
 Item = Call | Wait | Ran | bytes | Callable[[], bytes]
 
 
 class Counts(msgspec.Struct):
-    """What became of the calls of this rank."""
+    """Counts of written and lost records of this rank."""
 
     calls: int = 0
     records: int = 0
@@ -66,17 +66,17 @@ class Counts(msgspec.Struct):
     dropped: int = 0
     """Lost because the ring was full."""
     unwritten: int = 0
-    """Lost because the disk refused them."""
+    """Lost because a write failed."""
     spans: int = 0
-    """Waits, and times that communication took, that were written to the file."""
+    """Waits and durations written to the file."""
     spans_dropped: int = 0
-    """Lost because the ring was full, or the disk refused them."""
+    """Lost because the ring was full or a write failed."""
     errors: int = 0
-    """Failures inside the recorder; the call itself went through."""
+    """Failures inside the recorder; the calls themselves were made."""
 
 
 class CommsWriter:
-    """Writes the comms file. All of it belongs to the writer's thread until `close`, but for `line`."""
+    """Writes the comms file. Until `close`, only the writer thread may use its methods, except `line`."""
 
     def __init__(
         self,
@@ -89,12 +89,11 @@ class CommsWriter:
         on_look: Callable[[], None],
         times: DeviceTimes | None = None,
     ) -> None:
-        """`open_folder` gives the path of the file, or None where it cannot be written. It is called by the writer's
-        thread, because a network's file system may take seconds. `times`: of the calls on NCCL, where they are to be
-        recorded."""
+        """`open_folder` returns the path of the file, or None if it cannot be written. The writer thread calls it, because
+        a network file system may take seconds. `times`: the durations of NCCL calls, if they are recorded."""
         self.path = "the comms file"
         self._open_folder = open_folder
-        self._is_open = False  # the file is there, or cannot be
+        self._is_open = False  # the file exists, or cannot be created
         self.counts = Counts()
         self.topology = topology
         self._recorder = recorder
@@ -108,10 +107,10 @@ class CommsWriter:
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
         self._next_clock = time.monotonic() + _CLOCK_EVERY
         self._complained = False
-        self._size = 0  # bytes of the frames that stand for good
+        self._size = 0  # bytes of the final frames
         self._end = 0  # bytes of the file
         self._owed: list[bytes] = []
-        self._taken: deque[Item] = deque()  # from the recorder, not in the file for good
+        self._taken: deque[Item] = deque()  # from the recorder, not yet in a final frame
         self._recent: deque[Call] = deque(maxlen=_RECENT)
         self._waited: deque[int | None] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
@@ -119,7 +118,7 @@ class CommsWriter:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to write, unless that is so; where no thread can be started, `close` does the work."""
+        """Start the writer thread unless it runs. If no thread can be started, `close` does the work."""
         if self._thread is None:
             self._thread = threads.start("writer", self._run)
             if self._thread is None:
@@ -134,27 +133,27 @@ class CommsWriter:
             self._fail("the comms file is missing", error)
         finally:
             self._is_open = True
-            if self._file < 0:  # there is nothing to write to: the thread ends
+            if self._file < 0:  # no file: the thread ends
                 self._closing = True
 
     def wait_until_open(self, seconds: float) -> bool:
-        """Wait until the file is there, or cannot be; whether that is so. No Event: see `_run`."""
+        """Wait until the file exists or cannot be created; return whether this is decided. No Event: see `_run`."""
         until = time.monotonic() + seconds
         while not self._is_open and self._thread is not None and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(_MOMENT)
         return self._is_open
 
     def follow(self, topology: Topology) -> None:
-        """Take localities from now on from `topology`, that of a process group that was made again."""
+        """Use the localities of `topology` from now on: the process group was created again."""
         self.topology = topology
         self._started = time.monotonic()
 
     def line(self, kind: str, content: object) -> None:
-        """Append a line that is not a record: `{kind: content}`. A callable is called when it is written."""
+        """Append a line that is not a record: `{kind: content}`. A callable returns the content when it is written."""
         self._lines.append((lambda: encode_line(kind, content())) if callable(content) else encode_line(kind, content))
 
     def close(self, end: Callable[[], dict[str, Any]], timeout: float = 10.0) -> None:
-        """Write what is left and the `end` line, then close the file. Does nothing the second time."""
+        """Write the remaining records and the `end` line, then close the file. No effect the second time."""
         if self._closing:
             return
         self._closing = True
@@ -179,7 +178,7 @@ class CommsWriter:
             self._lock.release()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's file without a trace in it."""
+        """In a forked child: close the parent's file without writing to it."""
         self._closing = True
         if self._times is not None:
             self._times.stop()
@@ -205,7 +204,7 @@ class CommsWriter:
                             self._drain(for_good=self._localities_are_final())
                 except Exception as error:
                     self._fail("lines are missing in the comms file", error)
-            # No Event to wait for: its lock could be held by what a signal handler, which closes us, interrupts.
+            # No Event: a signal handler that closes us may interrupt the thread that has its lock.
             time.sleep(_GLANCE)
 
     def _localities_are_final(self) -> bool:
@@ -216,11 +215,11 @@ class CommsWriter:
         )
 
     def _drain(self, *, for_good: bool) -> None:
-        """Write what the ring holds now, in frames of about `_FRAME` calls so that little is held at once.
+        """Write the content of the ring, in frames of about `_FRAME` calls.
 
-        If not `for_good`, it is one frame that the next one replaces.
+        If not `for_good`, write one frame, which the next frame replaces.
         """
-        moment = clock()  # whatever is called later may be missing
+        moment = clock()  # later calls may be missing
         times = self._times
         entries = times.take(self._recorder.waiting) if times else None
         waiting, rounds = self._recorder.waiting, self._most_rounds
@@ -228,9 +227,9 @@ class CommsWriter:
         while not is_last:
             is_full = self._take(_FRAME if for_good else sys.maxsize)
             waiting, rounds = waiting - _FRAME, rounds - 1
-            # Waits have to keep up as well, however many there are for each call; while it is open, for so long.
+            # Write all waits as well, even if each call has many; while the session is open, for a limited number of rounds.
             is_last = not for_good or (waiting <= 0 and not (is_full and (self._closing or rounds > 0)))
-            if is_last:  # only now no call from before the moment is missing, and none that an entry may be of
+            if is_last:  # only now are all calls from before the moment here, and so the call of each entry
                 if times:
                     self._taken.extend(times.join(entries, moment["wall"] - moment["t"]))
                 if time.monotonic() >= self._next_clock:
@@ -254,9 +253,9 @@ class CommsWriter:
                 self.counts.spans_dropped += spans
 
     def _take(self, most: int) -> bool:
-        """Take over so much of what has gathered; whether there may be more.
+        """Take up to `most` calls and spans from the recorder; return whether there may be more.
 
-        The lines come before the calls, which need those of their groups, and the calls before their times.
+        Lines come before calls, because calls need the lines of their groups. Calls come before their spans.
         """
         spans = self._recorder.take_spans(most)
         calls = self._recorder.take(most)
@@ -271,7 +270,7 @@ class CommsWriter:
         return most in (len(calls), len(spans))
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
-        """The lines of `items`, those of them without which later records cannot be read, and records that failed."""
+        """Return the lines of `items`, those lines that later records need to be readable, and the number of failures."""
         context: list[bytes] = []
         lines: list[bytes] = []
         errors = 0
@@ -294,8 +293,8 @@ class CommsWriter:
         return lines, context, errors
 
     def recent(self) -> list[orjson.Fragment]:
-        """The last calls as they stand, or will stand, in the file. Waits a moment for the writer's thread."""
-        if self._lock.acquire(timeout=_GLANCE * 10):  # not where that is stuck in the disk: then without the newest
+        """Return the last calls as the file has, or will have, them. Waits a moment for the writer thread."""
+        if self._lock.acquire(timeout=_GLANCE * 10):  # if the thread is stuck in a write: without the newest
             try:
                 self._take(sys.maxsize)
             finally:
@@ -303,7 +302,7 @@ class CommsWriter:
         return [orjson.Fragment(_record_line(call, call[0].locality(self.topology))) for call in list(self._recent)]
 
     def waited(self) -> list[int]:
-        """Ids of the calls that were waited for last, of those that `recent` has taken."""
+        """Return the ids of the calls that threads waited for last, of those that `recent` has taken."""
         return sorted({call for call in list(self._waited) if call is not None})
 
     def _append(
@@ -314,11 +313,11 @@ class CommsWriter:
         *,
         for_good: bool = True,
     ) -> bool:
-        """Write lines as one complete frame, or nothing at all. If not `for_good`, the next frame takes its place.
+        """Write lines as one complete frame, or nothing. If not `for_good`, the next frame replaces it.
 
-        Behind it comes a frame with the `moment` up to which no call is missing, which the next frame always replaces:
-        it distinguishes a rank without progress from one whose file ends early. Where the disk refuses, the lines of
-        `context` (header, groups), without which later records cannot be read, are owed, and go before the next ones.
+        A second frame has the `moment` up to which no call is missing. The next frame always replaces it. It
+        distinguishes a rank without progress from one whose file ends early. If a write fails, the lines of `context`
+        (header, groups), which later records need, are written before the next ones.
         """
         frame = self._compressor.compress(b"".join(self._owed + lines)) if lines or self._owed else b""
         behind = self._compressor.compress(encode_line("clock", moment)) if moment is not None else b""
@@ -328,7 +327,7 @@ class CommsWriter:
             if for_good:
                 self._owed = [*self._owed, *context][:_MOST_OWED]
             self._fail(f"cannot write {self.path}", error)
-            with contextlib.suppress(OSError):  # the reader names the torn frame at the end
+            with contextlib.suppress(OSError):  # the reader reports the torn frame at the end
                 os.ftruncate(self._file, self._size)
                 self._end = self._size
             return False
@@ -338,7 +337,7 @@ class CommsWriter:
         return True
 
     def _write_at_end(self, content: memoryview) -> None:
-        """Write behind the frames that stand for good, in place of what is there."""
+        """Write after the final frames, over the current content."""
         written = 0
         while written < len(content):
             written += os.pwrite(self._file, content[written:], self._size + written)
@@ -353,7 +352,7 @@ class CommsWriter:
 
 
 def _record_line(entry: Call, locality: Locality) -> bytes:
-    """The record of one call as a line of the file."""
+    """Return the record of one call as a line of the file."""
     descriptor, record_id, seq, t, step, batch, tag, thread = entry
     name = "p2p_seq" if descriptor.reader.is_p2p else "seq"
     extra = b""
@@ -370,9 +369,9 @@ def encode_line(kind: str, content: object) -> bytes:
 
 
 def clock() -> dict[str, int]:
-    """One moment on both clocks, in nanoseconds: `t` monotonic, `wall` since 1970.
+    """Return one moment on both clocks, in nanoseconds: `t` monotonic, `wall` since 1970.
 
-    Of three, that between whose readings least time passed: another thread may get the interpreter there.
+    The best of three: another thread may run between the two readings of a pair.
     """
     found = []
     for _ in range(3):

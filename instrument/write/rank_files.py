@@ -1,12 +1,12 @@
-"""Puts the files of one rank where they belong: whole, under their final name.
+"""Writes the files of one rank under their final names, each complete.
 
-A file is written under a temporary name beside its place and renamed when it is whole. Whatever an earlier
-recording or another program left under a name of this rank is moved to `earlier-K/`, never overwritten and never
-opened: opening a named pipe would block.
+A file has a temporary name in the same folder until it is complete. Files of an earlier recording or another program
+that have a name of this rank are moved to `earlier-K/`. They are never overwritten or opened: opening a named pipe would
+block.
 
-The files of a rank belong to the process that began them. A process that it starts and that has its rank, or belongs
-to a job of its own (the one in which `torch.distributed.checkpoint.async_save` saves does both), records in
-`spawned-K/`, a recording of its own.
+The files of a rank belong to the process that created them. A child process records in its own recording `spawned-K/`
+if it has the same rank or belongs to another job. The process in which `torch.distributed.checkpoint.async_save` saves
+is both.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from crossrank.text import writable
 
 _LEVEL = 3
 _PATIENCE = 5.0
-"""Seconds that a process waits for another one that still writes files of its rank."""
+"""Seconds that a process waits for another process that still writes files of its rank."""
 _NOTICED = 1.0
-"""Seconds of that wait from which it is said."""
+"""Seconds of that wait after which a warning is logged."""
 _LARGE = 1024
-"""Ranks of a job that has a folder for every few."""
+"""Ranks of a job that has one folder per group of ranks."""
 _VARIABLE = "CROSSRANK_RECORDING"
-"""Holds the `_Owner` of the files for the processes that a rank starts."""
+"""Passes the `_Owner` of the files to child processes."""
 _EARLIER = re.compile(r"earlier-(\d{1,9})")
 _SPAWNED = re.compile(r"spawned-\d+")
 
 
 class RankFiles:
-    """A recording as one rank writes it."""
+    """The files that one rank writes."""
 
     def __init__(
         self, directory: str, rank: int, world_size: int, *, is_wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """Nothing is touched where it is not wanted any more, once another process has let go of the rank."""
+        """Changes nothing if `is_wanted` returns False after the wait for another process of this rank."""
         place = os.path.realpath(os.path.expanduser(directory))
         self.recording = Path(place)
         """The folder of the whole job."""
@@ -84,19 +84,19 @@ class RankFiles:
         self._inherited = msgspec.json.encode(self._owner).decode()
 
     def announce(self) -> None:
-        """Tell the processes that this one starts from here on whose the files are. To be called by a thread of
-        training: others may read the environment at any moment."""
+        """Pass the owner of the files to later child processes. Call it on a training thread: other threads may read
+        the environment at any moment."""
         os.environ.setdefault(_VARIABLE, self._inherited)
 
     def path(self, name: str) -> Path:
         return self._folder / name
 
     def temporary(self, name: str) -> Path:
-        """Where `name` grows until it is whole."""
+        """Return the path of `name` until it is complete."""
         return self._folder / temporary_name(name)
 
     def finish(self, name: str) -> None:
-        """Compress what has grown under the temporary name of `name`, which is whole now, and put it in place."""
+        """Compress the complete temporary file of `name` and rename it."""
         plain = self.temporary(name)
         compressed = plain.with_name(plain.name + ".zst")
         with plain.open("rb") as source, os.fdopen(create(compressed), "wb") as target:
@@ -105,26 +105,26 @@ class RankFiles:
         plain.unlink()
 
     def write(self, name: str, content: bytes) -> None:
-        """Write `content` to `name` at once, compressed."""
+        """Compress `content` and write it to `name`."""
         temporary = self.temporary(name)
         with os.fdopen(create(temporary), "wb") as target:
             target.write(zstandard.ZstdCompressor(level=_LEVEL).compress(content))
         os.replace(temporary, self.path(name))
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if os.environ.get(_VARIABLE) == self._inherited:
             del os.environ[_VARIABLE]
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the folder alone. In a forked child it stays the parent's."""
+        """Release only the lock of the folder. In a forked child, the parent keeps it."""
         if self._lock is not None:
             self._lock.close()
 
 
 def create(path: Path) -> int:
-    """A descriptor of a new, empty file at `path`, in place of whatever stands there. Never blocks.
+    """Return a descriptor of a new, empty file at `path`, which replaces any other file there. Never blocks.
 
     Raises `OSError`.
     """
@@ -133,7 +133,7 @@ def create(path: Path) -> int:
 
 
 class _Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that writes the files of a rank, as the processes that it starts inherit it."""
+    """The process that writes the files of a rank, as its child processes inherit it."""
 
     pid: int
     rank: int
@@ -143,7 +143,7 @@ class _Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _job() -> str:
-    """An identifier of the job that this process belongs to, as opposed to one that it may start."""
+    """Return an identifier of the job of this process; a job that it starts has another one."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return " ".join(os.environ.get(name, "") for name in names)
 
@@ -153,10 +153,10 @@ def _lock_name(place: str, rank: int) -> str:
 
 
 def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
-    """The lock of a rank's files, once no process of this machine writes them any more; None where one still does.
+    """Return the lock of a rank's files, once no process of this node writes them; None if one still does.
 
-    Where ranks change places in a process group that is made again, the process that was this rank may still be
-    finishing its files: what it renames or writes would get mixed with ours.
+    Ranks may change when a process group is created again. The process that was this rank may still be finishing its
+    files, which would get mixed with ours.
     """
     begun = time.monotonic()
     while (lock := take_lock(_lock_name(place, rank))) is None and time.monotonic() < begun + _PATIENCE:
@@ -170,10 +170,10 @@ def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
 
 
 def _is_spawned(place: str, rank: int, world_size: int) -> bool:
-    """Whether a process that this one descends from records in `place`, and this one is not another rank of its job.
+    """Return whether an ancestor of this process records in `place`, and this process is not another rank of its job.
 
     Ranks may start each other: Lightning's rank 0 starts the others of its node. A process of multiprocessing's fork
-    server may lack the variable; then the header of the rank's own file says whose it is, and a lock whether that one
+    server may lack the variable. Then the header of the rank's file has the owner, and a lock shows whether the owner
     still records.
     """
     ancestors = _ancestors()
@@ -181,10 +181,10 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
         owner = msgspec.json.decode(os.environ.get(_VARIABLE, ""), type=_Owner)
     except msgspec.MsgspecError:
         owner = None
-    # A job's environment may outlive it, in what a batch system starts next.
+    # A batch system may pass the environment of an ended job to the next one.
     if owner is not None and owner.place == writable(place) and owner.pid in ancestors:
         return owner.rank == rank or (owner.world_size, owner.job) != (world_size, _job())
-    # The job that records there may have another number of ranks, and so another folder for this one.
+    # The job that records there may have another number of ranks, and so another folder for this rank.
     for folder in dict.fromkeys(rank_folder(rank, size) for size in (1, world_size, _LARGE)):
         header = _header(os.path.join(place, folder, file_name(COMMS, rank)))
         if header is not None and header.boot_id == boot_id() and header.pid in ancestors:
@@ -204,7 +204,7 @@ def _header(path: str) -> Header | None:
 
 
 def _ancestors() -> set[int]:
-    """The processes that this one descends from; none where the system has no /proc."""
+    """Return the ancestors of this process; none if the system has no /proc."""
     found: set[int] = set()
     pid = os.getppid()
     while pid > 1 and pid not in found:
@@ -213,12 +213,12 @@ def _ancestors() -> set[int]:
             status = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             break
-        pid = int(status.rpartition(")")[2].split()[1])  # the name before it may hold spaces
+        pid = int(status.rpartition(")")[2].split()[1])  # the name before it may contain spaces
     return found
 
 
 def _take_part(recording: Path, rank: int, world_size: int) -> tuple[Path, socket.socket | None]:
-    """The first `spawned-K` in which no process records this rank, or has, and the lock that keeps it so."""
+    """Return the first `spawned-K` in which no process has recorded this rank, and its lock."""
     for part in (recording / f"spawned-{number}" for number in itertools.count(1)):
         if (lock := take_lock(_lock_name(str(part), rank))) is None:
             continue
@@ -231,10 +231,10 @@ def _take_part(recording: Path, rank: int, world_size: int) -> tuple[Path, socke
 
 
 def _set_aside(recording: Path, rank: int, world_size: int) -> None:
-    """Move what an earlier recording left for this rank to an `earlier-K` that has none of it.
+    """Move the files of an earlier recording of this rank to an `earlier-K` without such files.
 
-    That is the latest one, which another rank of this job may just have begun, or a new one. The first rank of a folder
-    also moves what is left there of ranks that have no place in it in this job, and rank 0 the folders that this job
+    This is the latest one, which another rank of this job may have created, or a new one. The first rank of a folder
+    also moves files of ranks that do not belong to the folder in this job. Rank 0 also moves the folders that this job
     does not have, those of spawned processes, and the verdict.
     """
     own = rank_folder(rank, world_size)
@@ -264,5 +264,5 @@ def _set_aside(recording: Path, rank: int, world_size: int) -> None:
         earlier = recording / f"earlier-{latest + 1}"
     for name in left:
         (earlier / name).parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # a writer on another machine has renamed it since
+        with contextlib.suppress(FileNotFoundError):  # a writer on another node has renamed it since
             os.rename(recording / name, earlier / name)
