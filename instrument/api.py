@@ -121,7 +121,7 @@ def step() -> None:
 
 
 def window() -> contextlib.AbstractContextManager[None]:
-    """Return a `with` block that is recorded as one window (execution trace and Kineto). No effect if tracing is off."""
+    """Return a `with` block that is recorded as one window of traces. No effect while tracing is off."""
     if _current is not None:
         return _current.windows.block()
     if not _asked:

@@ -1,5 +1,5 @@
-"""In: silence. Out: dumps, and a verdict in the training log while the job hangs.
+"""Detects a hang, writes dumps, and prints a verdict into the training log while the job hangs.
 
-`watch` notices that this rank communicates no more, `response` says what happens then, and `verdict` diagnoses the job
-in a process of its own, with the tools that `crossrank diagnose` uses.
+`watch` notices that this rank makes no progress, `response` responds to it, and `verdict` diagnoses the job in its own
+process, with the tools that `crossrank diagnose` uses.
 """

@@ -1,5 +1,5 @@
-"""Whether the main thread of this rank moves while it communicates nothing: then it computes, or saves, and is slow;
-and whether it computes in one long call of C++."""
+"""Detects whether the main thread moves while this rank makes no calls. Then the rank is slow: it computes or saves.
+Also detects whether the thread computes in one long call of C++."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from types import FrameType
 _MOST_FRAMES = 64
 _FEWEST_LOOKS = 3
 _SHARE = 1 / 8
-"""Of the looks at a thread, so many that find it elsewhere than the look before: one that polls is found elsewhere now
-and then, one that computes nearly always."""
+"""Share of looks that must find the thread at another line than the look before: a thread that polls moves now and
+then, one that computes moves nearly always."""
 
 
 class MainThread:
-    """Where the main thread was at each look since the last call of this rank."""
+    """Counts how often the main thread has moved since the last call of this rank."""
 
     def __init__(self) -> None:
         self._last: tuple[int, ...] = ()
         self._looks = self._moves = 0
         self._since: tuple[float, float] | None = None
-        """Seconds of the clock, and of a processor, at the first look."""
+        """Seconds of wall-clock time and of CPU time at the first look."""
 
     def look(self) -> None:
-        found = _place()
+        found = _find_position()
         self._looks += 1
         self._moves += self._last not in ((), found)
         self._last = found
         if self._since is None:
-            self._since = _clocks()
+            self._since = _read_clocks()
 
     def forget(self) -> None:
-        """A call was made: what was seen before it says nothing of the silence after it."""
+        """Start again after a call of this rank."""
         self._last, self._looks, self._moves, self._since = (), 0, 0, None
 
     @property
@@ -42,15 +42,15 @@ class MainThread:
 
     @property
     def busy(self) -> float | None:
-        """Share of the silence in which it had a processor; None where that is not known."""
-        since, now = self._since, _clocks()
+        """Share of the time since the first look in which the thread used a CPU; None if unknown."""
+        since, now = self._since, _read_clocks()
         if since is None or now is None:
             return None
         elapsed, used = (end - begin for begin, end in zip(since, now, strict=True))
         return round(min(used / elapsed, 1.0), 3) if elapsed > 0 else None
 
 
-def _clocks() -> tuple[float, float] | None:
+def _read_clocks() -> tuple[float, float] | None:
     try:
         clock = time.pthread_getcpuclockid(threading.main_thread().ident or 0)
         return time.monotonic(), time.clock_gettime(clock)
@@ -58,8 +58,8 @@ def _clocks() -> tuple[float, float] | None:
         return None
 
 
-def _place() -> tuple[int, ...]:
-    """The code and the line of each frame, innermost first."""
+def _find_position() -> tuple[int, ...]:
+    """Return the code and line of each frame of the main thread, innermost first."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     found: list[int] = []
     while frame is not None and len(found) < _MOST_FRAMES:

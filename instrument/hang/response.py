@@ -1,13 +1,13 @@
-"""What happens when this rank communicates no more.
+"""The response to a hang: dumps, a verdict, and the end of the job if `TRACING_ON_HANG=abort`.
 
-Every rank writes its dump. One of the job waits for the dumps of the others, diagnoses the job and prints the verdict
-into the training log, while the job hangs: rank 0, or another rank of its node where that does not notice, or another
-node. A verdict that is newer than a rank's dump takes that into account, so whoever finds one does nothing more.
+Every rank writes its dump. One rank waits for the dumps of the others, diagnoses the job and prints the verdict into
+the training log while the job hangs. This is rank 0. If rank 0 does not notice the hang, it is another rank of its node
+or of another node. A verdict newer than the dump of a rank includes that dump, so that rank does nothing more.
 
 With `TRACING_ON_HANG=abort` every rank ends when the verdict says that a rank waits for another one.
 
-A rank that others wait for may evaluate, or save. While its main thread moves it is called slow, and the job is said to
-hang when the silence has lasted five times as long. `expect_pause` says beforehand that it will take long.
+A rank that others wait for may be evaluating or saving. While its main thread moves, the verdict calls it slow. The
+verdict is a hang only after five times the usual time. `expect_pause` announces such a pause.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SLOW, 
 from crossrank.text import rank_ranges
 
 EXIT_CODE = 79
-"""Of a process that `TRACING_ON_HANG=abort` ended: the first behind those of sysexits.h."""
+"""Exit code of a process that `TRACING_ON_HANG=abort` ended: the first one after those of sysexits.h."""
 _LOOK = 0.1
 _LOOK_PER_RANK = 4e-4
-"""Seconds between two looks at the folder: all ranks together look at it 2,500 times a second at most."""
+"""Seconds between two looks at the folder: together, all ranks look at most 2,500 times per second."""
 _AFTER_RANK_0 = 1.0
-"""Seconds by which rank 0 comes before the other ranks of its node, whose logs are read less."""
+"""Seconds by which the other ranks of the node of rank 0 wait longer than rank 0, whose log is read most."""
 _AFTER_NODE_0, _AFTER_NODE = 8.0, 1.0
-"""Seconds by which its node comes before the next one, and that one before the one after it."""
+"""Seconds by which the second node waits longer than the node of rank 0, and each further node than the one before."""
 _MOST_NODES = 30
 _FEW_CALLS = 4
-"""Calls that are made and over after a verdict when the job is taken to go on."""
+"""Calls that must be made and finished after a verdict before the verdict is withdrawn."""
 _SETTLED = 1.5
-"""Seconds without a new dump after which no more are expected: ranks do not look for hangs at the same moment."""
+"""Seconds without a new dump after which no more are expected. Ranks notice a hang at different moments."""
 _LATEST = 30.0
 _ENDS_AFTER = 2.0
-"""Seconds from the verdict to the end of all ranks: they end together, for what one of them leaves raises in others."""
+"""Seconds from the verdict to the end of all ranks. They end together: the end of one raises an error in others."""
 _LATEST_END = 15.0
-"""Seconds that the files may take to be closed."""
+"""Longest time to close the files, in seconds."""
 _FAR = 5.0
-"""Times the patience after which a rank that moves is taken for one that hangs, in a loop without end."""
+"""Multiple of the patience after which a rank that moves counts as hung: it may be in an endless loop."""
 _OF_TIMEOUT = 0.8
-"""But at such a share of the timeout of a process group, which aborts the job."""
+"""Share of the timeout of a process group that limits this time: the timeout aborts the job."""
 
 
 class Watched(Dumped, Closable, Protocol):
-    """What responds to a hang sees of its session."""
+    """The part of a session that the response to a hang uses."""
 
     dumps: FlightDumps
 
     def current_world(self) -> object | None:
-        """The process group that is recorded, where it is there and the default one."""
+        """Return the recorded process group if it still is the default one."""
 
 
 class Hangs:
@@ -80,13 +80,13 @@ class Hangs:
         self._watch: HangWatch | None = None
         self._main_thread = MainThread()
         self._pauses: list[float] = []
-        """Until when each pause of this rank is announced, in seconds since 1970."""
+        """End of each announced pause of this rank, in seconds since 1970."""
         self._was_pausing = False
         self._said: tuple[Path, int, int] | None = None
-        """The verdict that this rank has said, and how many calls were made and over then."""
+        """Path of the verdict that this rank has printed, and the numbers of calls made and finished at that time."""
 
     def watch(self) -> None:
-        """Watch from now on, where that is asked for."""
+        """Start to watch, if the settings ask for it."""
         config = self._session.facts.config
         if self._watch is None and config.hang_seconds > 0 and config.flight:
             self._watch = HangWatch(
@@ -101,12 +101,12 @@ class Hangs:
             self._watch.start()
 
     def main_thread(self) -> dict[str, Any]:
-        """What the main thread of this rank was seen to do since its last call."""
+        """Return whether the main thread has moved since the last call of this rank, and its share of CPU time."""
         return {"moves": self._main_thread.moves, "busy": self._main_thread.busy}
 
     @contextlib.contextmanager
     def expect_pause(self, seconds: float) -> Iterator[None]:
-        """No rank reports a hang before the block ends, or `seconds` are over."""
+        """No rank reports a hang until the block ends or `seconds` have passed."""
         until = time.time() + seconds
         self._pauses.append(until)
         self._announce_pause()
@@ -117,7 +117,7 @@ class Hangs:
             self._announce_pause()
 
     def _announce_pause(self) -> None:
-        """Tell the other ranks until when this one pauses, of several pauses within each other the longest."""
+        """Tell the other ranks until when this rank pauses; of nested pauses, the longest counts."""
         files, longest = self._session.files, max(list(self._pauses), default=None)
         if files is None:
             return
@@ -130,31 +130,31 @@ class Hangs:
                     part.write_text(str(longest))
 
     def stop(self) -> None:
-        """No hang is noticed after this."""
+        """Stop to watch."""
         if self._watch is not None:
             self._watch.stop()
 
     def _patience(self) -> float:
-        """Seconds without communication that are taken for a hang.
+        """Return after how many seconds without communication the job counts as hung.
 
-        At most half of the shortest timeout of a process group: at the timeout itself the job is aborted.
+        At most half of the shortest timeout of a process group: the timeout itself aborts the job.
         """
         timeout = self._session.groups.shortest_timeout()
         seconds = self._session.facts.config.hang_seconds
         return seconds if timeout is None else min(seconds, timeout / 2)
 
     def _on_hang(self, seconds: float) -> float | None:
-        """Respond to a silence of so many seconds. Returns after how many to do so again, where it is none yet."""
+        """Respond to `seconds` without communication. Return after how many seconds to respond again, if ever."""
         session = self._session
         if session.files is None:
             return COUNT_ANEW if session.writer is not None else None
         pausing, was_pausing = _pausing(session.files.recording), self._was_pausing
         self._was_pausing = bool(pausing)
-        if pausing or was_pausing:  # every rank has its patience once more after a pause
+        if pausing or was_pausing:  # after a pause, every rank waits for its full patience again
             log.info("crossrank: rank %s announced a pause, so no hang is reported", rank_ranges(pausing))
             return COUNT_ANEW
         session.dumps.write("hang")
-        if session.current_world() is None:  # it has destroyed its group: those that wait see to the verdict
+        if session.current_world() is None:  # this rank has destroyed its group: the waiting ranks make the verdict
             return None
         timeout = session.groups.shortest_timeout()
         far = min(self._patience() * _FAR, math.inf if timeout is None else timeout * _OF_TIMEOUT)
@@ -169,9 +169,9 @@ class Hangs:
         self._take_back()
 
     def _take_back(self) -> None:
-        """Say that the verdict which this rank has said is over, where calls since then are over too.
+        """Withdraw the verdict of this rank if calls since then have finished.
 
-        One that failed looks completed, and so may what the script does about it: a few have to be.
+        A failed call looks completed, and so may the calls with which the script handles it. So a few must finish.
         """
         if self._said is None:
             return
@@ -188,7 +188,7 @@ class Hangs:
 
 
 class _Silence:
-    """One time during which this rank communicates nothing."""
+    """One period in which this rank makes no progress."""
 
     def __init__(self, session: Watched, folder: Path, seconds: float, far: float) -> None:
         self._session = session
@@ -196,23 +196,23 @@ class _Silence:
         self._seconds = seconds
         self._far = far
         self._calls, self._completed = session.recorder.calls(), completed()
-        self._dumped = _changed(self._file(FLIGHT, session.facts.rank)) or time.time_ns()
+        self._dumped = _read_change_time(self._file(FLIGHT, session.facts.rank)) or time.time_ns()
         self._since = self._dumped - round(seconds * 1e9)
         self._look = max(_LOOK, session.facts.world_size * _LOOK_PER_RANK)
         self.has_said = False
-        """Whether this rank has said that the job hangs, or that others wait for a slow rank."""
+        """Whether this rank has printed that the job hangs, or that others wait for a slow rank."""
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the verdict is that the job may go on, or that evidence is missing."""
+        """Whether the verdict says that the job may continue, or that evidence is missing."""
         found = verdict.read(self._folder / VERDICT)
         return found is not None and found.verdict in (SLOW, "incomplete")
 
     def respond(self) -> None:
-        """See that there is a verdict, and do what it asks for."""
+        """Make or await the verdict, and abort if the settings ask for it."""
         begun, turn = time.monotonic(), self._turn()
         while not self._is_over() and not self._has_verdict():
-            # One process of a node at a time; the next one may find that its verdict is there.
+            # One process of a node at a time: the next one may find a verdict.
             if time.monotonic() - begun >= turn:
                 with self._alone_on_node() as is_alone:
                     if is_alone and not self._has_verdict() and not self._report():
@@ -223,10 +223,10 @@ class _Silence:
 
     @contextlib.contextmanager
     def _alone_on_node(self) -> Iterator[bool]:
-        """Whether no other process of this node diagnoses the job, until the block ends.
+        """Yield whether no other process of this node diagnoses the job, until the block ends.
 
-        Containers have a network namespace each, so the lock of a socket is one within a container. They share the
-        folder: a file in it, of this node, holds between them.
+        Each container has its own network namespace, so the socket locks only within a container. Containers share the
+        folder, so a lock file of this node locks between them.
         """
         socket = take_lock(f"diagnoses {self._folder}")
         if socket is None:
@@ -235,14 +235,14 @@ class _Silence:
         path = self._folder / f"{DIAGNOSING}{hashlib.sha256(node_of_this_machine().encode()).hexdigest()[:12]}"
         with contextlib.closing(socket), contextlib.ExitStack() as opened:
             is_alone = True
-            with contextlib.suppress(OSError):  # where no file can be made the socket has to do
+            with contextlib.suppress(OSError):  # without a lock file, use only the socket
                 is_alone = opened.enter_context(lock_file(path)) is not None
                 if is_alone:
                     opened.callback(path.unlink, missing_ok=True)
             yield is_alone
 
     def _turn(self) -> float:
-        """Seconds after which this rank diagnoses the job, where no other one has."""
+        """Return after how many seconds this rank diagnoses the job, if no other rank has."""
         session = self._session
         places = session.facts.topology.places if session.facts.topology is not None else {}
         after_rank_0 = 0.0 if session.facts.rank == 0 else _AFTER_RANK_0
@@ -254,21 +254,21 @@ class _Silence:
         return _AFTER_NODE_0 + _AFTER_NODE * min(before, _MOST_NODES)
 
     def _is_over(self) -> bool:
-        """Whether communication goes on, or the recording has ended."""
+        """Return whether this rank makes calls again or the recording has ended."""
         return self._session.closing or self._session.recorder.calls() != self._calls
 
     def _has_verdict(self) -> bool:
-        changed = _changed(self._folder / VERDICT)
+        changed = _read_change_time(self._folder / VERDICT)
         return changed is not None and changed >= self._dumped
 
     def _report(self) -> bool:
-        """Diagnose the job, and say what is found unless it has been said; whether there is a verdict."""
+        """Diagnose the job and print new findings; return whether there is a verdict."""
         session, folder = self._session, self._folder
         self._wait_for_dumps()
         if self._is_over():
             return False
         path = folder / VERDICT
-        earlier = verdict.read(path) if (_changed(path) or 0) > self._since else None
+        earlier = verdict.read(path) if (_read_change_time(path) or 0) > self._since else None
         silence = f"no communication on rank {session.facts.rank} for {self._seconds:.3g} s"
         try:
             self._refuse_part_of_job()
@@ -307,7 +307,7 @@ class _Silence:
         return True
 
     def _refuse_part_of_job(self) -> None:
-        """Raise where other nodes write to folders of their own: their ranks would seem to be missing."""
+        """Raise an error if other nodes write to their own folders: their ranks would seem to be missing."""
         topology = self._session.facts.topology
         places = dict(topology.places) if topology is not None else {}
         here: set[str] = set()
@@ -321,35 +321,35 @@ class _Silence:
             )
 
     def _wait_for_dumps(self) -> None:
-        """Wait until the other ranks have written what they did last, as long as more come."""
+        """Wait for the dumps of the other ranks, as long as new ones arrive."""
         missing = set(range(self._session.facts.world_size)) - {self._session.facts.rank}
         begun = latest = time.monotonic()
         while missing and not self._is_over() and (looked := time.monotonic()) - begun < _LATEST:
-            written = {rank for rank in missing if (_changed(self._file(FLIGHT, rank)) or 0) > self._since}
+            written = {rank for rank in missing if (_read_change_time(self._file(FLIGHT, rank)) or 0) > self._since}
             missing -= written
             if written:
                 latest = time.monotonic()
             elif time.monotonic() - latest > _SETTLED:
                 return
-            time.sleep(max(_LOOK, time.monotonic() - looked))  # the file systems of clusters take long over a look
+            time.sleep(max(_LOOK, time.monotonic() - looked))  # a look is slow on the file system of a cluster
 
     def _file(self, kind: str, rank: int) -> Path:
         return self._folder / rank_folder(rank, self._session.facts.world_size) / file_name(kind, rank)
 
     def _abort(self) -> None:
-        """End this process, where the verdict is that the job hangs, together with the others."""
+        """If the verdict is a hang, end this process at the same time as the others."""
         path = self._folder / VERDICT
-        found, given = verdict.read(path), _changed(path) or 0
+        found, given = verdict.read(path), _read_change_time(path) or 0
         if found is None or not found.is_hang or self._is_over() or completed() != self._completed:
             return
         log.error(
             "crossrank: rank %d ends with exit code %d because the job hangs (TRACING_ON_HANG=abort)",
             *(self._session.facts.rank, EXIT_CODE),
         )
-        latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has looked
-        # A script that goes on after all, and ends meanwhile, ends so as well: it is said, and the others end so.
+        latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has read the verdict
+        # A script that continues and ends meanwhile gets this exit code too: it is logged, and the other ranks end.
         exits.end_with(EXIT_CODE, _LATEST_END + latest)
-        # On a thread each: a disk may be stuck, and the lock of a stream be held by a thread that hangs.
+        # One thread each: a disk may be stuck, and a thread that hangs may have the lock of a stream.
         works = (lambda: self._session.close("abort"), sys.stdout.flush, sys.stderr.flush)
         ending = [thread for work in works if (thread := threads.start("abort", work)) is not None]
         until = time.monotonic() + _LATEST_END
@@ -360,9 +360,9 @@ class _Silence:
 
 
 def _pausing(folder: Path) -> list[int]:
-    """The ranks that said that the others will wait for them, and still do."""
+    """Return the ranks with an announced pause that has not ended."""
     found = []
-    with contextlib.suppress(OSError):  # a file system that is away
+    with contextlib.suppress(OSError):  # the file system is not reachable
         for path in folder.glob(f"{PAUSING}*"):
             with contextlib.suppress(OSError, ValueError, BudgetError):
                 if float(read_small(path)) > time.time():
@@ -370,8 +370,8 @@ def _pausing(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def _changed(path: Path) -> int | None:
-    """When a file was written, ns since 1970; None where there is none."""
+def _read_change_time(path: Path) -> int | None:
+    """Return when a file was written, in ns since 1970; None if there is no file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

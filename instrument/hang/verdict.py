@@ -1,4 +1,4 @@
-"""The diagnosis of the job that this process belongs to, made by `crossrank diagnose` in a process of its own."""
+"""Diagnoses the job of this process by running `crossrank diagnose` in another process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from crossrank.recording import OVER, SLOW, VERDICT
 from crossrank.text import rank_ranges
 
 _OF_SOMEBODY = ("missing_rank", "p2p_unmatched")
-"""Kinds of findings that are the doing of some rank."""
+"""Kinds of findings that some rank has caused."""
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
 _FEW_RANKS = 64
 _LAST = 512
-"""Calls that are read of many ranks' dumps before what is not over: so many are looked back at."""
-# The tools are found where this process finds them.
+"""Calls before the unfinished ones that are read from each dump if there are many ranks."""
+# The new process finds the tools where this process does.
 _PROGRAM = """import sys
 sys.path[:] = {path!r}
 from crossrank.tools.cli import main
@@ -34,7 +34,7 @@ sys.exit(main())
 
 
 class Verdict(msgspec.Struct):
-    """Of `verdict.json`, which is what `crossrank diagnose -o` writes, what is looked at here."""
+    """The fields of `verdict.json`, the output of `crossrank diagnose -o`, that the recorder reads."""
 
     verdict: str = ""
     findings: list[dict[str, Any]] = []
@@ -45,8 +45,8 @@ class Verdict(msgspec.Struct):
         return self.verdict not in (OVER, SLOW) and any(finding.get("waiting_ranks") for finding in self.findings)
 
     def doubt(self) -> str:
-        """Why this may be no hang, empty where it is one: the ranks that others wait for move, or nothing says who they
-        are, or what they do."""
+        """Return why this may not be a hang, empty if it is one: the ranks that others wait for move, are unknown, or
+        have no evidence."""
         waited_for = {rank for one in self.findings for rank in one.get("culprit_ranks", ())}
         moving = {rank for one in self.findings for rank in one.get("moving_ranks", ())}
         if self.verdict == "incomplete":
@@ -58,7 +58,7 @@ class Verdict(msgspec.Struct):
         return ""
 
     def says_as(self, other: Verdict) -> bool:
-        """Whether another one finds the same, wherever its threads were meanwhile."""
+        """Return whether another verdict has the same findings, regardless of the positions of threads."""
         return self.verdict == other.verdict and _essence(self.findings) == _essence(other.findings)
 
 
@@ -68,7 +68,7 @@ def _essence(findings: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def read(path: Path) -> Verdict | None:
-    """The verdict in a file; None where there is none."""
+    """Return the verdict in a file; None if it has none."""
     try:
         return parse(read_small(path))
     except (OSError, BudgetError, msgspec.MsgspecError):
@@ -80,13 +80,13 @@ def parse(content: bytes) -> Verdict:
 
 
 def write_none(path: Path) -> None:
-    """Leave word for the other ranks of this folder that there is no diagnosis: they need not try."""
+    """Tell the other ranks of this folder that there is no diagnosis, so that they do not try."""
     with contextlib.suppress(OSError):
         _write(path, msgspec.json.encode(Verdict(verdict="none")))
 
 
 def replace(path: Path, verdict: str) -> bool:
-    """Write into the file another verdict than was found there, which stays beside it; whether it was there."""
+    """Replace the verdict in the file and keep the old one in `was`. Return whether there was one."""
     try:
         _write_as(path, read_small(path), verdict)
     except (OSError, BudgetError, msgspec.MsgspecError):
@@ -106,13 +106,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def diagnose(folder: Path, world_size: int) -> tuple[str, bytes]:
-    """Diagnose what is in `folder`: as text, and as JSON for `publish`.
+    """Diagnose the recording in `folder`. Return the text, and the JSON for `publish`.
 
-    Raises `CrossrankError` where that cannot be done.
+    Raises `CrossrankError` if that fails.
     """
     command = [sys.executable, "-c", _PROGRAM.format(path=sys.path), "diagnose", str(folder)]
     options = ["--last", str(_LAST)] if world_size > _FEW_RANKS else []
-    # Nothing of it is for a rank: it must neither record nor join.
+    # Remove the variables of the recorder: the new process must not record or join the job.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACING")}
     try:
         with tempfile.TemporaryDirectory(prefix="crossrank-") as own:
@@ -138,9 +138,9 @@ def diagnose(folder: Path, world_size: int) -> tuple[str, bytes]:
 
 
 def publish(path: Path, content: bytes, verdict: str | None = None) -> None:
-    """Write what `diagnose` found for the other ranks, with another `verdict` where one is given.
+    """Write the result of `diagnose` for the other ranks, with another `verdict` if one is given.
 
-    Raises `CrossrankError` where it cannot be written.
+    Raises `CrossrankError` if it cannot be written.
     """
     try:
         if verdict is None:

@@ -1,4 +1,4 @@
-"""Notices that nothing is communicated any more."""
+"""Notices that a rank makes no progress in communication."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterable
 from crossrank.instrument import threads
 
 _LOOKS = 8
-"""Looks per patience."""
+"""Checks per patience."""
 _LONGEST_PAUSE = 0.5
-"""Seconds between two looks: the patience may have become shorter."""
+"""Longest time between two checks, in seconds: the patience may become shorter."""
 
 
 COUNT_ANEW = 0.0
-"""What `on_hang` returns where the silence so far is no sign of a hang: it counts from now on."""
+"""Result of `on_hang` if the time without calls so far is not a hang: the count starts again."""
 
 
 class HangWatch:
-    """Calls `on_hang(seconds)` when nothing has been communicated for `patience()` seconds.
+    """Calls `on_hang(seconds)` when this rank has made no progress for `patience()` seconds.
 
-    A thread looks a few times per patience whether a call was begun. When none was for half of it it also asks torch
-    how many calls are over. When neither moves for all of it the hang is reported, once until the next call. Where
-    calls were begun since the last look, `on_look` is called.
-    Every rank of a hung job does so on its own, also the one that the others wait for, and one that never comes to its
-    first call. The patience may change: a group with a shorter timeout may be made. The thread ends after `stop`.
+    A thread checks a few times per patience whether a call has started. After half of the patience without one, it also
+    asks torch how many calls have finished. If neither number changes for all of it, the hang is reported, once until
+    the next call. If calls have started since the last check, the thread calls `on_calls`, else `on_silence`.
+    Every rank of a hung job does this independently, also the rank that the others wait for and a rank that never makes
+    a call. The patience may change: a group with a shorter timeout may be created. The thread ends after `stop`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class HangWatch:
         self._waits = waits
         self._on_calls = on_calls
         self._on_silence = on_silence
-        self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
+        self._stopped = False  # no Event: a signal handler may interrupt the thread that has its lock
 
     def start(self) -> None:
         self._stopped = threads.start("watchdog", self._watch, lost="hangs are no longer watched for") is None

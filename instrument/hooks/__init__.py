@@ -1,4 +1,4 @@
-"""In: one session. Out: torch and Python changed so that the session learns of calls, steps, signals and ends.
+"""Changes to torch and Python by which a session detects calls, steps, signals and the end of the process.
 
-Nothing outside this folder changes anything of torch or Python.
+Only this folder changes torch or Python.
 """

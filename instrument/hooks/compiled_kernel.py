@@ -1,7 +1,7 @@
-"""The compiled kernels at torch's dispatcher, and the operations of ours through which they call Python.
+"""The compiled kernels at torch's dispatcher, and our operations through which they call Python.
 
-These operations are defined once and stay: a call may be within one of them while a session ends. They go to the
-recorder of the latest session. `crossrank.instrument.compiled.recorder` says what each is for.
+These operations are defined once and stay: a call may be inside one of them while a session ends. They use the recorder
+of the latest session. `crossrank.instrument.compiled.recorder` documents each.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _getframe: Callable[[int], FrameType] = sys._getframe
 _recorder: CompiledRecorder | None = None  # the latest
 _library: torch.library.Library | None = None
 _opened = threading.local()
-"""`stack`: what `open` has opened on this thread and for which recorder."""
+"""`stack`: the tokens that `open` has opened on this thread, with their recorders."""
 
 
 def install(recorder: CompiledRecorder, readers: Sequence[Reader], functional: Sequence[str]) -> Callable[[], None]:
-    """Put the kernels in place, for `recorder`; returns what removes them."""
+    """Install the kernels for `recorder`; return the function that removes them."""
     native = recorder.native
     _define_operations()
     requests = BATCH_CODE.co_varnames.index("reqs") if "reqs" in BATCH_CODE.co_varnames else -1
@@ -41,7 +41,7 @@ def install(recorder: CompiledRecorder, readers: Sequence[Reader], functional: S
 
 
 def record_to(recorder: CompiledRecorder, readers: Sequence[Reader]) -> None:
-    """Make the kernels those of this recorder."""
+    """Make the kernels use this recorder."""
     global _recorder
     _recorder = recorder
     recorder.begin(readers)
@@ -64,7 +64,7 @@ def _define_operations() -> None:
 
 
 def _guarded(work: Callable[[CompiledRecorder], int], otherwise: int) -> int:
-    """What `work` gives, or `otherwise` where the recorder fails, which is counted."""
+    """Return the result of `work`, or `otherwise` if the recorder fails. The failure is counted."""
     recorder = _recorder
     if recorder is None:
         return otherwise

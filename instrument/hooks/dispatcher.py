@@ -1,20 +1,18 @@
-"""Kernels at torch's dispatcher, which this module and `compiled_kernel` alone touch.
+"""Kernels at torch's dispatcher, which only this module and `compiled_kernel` change.
 
-Every collective and P2P call, whoever makes it (a user, DDP's C++ reducer, FSDP, DTensor, compiled code), passes
-the dispatcher as a `c10d::*` op. A kernel at its `BackendSelect` key on each of these ops, found when tracing is
-enabled, records the call and passes it on to the kernel that would have run without it. No name in
-`torch.distributed` is replaced, so references taken earlier, `is` checks and signatures stay as they are.
+Every collective and P2P call (of a user, DDP's C++ reducer, FSDP, DTensor, compiled code) passes the dispatcher as a
+`c10d::*` op. When tracing starts, crossrank installs a kernel at the `BackendSelect` key of each such op. The kernel
+records the call and passes it on to the kernel that would have run without it. No name in `torch.distributed` is
+replaced, so earlier references, `is` checks and signatures do not change.
 
-There are two kernels: a compiled one (`crossrank.instrument.compiled`), and one in Python for where that cannot be had,
-whose inner edge is `PythonRecorder.before(reader, args)`, `after(token)` and `launched(launch, reader, result)`.
+There are two kernels: a compiled one (`crossrank.instrument.compiled`) and a Python one as a fallback. The Python one
+calls `PythonRecorder.before(reader, args)`, `after(token)` and `launched(launch, reader, result)`.
 
-Where a coalesced launch begins and ends, and when a Work or a Future is waited for, the dispatcher does not say: two
-methods of ProcessGroup and one each of Work and Future are replaced for that. Functional collectives are waited for in
-an op, `wait_tensor`.
+The dispatcher does not show coalesced launches or waits for a Work or a Future. So crossrank replaces two methods of
+ProcessGroup, one of Work and one of Future. Functional collectives wait in an op, `wait_tensor`.
 
-What does not pass the dispatcher is not seen: methods called on a Backend object, subclasses of ProcessGroup
-written in Python, torchcomms, symmetric memory, and replays of a CUDA graph; and the waits of C++, such as those of
-DDP's reducer.
+Calls that do not pass the dispatcher are not recorded: methods of a Backend object, subclasses of ProcessGroup in
+Python, torchcomms, symmetric memory, and replays of a CUDA graph. Waits inside C++ are not recorded either.
 """
 
 from __future__ import annotations
@@ -46,21 +44,21 @@ _KEY = "BackendSelect"
 
 
 class Dispatched(Recorded, Protocol):
-    """A session whose recorder the kernels call: one in Python where the compiled kernel cannot be installed."""
+    """A session whose recorder the kernels call. `install` replaces a compiled recorder that does not work."""
 
     recorder: Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """Kernels in the dispatcher of this process."""
+    """The kernels in the dispatcher of this process."""
 
     readers: list[Reader]
     kind: type[Recorder]
     record_to: Callable[[Any], None]
-    """Makes the kernels those of another recorder of the kind."""
+    """Makes the kernels use another recorder of this kind."""
     remove: Callable[[], None]
-    """Takes them away: only where no other thread may call them, as in a test."""
+    """Removes them: only if no other thread may call them, as in a test."""
 
 
 _kernels: _Kernels | None = None
@@ -70,12 +68,12 @@ _plain_waits: dict[type, object] = {}
 
 
 def ops() -> list[str]:
-    """Names of the ops that are recorded."""
+    """Return the names of the recorded ops."""
     return [reader.c10d for reader in _kernels.readers] if _kernels is not None else []
 
 
 def install(session: Dispatched) -> None:
-    """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
+    """Install the kernels. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
     global _kernels
     require("interception")
     recorder = session.recorder
@@ -96,7 +94,7 @@ def install(session: Dispatched) -> None:
 
 
 def make_recorder(session: Recorded) -> Recorder:
-    """The recorder of a session: with the compiled kernel, or in Python where that is asked for or all there is."""
+    """Return the recorder of a session: compiled, or in Python if the settings ask for it or nothing else works."""
     wanted: str = session.facts.config.kernel
     if _kernels is not None:
         there = "python" if _kernels.kind is PythonRecorder else "compiled"
@@ -116,8 +114,8 @@ def make_recorder(session: Recorded) -> Recorder:
 
 
 def _loaded(*, waits: bool) -> ModuleType:
-    """The compiled kernel; where there is none yet, it is built: at once where somebody `waits` for it, else for the
-    next job."""
+    """Return the compiled kernel. If there is none yet, build it: now if `waits`, else in the background for the next
+    job."""
     try:
         return build.load()
     except build.NotBuiltError as error:
@@ -162,8 +160,8 @@ def _install_kernels(session: Dispatched) -> _Kernels:
 def uninstall() -> None:
     """Restore the replaced methods. The kernels stay in the dispatcher, and record nothing until the next `install`.
 
-    torch's dispatcher looks a kernel up in two steps and without a lock. A call of another thread that is between them
-    when a kernel is removed raises `fallthrough_kernel was executed`, or ends the process.
+    torch's dispatcher looks a kernel up in two steps and without a lock. If a kernel is removed between
+    the two, the call of another thread raises `fallthrough_kernel was executed` or ends the process.
     """
     _patches.undo()
 
@@ -171,7 +169,7 @@ def uninstall() -> None:
 def _register(
     recorder: PythonRecorder, readers: Sequence[Reader]
 ) -> tuple[Callable[[PythonRecorder], None], Callable[[], None]]:
-    """A kernel for every op; all record to the recorder that `record_to` named last."""
+    """Install a kernel for every op. Return a function that changes their recorder, and one that removes them."""
     mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def make_kernel(reader: Reader) -> Callable[..., Any]:
@@ -230,7 +228,7 @@ def _register(
 
 
 def _c10d_ops() -> list[str]:
-    """Names of all c10d ops of this torch that communicate, which are those with a group, without the namespace."""
+    """Return the names, without namespace, of all c10d ops that communicate: those with a process group."""
     return [
         name
         for name in _ops_in(_NAMESPACE)
@@ -239,7 +237,7 @@ def _c10d_ops() -> list[str]:
 
 
 def _functional_ops() -> list[str]:
-    """Names of the functional collectives, that which waits for a tensor last; none where that cannot be followed."""
+    """Return the names of the functional collectives, `wait_tensor` last; none if waits cannot be recorded."""
     names = _ops_in(_FUNCTIONAL)
     if not has("waits") or _WAIT_TENSOR not in names:
         return []
@@ -247,7 +245,7 @@ def _functional_ops() -> list[str]:
 
 
 def _ops_in(namespace: str) -> list[str]:
-    """Names of the ops of a namespace that have no overloads, without the namespace."""
+    """Return the names, without namespace, of the ops of a namespace that have no overloads."""
     prefix = namespace + "::"
     names = (name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix))
     return sorted(name for name in names if "." not in name)
@@ -298,7 +296,7 @@ def _follow_waits(recorder: Recorder) -> None:
     }
     for owner, make in around.items():
         plain = vars(owner)["wait"]
-        if _plain_waits.setdefault(owner, plain) is not plain:  # put around ours since: it would call it, and ours it
+        if _plain_waits.setdefault(owner, plain) is not plain:  # a new wrapper and ours would call each other
             log.warning("crossrank: waits are not recorded: %r has replaced %s.wait", plain, owner.__qualname__)
             return
         _patches.replace(owner, "wait", make(owner.wait))  # type: ignore[attr-defined]

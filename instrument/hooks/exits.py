@@ -1,13 +1,12 @@
-"""How a process ends other than by a signal: normally, by an exception, or by an uncaught one of C++.
+"""Finishes the files when a process ends without a signal: normally, by an exception, or by an uncaught C++ exception.
 
-* The normal end is `atexit`, and in multiprocessing's forked workers, which leave through `os._exit`, its finalizers.
-* Exceptions that end the script or its threads are noted, and printed as ever.
-* gloo raises exceptions on its own threads when ranks disagree about the size of a call, and the C++ runtime then calls
-  its terminate handler, which prints the exception and aborts. Ours finishes the files before that one runs. Unlike a
-  signal handler it may run Python: the thread is in ordinary code, and an abort for another reason (a broken heap, say)
-  does not pass it. But it has to wait for the interpreter. A thread that waits for a GPU may hold that forever, and a
-  process that was to abort would hang; so nothing is installed in a process that uses CUDA, and it is taken back when
-  one begins to.
+* A normal end runs `atexit`. multiprocessing's forked workers leave through `os._exit`, so they run its finalizers.
+* Exceptions that end the script or its threads are recorded, and printed as usual.
+* gloo raises exceptions on its own threads when ranks disagree about the size of a call. The C++ runtime then calls its
+  terminate handler, which prints the exception and aborts. Our handler finishes the files before that one runs. Unlike
+  a signal handler, it may run Python: the thread runs ordinary code, and an abort for another reason, such as a broken
+  heap, does not call it. But it waits for the interpreter's lock. A thread that waits for a GPU may keep that lock
+  forever, and the process would hang instead of aborting. So a process that uses CUDA does not have this handler.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _MOST_FRAMES = 64
 
 
 class Closable(Recording, Protocol):
-    """A recording that ends with the process."""
+    """A recording that the end of the process closes."""
 
     def close(self, reason: str, /) -> None:
-        """Finish every file and uninstall every hook. Does nothing the second time."""
+        """Finish every file and uninstall every hook. No effect the second time."""
 
 
 _session: Closable | None = None
@@ -57,12 +56,12 @@ _WORKER_ENDS = {
     "print_exc": ("multiprocessing.process", "_bootstrap"),
     "format_exc": ("torch.multiprocessing.spawn", "_wrap"),
 }
-"""Functions of `traceback` -> the module and function that calls them when a worker of multiprocessing ends by an
-exception. Since Python 3.13 it is not handled any more when the finalizers run."""
+"""Functions of `traceback` -> the module and function that call them when an exception ends a multiprocessing worker.
+Since Python 3.13 the exception is gone when the finalizers run."""
 _earlier: BaseException | None = None
-"""`sys.last_value` as it was when the session began."""
+"""`sys.last_value` at the start of the session."""
 _terminates = False
-"""Whether the terminate handler is ours."""
+"""Whether our terminate handler is installed."""
 _previous: int | None = None
 """The terminate handler before ours."""
 
@@ -90,18 +89,18 @@ def install(session: Closable) -> None:
     _patches.replace(threading, "excepthook", note)
     if multiprocessing.parent_process() is not None:
         for name, caller in _WORKER_ENDS.items():
-            _patches.replace(traceback, name, _noting(getattr(traceback, name), *caller))
+            _patches.replace(traceback, name, _record_exception_in(getattr(traceback, name), *caller))
     _replace_terminate()
 
 
-def _noting(original: Callable[..., Any], module: str, function: str) -> Callable[..., Any]:
-    """A function that does what `original` does, and notes the exception that is handled where that function calls."""
+def _record_exception_in(original: Callable[..., Any], module: str, function: str) -> Callable[..., Any]:
+    """Return a wrapper of `original` that records the current exception if `function` of `module` calls it."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         caller, error = sys._getframe(1), sys.exc_info()[1]
         if error is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) == (module, function):
-            with contextlib.suppress(Exception):  # it is printed, whatever it is
+            with contextlib.suppress(Exception):  # the exception is printed anyway
                 _of_worker[:] = [describe(threading.main_thread().name, error)]
         return original(*args, **kwargs)
 
@@ -119,8 +118,8 @@ def uninstall() -> None:
 
 
 def end_with(code: int, seconds: float) -> None:
-    """From here on the process ends with this code also where the script ends by itself: by who decided it, within so
-    many seconds, or else here."""
+    """Make the process end with this code even if the script ends by itself. The caller ends it within `seconds`;
+    otherwise this does."""
 
     def wait() -> None:
         time.sleep(seconds)
@@ -136,7 +135,7 @@ def _at_exit() -> None:
 
 
 def close_quietly(session: Closable, reason: str) -> None:
-    """Close where Python would print a traceback of whatever is raised."""
+    """Close a session where Python would print the traceback of an exception."""
     with session.failures.reported("the recording did not end properly"):
         session.close(reason)
 
@@ -153,12 +152,12 @@ def _on_terminate() -> None:
 
 
 _HANDLER = ctypes.CFUNCTYPE(None)(_on_terminate)
-"""Stays in memory forever: a thread may be in it, or about to be, when it is uninstalled."""
+"""Never freed: a thread may be running it, or about to, when it is uninstalled."""
 
 
 @functools.cache
 def _set_terminate() -> Callable[[Any], int | None] | None:
-    """`std::set_terminate` where this process uses the GNU C++ runtime."""
+    """Return `std::set_terminate` if this process uses the GNU C++ runtime."""
     library, name = _SET_TERMINATE
     try:
         return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)((name, ctypes.CDLL(library)))
@@ -185,16 +184,17 @@ def _restore_terminate() -> None:
 
 
 def restore_terminate_under_cuda() -> None:
-    """Take our terminate handler back if the process has begun to use CUDA. To be called now and then."""
+    """Remove our terminate handler once the process uses CUDA. Call it regularly."""
     if _terminates and cuda_is_in_use():
         _restore_terminate()
 
 
 def exceptions(reason: str) -> list[dict[str, Any]]:
-    """What ended the script, and threads of it, so far: thread, text, texts of its causes, frames innermost first.
+    """Return the exceptions that ended the script and its threads: thread, text, texts of the causes, frames innermost
+    first.
 
-    `reason` says what the recording ends by. Python keeps the exception that ended a script in `sys.last_value`,
-    but so does a notebook with that of any cell. A worker of multiprocessing ends while its exception is handled.
+    `reason` is why the recording ends. Python keeps the exception that ended a script in `sys.last_value`, but a
+    notebook keeps that of any cell there. A worker of multiprocessing ends while it handles its exception.
     """
     error = None
     if reason in ("exit", "disable"):
@@ -210,7 +210,7 @@ def exceptions(reason: str) -> list[dict[str, Any]]:
 
 
 def describe(thread: str, error: BaseException) -> dict[str, Any]:
-    """An exception of a thread as a dump has it: `Raised` of the tools' reader."""
+    """Return an exception of a thread in the format of a dump: `Raised` of the tools' reader."""
     frames = list(traceback.walk_tb(error.__traceback__))
     causes: list[str] = []
     cause = error.__cause__ or error.__context__
@@ -226,7 +226,7 @@ def describe(thread: str, error: BaseException) -> dict[str, Any]:
 
 
 def describe_frames(frames: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
-    """The first of some frames with their lines, as a dump has them."""
+    """Return the first `_MOST_FRAMES` frames with their lines in the format of a dump."""
     return [
         {"name": writable(frame.f_code.co_name), "filename": writable(frame.f_code.co_filename), "line": line or 0}
         for frame, line in itertools.islice(frames, _MOST_FRAMES)
@@ -245,8 +245,8 @@ def _text_of(error: BaseException) -> str:
 
 
 def keep_texts(keep: bool) -> None:
-    """Whether the texts of exceptions are recorded from now on; those of torch.distributed, which say whose
-    communication failed, always are."""
+    """Set whether the texts of exceptions are recorded. Those of torch.distributed always are: they say which
+    communication failed."""
     global _keeps_texts
     _keeps_texts = keep
 

@@ -1,4 +1,4 @@
-"""What happens when the process forks. Python cannot unregister these functions; without a session they do nothing."""
+"""Functions that run when the process forks. Python cannot unregister them; without a session they have no effect."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 in_child: list[Callable[[], None]] = []
 """Called in every forked child."""
 held_back: frozenset[signal.Signals] = frozenset()
-"""Signals that are blocked in a forked child until `in_child` has run: until then it shares the parent's pipe, and the
-parent would act on them."""
+"""Signals that a forked child blocks until `in_child` has run. Until then it shares the parent's pipe, and the parent
+would act on its signals."""
 _leaves_at_once = False
 
 _masks = threading.local()
-"""`before`: the signals that this thread had blocked before the fork that is under way."""
+"""`before`: the signals that this thread had blocked before the current fork."""
 
 
 def hold_back(signals: Iterable[signal.Signals]) -> None:
@@ -27,10 +27,9 @@ def hold_back(signals: Iterable[signal.Signals]) -> None:
 def let_children_leave_at_once() -> None:
     """Let forked children of this process exit, now that it has used Kineto.
 
-    Kineto leaves a static object behind whose destructor waits for a thread. A forked child does not have that
-    thread, so one that exits normally (not through `os._exit`, as those of multiprocessing do) would hang
-    forever in its destructors. In such a child libc leaves by `_exit`, with the child's status, as the
-    first of its exit handlers; Python has flushed its own files by then.
+    The destructor of a static object of Kineto waits for a thread that a forked child does not have. So a child that
+    exits normally (not through `os._exit`, as those of multiprocessing do) would hang forever. In such a child, the
+    first exit handler of libc calls `_exit` with the child's status. Python has flushed its own files by then.
     """
     global _leaves_at_once
     _leaves_at_once = True

@@ -12,9 +12,9 @@ _finders: list[_AfterImport] = []
 
 
 def install(actions: Mapping[str, Callable[[], None]]) -> None:
-    """Do each action as soon as the module of its name has been imported, at once where it is.
+    """Run each action as soon as the module of its name is imported, or now if it already is.
 
-    A module that is imported already, or never, costs nothing.
+    A module that is never imported costs nothing.
     """
     for name, action in actions.items():
         if name in sys.modules:
@@ -31,7 +31,7 @@ def uninstall() -> None:
 
 
 class _AfterImport:
-    """A finder that runs an action as soon as a module has been imported."""
+    """A finder that runs an action after the import of a module."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name = name
@@ -44,7 +44,7 @@ class _AfterImport:
             return None
         others = (finder for finder in list(sys.meta_path) if finder is not self)
         spec = next((spec for spec in (finder.find_spec(name, path, target) for finder in others) if spec), None)
-        # Libraries also look for torch without importing it, so the finder stays until it is imported.
+        # Libraries also search for torch without importing it, so the finder stays until the import.
         if spec is not None and spec.loader is not None:
             self._act_after(spec.loader)
         return spec
@@ -62,7 +62,7 @@ class _AfterImport:
         loader.exec_module = exec_module
 
     def remove(self) -> bool:
-        """Stop waiting; returns whether it was waiting until now."""
+        """Stop waiting; return whether it was waiting."""
         waits = self in sys.meta_path
         if waits:
             sys.meta_path.remove(self)

@@ -1,9 +1,9 @@
-"""The end of every `optimizer.step()`, by torch's own hook, and whether a backward pass has begun.
+"""Detects the end of every `optimizer.step()`, by torch's own hook, and the start of backward passes.
 
 Every backward pass that Python starts goes through one attribute, `torch.autograd.Variable._execution_engine`:
 `Tensor.backward`, `torch.autograd.grad`, pipeline schedules, compiled autograd, and code that calls the engine
-itself, as Megatron does. While this is installed, the engine there is one of a derived class, so code that
-checks its type (torch.compile) still recognizes it.
+itself, as Megatron does. While this is installed, the engine there has a derived class, so code that checks its type
+(torch.compile) still accepts it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from crossrank.instrument.torch_private import has
 
 
 class Stepping(Protocol):
-    """What sees the steps of optimizers, and who makes the calls of a backward pass."""
+    """A session that counts optimizer steps and records the calls of backward passes."""
 
     recorder: Recorder
 
@@ -41,7 +41,7 @@ def install(session: Stepping) -> None:
 
 
 def watch_backward() -> CodeType | None:
-    """Begin to watch backward passes, unless this torch lacks the engine there; the code in which each then runs."""
+    """Watch backward passes; return the code object in which each runs, None if this torch lacks the engine."""
     global _watching, _began
     if not has("backward passes"):
         return None
@@ -67,7 +67,7 @@ def uninstall() -> None:
 
 
 def take_backward_began() -> bool:
-    """Whether a backward pass has begun since the last call of this; always true where backward passes are not seen."""
+    """Return whether a backward pass has started since the last call; always True if they are not watched."""
     global _began
     result, _began = _began, False
     return result or not _watching

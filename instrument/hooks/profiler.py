@@ -1,7 +1,6 @@
-"""The start of a profiler of the user's: a Kineto session of ours ends there.
+"""Ends our Kineto session when the user's profiler starts.
 
-Two sessions at once end in a crash when the second one to stop exports its trace: that must never be the user's, and
-must not be ours either.
+Two sessions at the same time crash the process when the second one to stop exports its trace.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Signals: the files are finished before the process dies of one, and the flight recorder is dumped on SIGUSR1.
+"""Signals: finishes the files before the process dies of a signal, and dumps the flight recorder on SIGUSR1.
 
-* SIGTERM and SIGINT, where the script does not handle them: the files are finished, then the process dies of the
-  signal as it would have. Where the script handles them, its handler is left alone.
+* SIGTERM and SIGINT, if the script does not handle them: the files are finished, then the process dies of the signal.
+  If the script handles them, its handler stays.
 * SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
 
-A rank that hangs in a collective does not run Python handlers: its main thread sits in C++. So the signal's
-number is also written to a pipe, by the interpreter's C handler, and a thread reads it there: it dumps on
-SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place. It also sees to it
-that the process dies where finishing takes too long, on whichever thread that is. It needs Python's lock for that: a
-thread that holds it forever, in C code that never releases it, keeps the process alive as well.
+A rank that hangs in a collective does not run Python handlers: its main thread is in C++. So the interpreter's C
+handler also writes the number of the signal to a pipe, and a thread reads it. On SIGUSR1 the thread dumps. On SIGTERM
+it gives the main thread a moment, then finishes the files and ends the process itself. It also ends the process if
+finishing takes too long on any thread. For this it needs the interpreter's lock: C code that never releases the lock
+keeps the process alive.
 
-Python changes handlers on the main thread only. Where a session ends on another one, ours stay until the next session:
-they do nothing but let the process die of its signal.
+Python changes handlers only on the main thread. If a session ends on another thread, our handlers stay until the next
+session: they only let the process die of its signal.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from crossrank.instrument.log import log
 from crossrank.instrument.write.flight_dump import FlightDumps
 
 _PATIENCE = 1.0
-"""Seconds that the main thread has for its own handler before the signal thread acts for it."""
+"""Seconds that the main thread has for its own handler before the signal thread acts."""
 _LONGEST_END = 25.0
-"""Seconds after a fatal signal in which the process dies, whatever is not finished: launchers kill after 30."""
+"""Seconds after a fatal signal until the process dies, finished or not: launchers kill after 30."""
 _FATAL = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signalled(Closable, Protocol):
-    """A recording that a signal may end, or dump."""
+    """A recording that a signal may end or dump."""
 
     dumps: FlightDumps
     finished: bool
@@ -51,18 +51,18 @@ _previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 _pipe: tuple[int, int] | None = None
 _pending: int | None = None
 """A fatal signal that came while the files were being finished."""
-_main_acted = False  # a plain flag: an Event's lock may be held by what a signal interrupts
+_main_acted = False  # no Event: a signal may interrupt the thread that has its lock
 
 
 def install(session: Signalled) -> None:
-    """Handle signals, where this is the main thread."""
+    """Handle signals, if this is the main thread."""
     global _session, _pending, _main_acted
     _session, _pending, _main_acted = session, None, False
     if threading.current_thread() is not threading.main_thread():
         log.debug("crossrank: enabled outside the main thread, signals are not watched")
         return
-    # Without the pipe a rank that hangs would not die of a signal that is handled. The first process of a container
-    # is not killed by a signal without a handler, and goes on.
+    # Without the pipe, a rank that hangs would not die of a handled signal. A signal without a handler does not kill
+    # the first process of a container.
     watched = _pipe is not None or _watch()
     for number in _FATAL if watched and os.getpid() != 1 else ():
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -73,11 +73,11 @@ def install(session: Signalled) -> None:
 
 
 def uninstall() -> None:
-    """Restore the handlers that are still ours, and die of a signal that had to wait."""
+    """Restore the handlers that are still ours, and die of a pending signal."""
     global _pipe, _session
     if threading.current_thread() is threading.main_thread():
         _session = None
-        _give_back_handlers()
+        _restore_handlers()
         if _pipe is not None:
             _set_wakeup(-1, ours=_pipe[1])
             os.close(_pipe[1])  # ends the thread, which closes the other side
@@ -87,18 +87,18 @@ def uninstall() -> None:
 
 
 def leave_to_parent() -> None:
-    """In a forked child: signals do what they did before."""
+    """In a forked child: restore the handling of signals."""
     global _pipe
     if _pipe is not None:
         _set_wakeup(-1, ours=_pipe[1])
         for end in _pipe:
             os.close(end)
         _pipe = None
-    _give_back_handlers()
+    _restore_handlers()
 
 
 def keep_watching() -> None:
-    """To be called now and then: an event loop that was closed has taken the pipe away."""
+    """Restore the pipe, which an event loop removes when it closes. Call it regularly."""
     if _pipe is not None and threading.current_thread() is threading.main_thread():
         _set_wakeup(_pipe[1], ours=_pipe[1])
 
@@ -106,16 +106,16 @@ def keep_watching() -> None:
 def _on_fatal(number: int, frame: FrameType | None) -> None:
     global _main_acted, _pending
     _main_acted = True
-    _pending = number  # before the look below: who finishes looks at it when through
+    _pending = number  # set it before the check below: the closing thread reads it at its end
     if _session is not None:
         if _session.closing and not _session.finished:
-            return  # this thread, which the handler has interrupted, or another one: it dies when through
+            return  # the handler interrupted the closing thread, or another thread closes: it dies at its end
         _session.close(signal.Signals(number).name)
     _die_of(number)
 
 
 def _on_usr1(number: int, frame: FrameType | None) -> None:
-    _dump()  # the signal thread does the same, and is the only one that can while this thread hangs
+    _dump()  # the signal thread does this too; only it can while this thread hangs
     previous = _previous.get(number)
     if callable(previous):
         previous(number, frame)
@@ -133,7 +133,7 @@ def _is_ours(number: int) -> bool:
     return number in _previous and signal.getsignal(number) is _OURS[signal.Signals(number)]
 
 
-def _give_back_handlers() -> None:
+def _restore_handlers() -> None:
     for number, previous in _previous.items():
         if _is_ours(number):
             signal.signal(number, previous)
@@ -142,7 +142,7 @@ def _give_back_handlers() -> None:
 
 
 def _set_wakeup(descriptor: int, ours: int) -> bool:
-    """Have signals written to a descriptor, to none for -1. Where an event loop's is set that stays: False."""
+    """Make Python write signals to a descriptor (-1: none). Return False if an event loop has set its own."""
     found = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
     if found in (-1, ours):
         return True
@@ -151,7 +151,7 @@ def _set_wakeup(descriptor: int, ours: int) -> bool:
 
 
 def _watch() -> bool:
-    """Start the thread that signals reach while the main thread is stuck; False where an event loop is."""
+    """Start the thread that handles signals while the main thread is stuck; False if an event loop has the pipe."""
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -167,7 +167,7 @@ def _watch() -> bool:
 def _listen(reader: int) -> None:
     while numbers := os.read(reader, 64):
         for number in filter(_is_ours, numbers):  # the script may have set a handler of its own since
-            if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
+            if number == signal.SIGUSR1:  # a dump may take long, and a fatal signal may follow
                 threads.start("dump", _dump)
             elif _session is not None:
                 _ensure_death(_session, number)
@@ -175,7 +175,7 @@ def _listen(reader: int) -> None:
 
 
 def _ensure_death(session: Signalled, number: int) -> None:
-    """Make the process die of a fatal signal in time: by its main thread, or else by this one."""
+    """Make the process die of a fatal signal in time: on its main thread, or else on this one."""
     started = time.monotonic()
 
     def wait(seconds: float, while_: Callable[[], bool]) -> None:
@@ -191,9 +191,9 @@ def _ensure_death(session: Signalled, number: int) -> None:
 
 
 def _die_of(number: int) -> None:
-    """End the process by this signal, so that its exit status is what it would have been without us.
+    """End the process by this signal, so that its exit status is the same as without crossrank.
 
-    libc is asked because `signal.signal` works on the main thread only.
+    This uses libc because `signal.signal` works only on the main thread.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

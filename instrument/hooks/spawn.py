@@ -1,7 +1,7 @@
-"""Python processes that a script starts under the runner, by multiprocessing's spawn or `subprocess`, are traced too.
+"""Traces the Python processes that a script starts by multiprocessing's spawn or `subprocess`, under the runner.
 
-A followed child is started with a few lines before its program: they hand the program to the runner, or, where
-crossrank cannot be imported in the child, replace the process by the one that was asked for. Imports no torch.
+A few lines before the child's program pass it to the runner. If the child cannot import crossrank, they replace the
+process by the original one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import crossrank
 from crossrank.instrument.hooks import imports
 from crossrank.instrument.hooks.patches import Patches
 
-# Goes before the program of a spawned process, which may be unable to import crossrank and runs all the same.
+# Runs before the program of a spawned process. If the process cannot import crossrank, its program still runs.
 _FOLLOW = """try:
     from crossrank.instrument import runner
     runner.follow()
 except ImportError:
     pass
 """
-# `sys.path` must be as the child's own when the runner takes over, and crossrank be found where this one was.
+# The child must import this crossrank, and the runner must then find the child's own `sys.path`.
 _BOOTSTRAP = """import os, sys
 sys.path.append({home!r})
 try:
@@ -42,7 +42,7 @@ _HOME = os.path.dirname(os.path.dirname(os.path.abspath(crossrank.__file__)))
 
 _OPTION = re.compile(r"-(?P<flags>[bBdEIOPqRsSuv]*)((?P<option>[cmWX])(?P<value>.*))?", re.DOTALL)
 _COMPILE_WORKER = os.path.join("torch", "_inductor", "compile_worker", "")
-"""Processes that torch.compile keeps for itself: they import torch and are never ranks."""
+"""Worker processes of torch.compile: they import torch and are never ranks."""
 
 _patches = Patches()
 _wanted = False
@@ -50,9 +50,9 @@ _installed = False
 
 
 def follow() -> bool:
-    """Follow what is started from here, until `uninstall` and again after the next `install`.
+    """Trace child processes until `uninstall`, and again after the next `install`.
 
-    False where that was asked for before.
+    Return False if this was called before.
     """
     global _wanted
     if _wanted:
@@ -63,7 +63,7 @@ def follow() -> bool:
 
 
 def install(_: object = None) -> None:
-    """Follow what is started from here, where the runner wants that."""
+    """Trace child processes, if the runner has called `follow`."""
     global _installed
     if _wanted and not _installed:
         _installed = True
@@ -102,7 +102,7 @@ def _patch_subprocess() -> None:
         followed = None
         # With a shell, or a program to execute that is not the first word, `args` is no command line of Python.
         if not positional[1:] and not named.get("executable") and not named.get("shell"):
-            with contextlib.suppress(Exception):  # what is not understood is started as it is
+            with contextlib.suppress(Exception):  # start other commands unchanged
                 followed = follow_command(args, named.get("env"), named.get("cwd"))
         original(self, args if followed is None else followed, *positional, **named)
         self.args = args
@@ -113,9 +113,9 @@ def _patch_subprocess() -> None:
 def follow_command(
     command: object, environment: Mapping[str, str] | None = None, folder: str | os.PathLike[str] | None = None
 ) -> Sequence[Any] | None:
-    """What to start instead of `command` for its Python program to be followed; None where there is no such program.
+    """Return the command that traces the Python program of `command`; None if it has no such program.
 
-    `environment` and `folder` are those of the child, None where they are this process's.
+    `environment` and `folder` are those of the child, None for those of this process.
     """
     if not isinstance(command, list | tuple) or not command:
         return None
@@ -132,7 +132,7 @@ def follow_command(
 
 
 def _is_this_interpreter(word: str, environment: Mapping[str, str] | None) -> bool:
-    """Whether `word` is this environment's Python, by whichever of its names."""
+    """Return whether `word` is the Python of this environment, by any of its names."""
     import shutil
 
     path = shutil.which(word, path=(os.environ if environment is None else environment).get("PATH", os.defpath))
@@ -143,7 +143,7 @@ def _is_this_interpreter(word: str, environment: Mapping[str, str] | None) -> bo
 
 
 def _find_program(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """The words up to Python's own last option, and from `-c`, `-m` or the script on. None where neither is there.
+    """Split a command after Python's own options, before `-c`, `-m` or the script. None if it has none of these.
 
     >>> _find_program(["python", "-u", "-X", "dev", "train.py", "--lr", "1"])
     (['python', '-u', '-X', 'dev'], ['train.py', '--lr', '1'])
@@ -164,7 +164,7 @@ def _find_program(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
 
 
 def _is_plain_script(path: str) -> bool:
-    """Whether Python would run this as source: no folder, no zip, no byte code, and nothing of torch.compile's."""
+    """Return whether Python runs this as source: no folder, zip, byte code or worker of torch.compile."""
     return (
         os.path.isfile(path)
         and not path.endswith(".pyc")

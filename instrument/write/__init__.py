@@ -1,6 +1,5 @@
-"""In: rows, groups and moments. Out: the files of one rank, and NVTX markers.
+"""Writes the files of one rank, and NVTX markers.
 
-`rank_files` says where files go, `comms_writer` writes the comms file, `window` the execution trace and, with
-`kineto_session`, that of Kineto, `flight_dump` the flight recorder, also at a hang, and `nvtx_markers` what Nsight
-Systems shows.
+`rank_files` names and renames files, `comms_writer` writes the comms file, `window` and `kineto_session` the execution
+trace and the Kineto trace, `flight_dump` the flight-recorder dump, `nvtx_markers` the markers for Nsight Systems.
 """

@@ -41,8 +41,8 @@ _GLANCE = 0.05
 _MOMENT = 0.002
 _CHUNK = 64
 _PAUSE = 0.0005
-"""Seconds for which this thread releases the interpreter's lock after every `_CHUNK` lines, so that training never waits
-long: Python would switch threads only after 5 ms. While the ring fills up, there is no pause."""
+"""Seconds for which this thread releases the interpreter's lock after every `_CHUNK` lines, so that training never
+waits long: Python would switch threads only after 5 ms. While the ring fills up, there is no pause."""
 _FRAME = 512
 """Calls taken from the ring at once, to limit memory."""
 _CLOCK_EVERY = 10.0
@@ -89,8 +89,8 @@ class CommsWriter:
         on_look: Callable[[], None],
         times: DeviceTimes | None = None,
     ) -> None:
-        """`open_folder` returns the path of the file, or None if it cannot be written. The writer thread calls it, because
-        a network file system may take seconds. `times`: the durations of NCCL calls, if they are recorded."""
+        """`open_folder` returns the path of the file, or None if it cannot be written. The writer thread calls it,
+        because a network file system may take seconds. `times`: the durations of NCCL calls, if they are recorded."""
         self.path = "the comms file"
         self._open_folder = open_folder
         self._is_open = False  # the file exists, or cannot be created
@@ -227,7 +227,7 @@ class CommsWriter:
         while not is_last:
             is_full = self._take(_FRAME if for_good else sys.maxsize)
             waiting, rounds = waiting - _FRAME, rounds - 1
-            # Write all waits as well, even if each call has many; while the session is open, for a limited number of rounds.
+            # Write all waits too, even if a call has many; while the session is open, with a limit of rounds.
             is_last = not for_good or (waiting <= 0 and not (is_full and (self._closing or rounds > 0)))
             if is_last:  # only now are all calls from before the moment here, and so the call of each entry
                 if times:
@@ -270,7 +270,7 @@ class CommsWriter:
         return most in (len(calls), len(spans))
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
-        """Return the lines of `items`, those lines that later records need to be readable, and the number of failures."""
+        """Return the lines of `items`, those of them that later records need, and the number of failures."""
         context: list[bytes] = []
         lines: list[bytes] = []
         errors = 0
@@ -293,7 +293,7 @@ class CommsWriter:
         return lines, context, errors
 
     def recent(self) -> list[orjson.Fragment]:
-        """Return the last calls as the file has, or will have, them. Waits a moment for the writer thread."""
+        """Return the last calls in the form that the file has. Waits a moment for the writer thread."""
         if self._lock.acquire(timeout=_GLANCE * 10):  # if the thread is stuck in a write: without the newest
             try:
                 self._take(sys.maxsize)

@@ -1,12 +1,12 @@
-"""How long NCCL's calls took on the device: what torch's flight recorder measured, joined to the recorded calls.
+"""Durations of NCCL calls on the device: measured by torch's flight recorder, joined to the recorded calls.
 
-torch measures every call by two events on the device, where it is told to, and keeps the durations of the last calls in
-a ring. A thread of its own reads that before half of it is new, without stack traces, and with the compiled kernel
-without the interpreter's lock. The thread may stand there for good: torch asks the device about calls that are not
-over, which waits where another thread holds the lock of CUDA. So nobody waits for it but the end, for a second.
+If timing is on, torch measures every call by two events on the device and keeps the durations of the last calls in a
+ring. A thread reads the ring before half of it is new, without stack traces, and with the compiled kernel without the
+interpreter's lock. The thread may hang: torch queries the device about unfinished calls, and the query waits while
+another thread has CUDA's lock. So only the end of a recording waits for this thread, for a second.
 
-What else could tell: the completion hook of a process group takes the interpreter's lock for each call, knows no sends
-and is deprecated; events of our own would have to be put on streams that only NCCL's process group knows.
+Alternatives: the completion hook of a process group takes the interpreter's lock for each call, has no sends and is
+deprecated. Our own events would have to be on streams that only NCCL's process group knows.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
 from crossrank.recording import Ran
 
 _EVERY = 1.0
-"""Seconds after which durations are read however few they are."""
+"""Seconds after which durations are read even if they are few."""
 _LOOKS = 0.05
-"""Seconds between two looks of the thread at whether it is to read."""
+"""Seconds between two checks of the thread whether to read."""
 _LAG = 0.15
-"""Seconds after which torch has noticed that a call is over: its watchdog looks ten times a second."""
+"""Seconds after which torch has noticed the end of a call: its watchdog checks ten times per second."""
 _PATIENCE = 1.0
 """Seconds that the end of a recording waits for the last durations."""
 _MOST_IN_VAIN = 5
-"""Reads without news before it is left be until there are new calls: of a job that hangs nothing is asked for ever."""
+"""Reads without news after which the thread waits for new calls: a hung job must not be queried forever."""
 _BACKEND = "nccl"
 _CACHE = "TORCH_NCCL_CUDA_EVENT_CACHE"
-"""Where it is off torch's recorder may ask for events of calls that are gone."""
+"""If this is off, torch's recorder may query events of calls that no longer exist."""
 
 
 class _Entry(msgspec.Struct, frozen=True, gc=False):
-    """A call as the flight recorder's JSON has it. A time that is not known is 0."""
+    """A call in the JSON of the flight recorder. An unknown time is 0."""
 
     record_id: int
     profiling_name: str
@@ -64,20 +64,20 @@ _decode = msgspec.json.Decoder(_Recorder).decode
 
 
 class DeviceTimes:
-    """The durations of the calls on NCCL's groups, each once.
+    """The durations of NCCL calls, each once.
 
-    Of the writer's thread; the thread that reads leaves what it found. `take` comes before the calls are taken from the
-    recorder's ring, `note` after it, then `join`: so no entry is newer than its call.
+    Only the writer thread uses this. Call `take` before the calls are taken from the recorder's ring, then `note`, then
+    `join`: so no entry is newer than its call.
     """
 
     def __init__(self, dump: Callable[[], bytes], entries: int | None = None) -> None:
-        """`dump` gives NCCL's flight recorder as JSON, of so many `entries` at most."""
+        """`dump` returns the NCCL flight recorder as JSON, with at most `entries` entries."""
         self._dump = dump
         self._most = calls_kept() if entries is None else entries
         self._launches = RecordedLaunches[int]()
         self._batches: dict[int, RecordedLaunch[int]] = {}
-        self._open: dict[int, RecordedLaunch[int]] = {}  # launches that are not over, by the id of the entry
-        self._next: int | None = None  # id of the first entry that was not read yet
+        self._open: dict[int, RecordedLaunch[int]] = {}  # unfinished launches, by the id of the entry
+        self._next: int | None = None  # id of the first entry that is not read yet
         self._any = False
         self._new = 0  # calls noted since the last reading was asked for
         self._noted = 0  # and since the last one was joined
@@ -86,27 +86,27 @@ class DeviceTimes:
         self._read_at = time.monotonic()
         self._complained = False
         self._thread: Thread | None = None
-        # Plain fields: a lock may be held by what a signal handler interrupts.
+        # No lock: a signal handler may interrupt the thread that has it.
         self._asked = self._answered = 0
         self._stopped = False
         self._found: deque[Entries] = deque()
 
     def take(self, waiting: int) -> Entries | None:
-        """What the thread has read since the last time; tells it to read again where it is time to, with so many calls
-        in the recorder's ring."""
+        """Return the entries that the thread has read since the last time. Start a new read if it is time, with
+        `waiting` calls in the recorder's ring."""
         late = time.monotonic() - self._read_at > _EVERY
-        goes_on = bool(self._new) or (bool(self._open) and self._in_vain < _MOST_IN_VAIN)
+        may_change = bool(self._new) or (bool(self._open) and self._in_vain < _MOST_IN_VAIN)
         many = 2 * (self._new + waiting) * self._entries_per_call >= self._most
-        if self._any and self._asked == self._answered and ((late and goes_on) or (many and self._new)):
+        if self._any and self._asked == self._answered and ((late and may_change) or (many and self._new)):
             self._read()
         entries = self._found.pop() if self._found else None
         self._found.clear()
         return entries
 
     def finish(self, waiting: int) -> None:
-        """Let torch notice the end of calls that are over by now, and read them: `take` gives them, if in time.
+        """Let torch notice the end of finished calls, and read them: `take` returns them, if they come in time.
 
-        `waiting` calls are not noted yet: of a job that ends within the first moments that is all of them.
+        `waiting` calls are not noted yet: in a very short job, these are all calls.
         """
         may_be_timed = self._thread is not None or cuda_is_in_use()
         if not may_be_timed or not (self._new or self._open or waiting):
@@ -122,7 +122,7 @@ class DeviceTimes:
         self._stopped = True
 
     def stop(self) -> None:
-        """End the thread, if it does not stand in torch."""
+        """End the thread, unless it hangs in torch."""
         self._stopped = True
 
     def _read(self) -> None:
@@ -138,13 +138,13 @@ class DeviceTimes:
                 try:
                     content = self._dump()
                     self._found.append(_decode(content).entries if content else [])
-                except Exception as error:  # of CUDA, where that is gone already, or of a format that is not known
+                except Exception as error:  # CUDA is gone already, or the format is unknown
                     self._complain("torch's flight recorder cannot be read: %s", one_line(error))
                 self._answered = asked
             time.sleep(_LOOKS)
 
     def note(self, calls: Iterable[Call], wall_offset: int) -> None:
-        """Take in calls; `wall_offset`: ns to add to their times for those since 1970."""
+        """Add calls; `wall_offset`: ns from their times to times since 1970."""
         for descriptor, record_id, _, t, _, batch, _, _ in calls:
             group = descriptor.state.group
             if _BACKEND not in group.backend:
@@ -169,7 +169,7 @@ class DeviceTimes:
         self._launches.keep_last(self._most)
 
     def join(self, entries: Entries | None, wall_offset: int) -> list[Ran]:
-        """The durations of calls that are over, and were not before; `entries` is what `take` gave."""
+        """Return the durations of calls that have finished since the last time; `entries` is the result of `take`."""
         if entries is None:
             return []
         self._in_vain += 1
@@ -178,7 +178,7 @@ class DeviceTimes:
                 self._complain("torch's flight recorder has none of them; %s=2000 makes it keep calls", SIZE)
             return []
         first, last = entries[0].record_id, entries[-1].record_id
-        if self._next is not None and last < self._next - 1:  # torch has begun a new recorder
+        if self._next is not None and last < self._next - 1:  # torch has started a new recorder
             self._next = None
             self._open.clear()
         if self._next is not None and first > self._next:
@@ -196,11 +196,11 @@ class DeviceTimes:
                 if launch is not None:
                     self._open[entry.record_id] = launch
             ended, took = entry.time_discovered_completed_ns, entry.duration_ms
-            if not ended or not took or (over := self._open.pop(entry.record_id, None)) is None:
+            if not ended or not took or (launch := self._open.pop(entry.record_id, None)) is None:
                 continue
             ns = round(took * 1e6)
             began = max(entry.time_created_ns, ended - ns) - wall_offset
-            found += [Ran(id=one, t=began, took=ns, on_device=True) for one in over.calls]
+            found += [Ran(id=one, t=began, took=ns, on_device=True) for one in launch.calls]
         self._next = last + 1
         for lost in [one for one in self._open if one < first]:
             del self._open[lost]

@@ -1,15 +1,15 @@
-"""Dumps torch's flight recorder, at a hang, a window's end, a signal and the end: the last calls of every group with
-their state, and what crossrank knows besides.
+"""Dumps torch's flight recorder at a hang, the end of a window, a signal and the end of the recording. A dump has the
+last calls of every group with their state, and the records of crossrank.
 
-The file is JSON with the recorder's own fields; `read_flight_dump` of the tools, and every reader of
-`_dump_fr_trace_json`, takes it. torch's JSON has no stack frames, so its pickle is taken and written as JSON: with
-frames where torch has its compiler loaded, for only then are they free; the calls' own lines are always there. The
-field `crossrank` adds what a hang is diagnosed from and the recorder does not know: when and why the dump was taken,
-the members of the groups (lost on gloo), the last calls with their peers (gloo's P2P is not recorded by torch), and
-where every thread of the process is.
+The file is JSON with the fields of torch's recorder: `read_flight_dump` of the tools and every reader of
+`_dump_fr_trace_json` can read it. torch's JSON has no stack frames, so crossrank converts torch's pickle to JSON. The
+pickle has frames only if torch has loaded its compiler, because only then are they free. Calls always have source
+lines. The field `crossrank` adds data for the diagnosis of a hang that torch does not record: time and reason of the
+dump, members of the groups (missing on gloo), last calls with their peers (torch does not record P2P on gloo), and the
+position of every thread.
 
-Dumps of one rank go to one file. What was written of a hang is kept until communication goes on, for after gloo's
-timeout the call that failed looks completed. So a hang has to be noticed before it: see `crossrank.instrument.hang`.
+All dumps of one rank use one file. The dump of a hang is kept until communication continues, because after gloo's
+timeout the failed call looks completed. So a hang must be noticed before it: see `crossrank.instrument.hang`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from crossrank.text import writable
 _COMPILER = "torch._inductor.codecache"
 _IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns")
 _VERSION = "2.10"
-"""Version of the recorder's format that a dump names in which torch has no part."""
+"""Format version of a dump without data of torch's recorder."""
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOTICED = 1.0
-"""Seconds within which torch notices that a call of NCCL is over."""
+"""Seconds within which torch notices the end of an NCCL call."""
 _PATIENCE = 10.0
-"""Seconds that the end of a recording waits for a dump that another thread is writing."""
+"""Seconds that the end of a recording waits for the dump of another thread."""
 
 
 class Dumped(Recording, Protocol):
-    """What a dump sees of its session."""
+    """The part of a session that dumps use."""
 
     recorder: Recorder
     groups: GroupTable
@@ -67,33 +67,33 @@ class FlightDumps:
     """The dumps of one session. `write` may be called from any thread."""
 
     def __init__(self, session: Dumped, main_thread: Callable[[], dict[str, Any]]) -> None:
-        """`main_thread` says what the main thread of this rank was seen to do since its last call."""
+        """`main_thread` returns what the main thread of this rank has done since its last call."""
         self._session = session
         self._main_thread = main_thread
-        # Two threads may dump at once. A fatal signal may interrupt its own thread in here, for good.
+        # Two threads may dump at once. A fatal signal may interrupt a thread in here, and never return.
         self._once = threading.RLock()
         self._writing = False
         self._at_hang: tuple[int, int, list[tuple[int, int]]] | None = None
-        """Calls, how many of them were over, and the waits under way, when a hang was noticed."""
+        """Numbers of calls and of finished calls, and the current waits, when a hang was noticed."""
 
     def write(self, reason: str) -> None:
-        """Write torch's flight recorder as it stands now."""
+        """Write a dump of torch's flight recorder."""
         session = self._session
         files = session.files
-        # At the end another thread's dump is waited for: it would die with the process before it is written.
+        # At the end, wait for the dump of another thread: the end of the process would cut it off.
         patience = 0 if reason == "SIGUSR1" else _PATIENCE
         if files is None or not session.facts.config.flight or not self._once.acquire(timeout=patience):
             return
         try:
-            if self._writing and reason == "SIGUSR1":  # this thread is writing already
+            if self._writing and reason == "SIGUSR1":  # this thread is already writing
                 return
             self._writing = True
-            if reason == "hang" and session.closing and session.writer is None:  # the end has written its own
+            if reason == "hang" and session.closing and session.writer is None:  # the end has written one
                 return
             if reason not in ("hang", "SIGUSR1") and self._still_hangs(reason):
                 return
             with session.failures.reported("the flight recorder was not dumped"):
-                # Before the dump: what ends meanwhile is news.
+                # Before the dump, so that calls that finish meanwhile count as progress.
                 progress = session.recorder.calls(), completed(), session.recorder.waits_under_way()
                 files.write(file_name(FLIGHT, session.facts.rank), dump(self._moment(reason)))
                 if reason == "hang":
@@ -103,11 +103,11 @@ class FlightDumps:
             self._once.release()
 
     def _still_hangs(self, reason: str) -> bool:
-        """Whether what was written of a hang says more than a dump would now.
+        """Return whether the dump of a hang has more information than a dump now.
 
-        The host may have made its last call when its GPU hung: then more calls are over at the end. On gloo, where
-        hosts wait, no thread is left in the wait that it hung in. But an aborted call looks completed as well, so that
-        counts only where the script came to its end.
+        If the GPU hung after the last call of the host, more calls are finished at the end. On gloo, where hosts wait,
+        no thread is still in the wait in which it hung. An aborted call looks completed too, so this counts only if
+        the script has reached its end.
         """
         if self._at_hang is None:
             return False
@@ -125,7 +125,7 @@ class FlightDumps:
         return not recorder.follows_waits or not set(waits).isdisjoint(recorder.waits_under_way())
 
     def _moment(self, reason: str) -> dict[str, Any]:
-        """What a dump says about itself: `Moment` of the tools' reader."""
+        """Return the data about the dump itself: `Moment` of the tools' reader."""
         session, writer = self._session, self._session.writer
         now = clock()
         exceptions = exits.exceptions(reason)
@@ -148,17 +148,17 @@ class FlightDumps:
 
 
 def dump(moment: dict[str, Any]) -> bytes:
-    """The flight recorder of this process as JSON with `moment` in it; `moment` alone where this torch has none.
+    """Return the flight recorder of this process as JSON with `moment` in it; only `moment` if this torch has none.
 
-    A CUDA build keeps NCCL's own recorder apart from the generic one that gloo fills: a process that uses both, one for
-    training and one for checkpoints, has its calls in both, and may hang in either.
+    A CUDA build has one recorder for NCCL and a generic one for gloo. A process that trains with NCCL and writes
+    checkpoints with gloo has calls in both, and may hang in either.
     """
-    # To resolve stacks torch imports its compiler, which takes most of a second and keeps process groups alive. And it
-    # makes the interpreter forget that a KeyboardInterrupt ends it: the process would exit with 1, not die of SIGINT.
+    # To resolve stacks torch imports its compiler, which takes nearly a second and keeps process groups alive. After a
+    # KeyboardInterrupt, this import would make the process exit with 1 instead of dying of SIGINT.
     interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     with_stacks = _COMPILER in sys.modules and not interrupted
     need_memory()
-    # This process wrote the pickles a moment ago.
+    # The pickles are safe: this process wrote them a moment ago.
     contents = [pickle.loads(function(True, with_stacks, False)) for function in every_dump()]
     if not contents:
         has("flight recorder")
@@ -167,16 +167,16 @@ def dump(moment: dict[str, Any]) -> bytes:
 
 
 def completed() -> int:
-    """How many calls torch knows to be over, summed over the groups; it rises while communication goes on."""
+    """Return how many calls torch counts as finished, over all groups. It grows while communication continues."""
     status = [pickle.loads(function(False, False, False)).get("pg_status", {}) for function in every_dump()]
     return sum(int(progress["last_completed_collective"]) for groups in status for progress in groups.values())
 
 
 def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several recorders of one process as one: entries in the order of their times, numbered anew.
+    """Merge several recorders of one process: entries ordered by time, with new numbers.
 
-    Each numbers its entries and groups for itself. In some builds of torch two names stand for one recorder; so a
-    recorder of which no entry is new is left out.
+    Each recorder has its own numbers for entries and groups. In some builds of torch, one recorder has two names, so a
+    recorder without a new entry is skipped.
     """
     filled = [content for content in contents if content.get("entries")]
     merged = dict((filled or contents)[0])
@@ -185,7 +185,7 @@ def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
         new = [entry for entry in other["entries"] if _identity_of(entry) not in known]
         if not new:
             continue
-        # What fell out of a ring shows in its first number: the numbers of the whole begin behind all that is lost.
+        # The first number of a ring is the number of lost entries: the merged numbers start after all lost entries.
         lost = int(merged["entries"][0]["record_id"]) + int(other["entries"][0]["record_id"])
         groups = 1 + max(
             max(int(entry["pg_id"]) for entry in merged["entries"]), *map(int, merged.get("pg_status", {})), -1
@@ -200,14 +200,14 @@ def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _identity_of(entry: dict[str, Any]) -> str:
-    """What distinguishes an entry from every other one of the process."""
+    """Return a text that identifies an entry within the process."""
     return str([entry.get(name) for name in _IDENTITY])
 
 
 def _waits(recorder: Recorder) -> list[dict[str, Any]]:
-    """What threads of this process wait for: the call, None where it is not known, and the thread."""
+    """Return the current waits of this process: the call, None if unknown, and the thread."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    names[os.getpid()] = threading.main_thread().name  # of a forked process Python knows the parent's number
+    names[os.getpid()] = threading.main_thread().name  # in a forked process Python has the number of the parent
     return [
         {"id": None if call == NO_CALL else call, "thread": writable(names.get(thread, f"thread {thread}"))}
         for call, thread in recorder.waits_under_way()
@@ -215,11 +215,11 @@ def _waits(recorder: Recorder) -> list[dict[str, Any]]:
 
 
 def stacks() -> list[dict[str, Any]]:
-    """The stack of every Python thread of this process, innermost frame first, and the exception that it handles;
-    crossrank's own threads are left out."""
+    """Return the stack of every Python thread, innermost frame first, and the exception that it handles. Skips
+    crossrank's own threads."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
 
-    def is_ours(placed: tuple[FrameType, int]) -> bool:  # the thread that dumps is in here
+    def is_ours(placed: tuple[FrameType, int]) -> bool:  # the thread that dumps
         return placed[0].f_code.co_filename.startswith(_FOLDER)
 
     found = []
@@ -235,6 +235,6 @@ def stacks() -> list[dict[str, Any]]:
 
 
 def _handled_by(thread: int) -> BaseException | None:
-    """The exception that a thread handles now: what hangs in a `finally` says with it why it is there."""
+    """Return the exception that a thread handles: it explains a hang in a `finally` block."""
     found = sys._current_exceptions().get(thread)
     return found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12

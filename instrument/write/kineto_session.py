@@ -1,4 +1,4 @@
-"""The Kineto session of the windows: torch has one per process, and a profiler of the user's is left alone."""
+"""The Kineto session of the windows. torch has one per process, and crossrank leaves the user's profiler alone."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from crossrank.instrument.torch_private import has
 
 _ALL_THREADS = "profile_all_threads"
 _OPTIONS = (_ALL_THREADS, "enable_cuda_sync_events", "trace_only")
-"""Events of all threads and of synchronisation, no Python event objects; what this torch does not know is left out."""
+"""Events of all threads and of synchronisation, no Python event objects; skipped if this torch lacks the option."""
 _PATIENCE_OWN_S = 60.0
-"""How long the end of a session waits for the stream of the thread that began it."""
+"""Longest wait at the end of a session for the stream of the thread that started it."""
 _PATIENCE_OTHERS_S = 5.0
-"""And then for calls in other streams, which may wait for other ranks."""
+"""Longest wait, after that, for calls in other streams, which may wait for other ranks."""
 
 
 class Kineto:
-    """One Kineto session after the other: warmed up, started, ended."""
+    """Warms up, starts and ends one Kineto session after the other."""
 
     def __init__(self) -> None:
         self._profiler: autograd_profiler.profile | None = None
@@ -37,10 +37,10 @@ class Kineto:
         self.is_whole = True
         """Whether the GPU had done all of its work when the last session ended."""
         self._stream: torch.cuda.Stream | None = None
-        """Of the thread that began the session: the one that ends it may be new, and on the first GPU."""
+        """Stream of the thread that started the session. The thread that ends it may be new, and on the first GPU."""
 
     def prepare(self) -> None:
-        """Warm Kineto up, unless it is warm or not available: CUPTI takes its time at the first start."""
+        """Warm Kineto up, unless it is warm or not available: the first start of CUPTI is slow."""
         if self._profiler is not None or not has("Kineto") or is_users_profiler_running():
             return
         profiler = _new_profiler()
@@ -49,7 +49,7 @@ class Kineto:
         self._profiler = profiler
 
     def start(self) -> bool:
-        """Start, with what `torch.profiler.profile` adds to a trace and tools look for; False without Kineto."""
+        """Start, and add the metadata that `torch.profiler.profile` adds to a trace. Return False without Kineto."""
         self.prepare()
         if self._profiler is None:
             return False
@@ -75,7 +75,7 @@ class Kineto:
         return True
 
     def end(self) -> autograd_profiler.profile | None:
-        """End the session that runs and return it for its export; forget one that does not, and return None."""
+        """End the running session and return it for its export. Return None if none runs."""
         profiler, self._profiler = self._profiler, None
         runs, self.runs = self.runs, False
         if profiler is None or not runs:
@@ -83,22 +83,22 @@ class Kineto:
         try:
             self.is_whole = True
             if profiler.use_device is not None and self._stream is not None:
-                # The profiler would wait for the GPU without a limit. A receive may be posted whose send a peer makes
+                # The profiler would wait for the GPU without a limit. A peer may make the send for a pending receive
                 # only after the end of its own window: two ranks would wait for each other.
                 self.is_whole = _wait_for_gpu(self._stream)
                 profiler.use_device = None
             profiler.__exit__(None, None, None)
         except Exception:
-            if profiler.kineto_results is None:  # it failed before the session was stopped (a CUDA error, say)
+            if profiler.kineto_results is None:  # it failed before the session stopped, e.g. by a CUDA error
                 torch.autograd._disable_profiler()
                 autograd_profiler._run_on_profiler_stop()
             raise
         return profiler
 
     def drop_prepared(self) -> None:
-        """Let go of a session that was warmed up and will not be used.
+        """Drop a session that was warmed up and will not be used.
 
-        Only one that runs can be ended, and while one is warmed up no other can be made, by the user either.
+        Only a running session can end. While one is warm, no other can start, not even the user's.
         """
         if self._profiler is None or self.runs:
             return
@@ -108,9 +108,9 @@ class Kineto:
 
 
 def _wait_for_gpu(stream: torch.cuda.Stream) -> bool:
-    """Wait until the GPU has done what it was given, within limits; whether it has. Raises CUDA's errors.
+    """Wait, within limits, until the GPU has done its work; return whether it has. Raises CUDA's errors.
 
-    On this thread alone: asking an event may wait for a thread that synchronises, and with the interpreter's lock.
+    Only on this thread: the query of an event may wait, with the interpreter's lock, for a thread that synchronises.
     """
     own = torch.cuda.Event()
     own.record(stream)
@@ -132,31 +132,31 @@ def _holds_within(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _no_call_is_open() -> bool:
-    """Whether torch knows of no call with NCCL that is not over; True where it keeps none."""
+    """Return whether torch's flight recorder has no unfinished NCCL call; True if it keeps no calls."""
     dump = nccl_dump()
     entries = orjson.loads(dump(True, True)).get("entries", []) if dump is not None else []
     return all(entry.get("retired") for entry in entries)
 
 
 def is_users_profiler_running() -> bool:
-    """Whether a profiler runs that is not ours. Asked only while ours does not."""
+    """Return whether the user's profiler runs. Valid only while ours does not run."""
     return bool(autograd_profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
 
 
 def ends_on_any_thread() -> bool:
-    """Whether a session may be ended on another thread than the one that began it; older torches cannot."""
+    """Return whether another thread than the first may end a session; older torches cannot."""
     return has("Kineto") and _is_option(_ALL_THREADS)
 
 
 def _new_profiler() -> autograd_profiler.profile:
     """The profiler below `torch.profiler.profile`.
 
-    That one imports inductor when it starts, for seconds and in the middle of training, and with it modules whose
-    default arguments keep the process group alive after its destruction.
+    That one imports inductor at its start, which takes seconds during training. It also imports modules whose default
+    arguments keep the process group alive after its destruction.
     """
     inductor = sys.modules.get("torch._inductor.config")
     if inductor is not None and inductor.triton.cudagraphs:
-        # CUPTI cannot be started again under CUDA graphs: torch.profiler.profile keeps it the same way.
+        # CUPTI cannot start again under CUDA graphs: torch.profiler.profile keeps it alive in the same way.
         os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
         os.environ["TEARDOWN_CUPTI"] = "0"
     config: Any = torch._C._profiler._ExperimentalConfig

@@ -1,17 +1,16 @@
 """NVTX markers for Nsight Systems: one range around the launch of every call, in the domain `crossrank`.
 
-The message is the JSON of the call without what changes from call to call, so a training loop has few distinct
-messages; the payload is the record's id, and the record in the comms file holds the rest. NVTX keeps every
-message for the life of the process, so past `MAX_MESSAGES` distinct ones or `MAX_KEPT` bytes of them (an MoE model
-with new split sizes at each step) the sizes leave the message, and past twice that the user's line does too.
+The message is the JSON of the call without the fields that change from call to call, so a training loop has few
+distinct messages. The payload is the id of the record, and the record in the comms file has the other fields. NVTX keeps
+every message as long as the process lives. So after `MAX_MESSAGES` distinct messages or `MAX_KEPT` bytes of them (an MoE
+model with new split sizes at each step), messages have no sizes. After twice that, they have no source line either.
 
-`TRACING_NVTX=classic` marks one JSON text per call instead, for scripts written for the older shim. Each of its
-texts is distinct: with a tool attached that costs about 10 us and leaks about 1 kB per call.
+`TRACING_NVTX=classic` writes one JSON text per call instead, for scripts of the older shim. Each text is distinct: with
+a tool attached this costs about 10 us and leaks about 1 kB per call.
 
-Nsight Systems 2022.4 shows another text in place of one of 65,535 bytes or more, and what holds the ranks of a group
-or the splits of an all_to_all grows with the job. A text that would be too long says the same in fewer bytes (ranks as
-`rank_runs`, see `crossrank.rank_runs`), and leaves out lists as far as it must: `left_out` says how many entries each
-of them had. The record in the comms file has all of it.
+Nsight Systems 2022.4 shows another text instead of one of 65,535 bytes or more. The ranks of a group and the splits of
+an all_to_all grow with the job. A longer text has the ranks as `rank_runs` (see `crossrank.rank_runs`) and skips lists
+where necessary: `left_out` has the number of entries of each. The record in the comms file has all of them.
 """
 
 from __future__ import annotations
@@ -39,22 +38,22 @@ DOMAIN = "crossrank"
 MAX_MESSAGES = 4096
 MAX_KEPT = 4 << 20
 MAX_BYTES = 60_000
-"""UTF-8 bytes of a text."""
+"""Longest text, in UTF-8 bytes."""
 _MOST_NAME = 1000
-"""Characters, from its end, that are kept of a name that makes the text too long."""
+"""Characters kept from the end of a name that makes the text too long."""
 _CUT = "..."
-# What stands in the message, as long as there is room: (sizes, user's line, share of the limits).
+# Content of the message, while there is room: (sizes, source line, multiple of the limits).
 _DETAILS = ((True, True, 1), (False, True, 2))
 
 _TOOL = "NVTX_INJECTION64_PATH"
-"""The library of the tool that NVTX loads, unless it is `_NO_TOOL`."""
+"""Variable with the library of the tool that NVTX loads, unless it is `_NO_TOOL`."""
 _NO_TOOL = "./."
 _OLDEST = (0, 2, 15)
-"""Version of the package from which on a range takes its payload in the same call, which keeps threads apart."""
+"""First version of the package in which a range takes its payload in the same call, as threads need it."""
 
 
 def attach() -> NvtxMarkers | None:
-    """The markers of this process; None where no tool takes them. That never changes: NVTX decides at its first use."""
+    """Return the markers of this process; None if no tool accepts them. NVTX decides this at its first use."""
     domain = _domain_of_process()
     return NvtxMarkers(domain) if domain is not None else None
 
@@ -68,11 +67,11 @@ class NvtxMarkers:
         self._domain = domain
 
     def mark(self, text: str) -> None:
-        """An instant marker with a JSON text of its own."""
+        """Write an instant marker with a JSON text."""
         self._domain.mark(message=shortened(text))
 
     def mark_identity(self, rank: int, world_size: int) -> None:
-        """Name this rank inside the report, whatever its file is called."""
+        """Write the identity of this rank into the report."""
         identity = {"rank": rank, "world_size": world_size, "host": socket.gethostname()}
         self.mark(orjson.dumps({"crossrank": crossrank.__version__} | identity).decode())
 
@@ -80,7 +79,7 @@ class NvtxMarkers:
         self.mark(orjson.dumps({"group": group}, default=msgspec.to_builtins).decode())
 
     def begin(self, text: str) -> int:
-        """Open a range that may end on another thread; returns the id that `end` takes."""
+        """Open a range that may end on another thread; return the id for `end`."""
         return int(self._domain.start_range(self._domain.get_event_attributes(message=text)))
 
     def end(self, range_id: int) -> None:
@@ -97,7 +96,7 @@ class NvtxMarkers:
         self._domain.push_range(attributes, payload=record_id)
 
     def push_batch(self, pg: str, batch: int) -> None:
-        """Open the range around the launch that ends a coalesced batch; its payload is the batch's id."""
+        """Open the range around the launch of a coalesced batch; its payload is the id of the batch."""
         message = orjson.dumps({"op": "coalesced", "pg": pg}).decode()
         self._domain.push_range(self._domain.get_event_attributes(message=message), payload=batch)
 
@@ -105,7 +104,7 @@ class NvtxMarkers:
         self._domain.pop_range()
 
     def message(self, descriptor: Descriptor, topology: Topology) -> str:
-        """The text of a call, as detailed as there is room for."""
+        """Return the text of a call, as detailed as the limits allow."""
         locality = descriptor.locality(topology)
         for sizes, source, share in _DETAILS:
             message = shortened(descriptor.message(locality, sizes=sizes, source=source))
@@ -118,9 +117,9 @@ class NvtxMarkers:
         return shortened(descriptor.message(locality, sizes=False, source=False))
 
 
-@functools.cache  # never given back: NVTX destroys a domain with its object
+@functools.cache  # keep it: NVTX destroys a domain with its object
 def _domain_of_process() -> Any:
-    """The domain of this process; None where no tool takes its ranges, which is logged if one is attached."""
+    """Return the domain of this process; None if no tool accepts its ranges. Log why if one is attached."""
     tool = os.environ.get(_TOOL)
     attached = bool(tool) and tool != _NO_TOOL
     reason = "it accepts no ranges of this domain; if nsys filters domains, add crossrank to --nvtx-domain-include"
@@ -128,8 +127,8 @@ def _domain_of_process() -> Any:
         import nvtx
 
         domain = nvtx.get_domain(DOMAIN)
-        # Where no tool is attached, and where one is that is older than the package's extensions of NVTX (Nsight
-        # Systems up to 2023), the package hands out a stand-in that drops everything.
+        # The package returns a stand-in that drops everything if no tool is attached, or if the tool is older than
+        # the package's extensions of NVTX (Nsight Systems up to 2023).
         real = type(domain).__name__ == "Domain"
         attached = attached or real
         if attached:
@@ -139,7 +138,7 @@ def _domain_of_process() -> Any:
             domain = domain if real else _base_domain(nvtx)
             if real or _takes_ranges(domain):
                 return domain
-    except Exception as error:  # whatever a version of the package lacks
+    except Exception as error:  # versions of the package lack different names
         reason = one_line(error)
     if attached:
         log.warning(
@@ -152,9 +151,9 @@ def _domain_of_process() -> Any:
 
 
 def _base_domain(nvtx: Any) -> Any:
-    """A domain of the package that is used although the package holds it to be disabled.
+    """Return a working domain although the package considers it disabled.
 
-    Its ranges need no extension: they go through NVTX's base API, which every tool has.
+    Its ranges use NVTX's base API, which every tool has, and no extension.
     """
     from nvtx._lib.lib import DomainHandle
 
@@ -165,14 +164,14 @@ def _base_domain(nvtx: Any) -> Any:
 
 
 def _takes_ranges(domain: Any) -> bool:
-    """Whether a tool accepts ranges of the domain: NVTX gives a range that none accepts the id 0."""
+    """Return whether a tool accepts ranges of the domain. If none does, NVTX returns the range id 0."""
     range_id = domain.start_range(domain.get_event_attributes(message="crossrank.enable"))
     domain.end_range(range_id)
     return bool(range_id)
 
 
 def classic_text(descriptor: Descriptor, record_id: int, rank: int, device: str | None, config: Config) -> str:
-    """The older shim's JSON of one call: its field names, ranks global, sizes in bytes, seconds since 1970."""
+    """Return the older shim's JSON of one call: its field names, global ranks, bytes, seconds since 1970."""
     return orjson.dumps(
         {
             "name": descriptor.site.api or descriptor.reader.op,
@@ -192,7 +191,7 @@ def classic_text(descriptor: Descriptor, record_id: int, rank: int, device: str 
 
 
 def shortened(text: str) -> str:
-    """The JSON of a marker, or if it has more than `MAX_BYTES` a shorter one of the same call or group."""
+    """Return the JSON of a marker, or a shorter one of the same call or group if it exceeds `MAX_BYTES`."""
     if len(text) * 4 <= MAX_BYTES or len(text.encode()) <= MAX_BYTES:
         return text
     fields: dict[str, Any] = orjson.loads(text)
