@@ -1,5 +1,5 @@
-// torch's flight recorder of NCCL's calls, read without the interpreter's lock: to write out 2,000 entries takes some
-// 30 ms, which training would wait for.
+// Reads torch's flight recorder of NCCL calls without the interpreter's lock: a dump of 2,000 entries takes about
+// 30 ms, for which training would wait.
 #pragma once
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@
 
 namespace crossrank {
 
-// What this thread asks of events meanwhile breaks no CUDA graph that is captured on any thread: see torch_dumps.py.
+// Lets this thread query events without breaking the capture of a CUDA graph on any thread: see torch_dumps.py.
 class BesideCaptures {
  public:
   BesideCaptures() { exchange(); }
@@ -19,7 +19,7 @@ class BesideCaptures {
   BesideCaptures &operator=(const BesideCaptures &) = delete;
 
  private:
-  void exchange() {  // which leaves in `mode_` the mode that was
+  void exchange() {  // writes the previous mode to `mode_`
     using Exchange = int (*)(int *);
     static const Exchange function = [] {
       void *driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
@@ -31,8 +31,8 @@ class BesideCaptures {
   int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
 };
 
-// The recorder as JSON; empty where this process has none, for NCCL is part of torch's library for GPUs alone. Which of
-// torch's recorders holds NCCL's calls: see torch_dumps.py.
+// Returns the recorder as JSON; empty if this process has none: only torch's GPU library contains NCCL. torch_dumps.py
+// says which of torch's recorders has the NCCL calls.
 inline std::string dump_nccl_recorder() {
   using Dump = std::string (*)(bool, bool);
   using DumpOf = std::string (*)(bool, bool, const std::string &);

@@ -1,5 +1,5 @@
-/* The Python frames of the calling thread, innermost first, read without the interpreter's lock: a thread that stands
- * in C code is the only one that changes its own frames. NULL ends them, at once on a thread that Python does not know.
+/* The Python frames of the calling thread, innermost first, read without the interpreter's lock: while a thread runs C
+ * code, only that thread changes its frames. NULL marks the end; a thread unknown to Python has no frames.
  */
 #pragma once
 
@@ -15,7 +15,7 @@ crossrank_frame *crossrank_next_frame(crossrank_frame *frame);
 void *crossrank_code(crossrank_frame *frame);
 /* Offset of its current instruction; equal offsets are the same place in the code. */
 int crossrank_offset(crossrank_frame *frame);
-/* Its local variable of that index, borrowed; NULL where it is not set. */
+/* Its local variable with that index, borrowed; NULL if it is not set. */
 void *crossrank_local(crossrank_frame *frame, int index);
 
 #ifdef __cplusplus

@@ -11,7 +11,7 @@
 
 namespace crossrank {
 
-// What was opened before a launch.
+// The ranges that were opened before a launch.
 struct Opened {
   bool range = false;
   bool by_python = false;
@@ -52,7 +52,7 @@ inline Opened open(const std::shared_ptr<Kind> &kind, int64_t id) {
   return opened;
 }
 
-// A call that was recorded; its id is kNone where it could not be.
+// A recorded call; its id is kNone if the recording failed.
 struct Launch {
   int64_t id = kNone, time = 0;
   bool on_cpu = false;
@@ -64,7 +64,7 @@ inline bool on_cpu(const Kind &kind) {
   return device != kNone && static_cast<c10::DeviceType>(device >> 32) == c10::DeviceType::CPU;
 }
 
-// The last call that C++ made in each backward pass, by the number of the pass; a pass among others may lose its place.
+// The last call that C++ made in each backward pass, by the number of the pass. Another pass may replace an entry.
 struct LastOfPass {
   std::atomic<int64_t> pass{-1}, call{kNone};
 };
@@ -72,9 +72,9 @@ inline std::array<LastOfPass, 16> &last_of_pass = *new std::array<LastOfPass, 16
 
 inline void leave_span(Span span);
 
-// Has the wait at the end of the backward pass recorded that made this call without Python, as DDP's reducer does. What
-// the pass computes is over when its first callback runs; the reducer's callback, which waits, was queued after ours, and
-// the last one is queued after the reducer's.
+// Records the wait at the end of the backward pass that made this call without Python, as DDP's reducer does. The
+// computation of the pass has ended when its first callback, ours, runs. The reducer's callback, which waits, was
+// queued after it. Our last callback is queued after the reducer's.
 inline void follow_backward(int64_t id) {
   int64_t pass = torch::autograd::get_current_graph_task_id();
   if (pass < 0) return;
@@ -88,17 +88,17 @@ inline void follow_backward(int64_t id) {
       if (last.pass.load() != pass || session != to.session || !to.active) return;
       try {
         Span span{session, call, begin, 0, tables_of_thread().thread, Of::kBackward, false};
-        // Where the reducer's callback throws, the last one never runs and is destroyed.
+        // If the reducer's callback throws, the last one never runs and is destroyed.
         auto wait = std::make_shared<WaitUnderWay>(call, span.thread);
         engine.queue_callback([span, wait] { leave_span(span); });
       } catch (const std::exception &) {  // as below
       }
     });
-  } catch (const std::exception &) {  // no callback can be queued here: the wait is not seen
+  } catch (const std::exception &) {  // no callback can be queued here: the wait is not recorded
   }
 }
 
-// Records the call that is about to be launched.
+// Records a call before its launch.
 inline Launch record(const Op &op, const torch::jit::Stack &stack) {
   if (!to.active.load(std::memory_order_relaxed)) return {};
   const c10::IValue *args = stack.data() + stack.size() - op.arguments;
@@ -113,7 +113,7 @@ inline Launch record(const Op &op, const torch::jit::Stack &stack) {
     const auto *site = site_of(tables, op, args, above);
     if (site == nullptr) return {};
     std::shared_ptr<Object> kept;
-    if (tables.python_calls != before) {  // which may have thrown away what this thread knew
+    if (tables.python_calls != before) {  // Python may have cleared the tables of this thread
       kept = *site;
       site = &kept;
       group = group_of(tables, args[op.group]);
@@ -153,7 +153,7 @@ inline Launch record(const Op &op, const torch::jit::Stack &stack) {
   }
 }
 
-// What Python raised within the launch, put aside while Python runs for us.
+// Keeps an exception that Python raised in the launch, while Python runs for the recorder.
 class AsideError {
  public:
   explicit AsideError(bool python_runs) : python_runs_(python_runs) {
@@ -174,7 +174,7 @@ class AsideError {
   PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
 };
 
-// Leaves a row about a time that is over.
+// Puts a row about a time span into the ring.
 inline void leave_span(Span span) {
   auto *ring = to.spans.load(std::memory_order_acquire);
   span.end = now_ns();
@@ -185,7 +185,7 @@ inline void waited(int64_t id, int64_t begin, Of of, bool raised = false) {
   leave_span({to.session, id, begin, 0, tables_of_thread().thread, of, raised});
 }
 
-// Has the end of a call of a CPU backend recorded, by the thread that communicates. On a GPU it would know no end.
+// Makes the communicating thread record the end of a call on a CPU backend. On a GPU that thread does not know the end.
 inline void follow(const Launch &launch, c10d::Work &work) {
   try {
     work.getFuture()->addCallback([span = Span{to.session, launch.id, launch.time, 0, 0, Of::kCommunication, false}](
@@ -193,14 +193,14 @@ inline void follow(const Launch &launch, c10d::Work &work) {
       span.raised = future.hasError();
       leave_span(span);
     });
-  } catch (const std::exception &) {  // a backend whose Work has no future
+  } catch (const std::exception &) {  // the Work of this backend has no future
   }
 }
 
-// A launch that takes so many ns has waited: for a communicator to be made, or for the others.
+// A launch that takes longer, in ns, has waited: for a new communicator or for the other ranks.
 constexpr int64_t kLongLaunch = 1000000;
 
-// Notes the Work of a call that was launched. An operation that gives none waits in the launch.
+// Notes the Work of a launched call. An operation that returns none waits in the launch.
 inline void launched(const Launch &launch, bool gives_work, const torch::jit::Stack &stack) {
   if (gives_work && stack.back().isObject()) {
     auto *work = held_by(stack.back());
@@ -211,7 +211,7 @@ inline void launched(const Launch &launch, bool gives_work, const torch::jit::St
   if (!gives_work || now_ns() - launch.time > kLongLaunch) waited(launch.id, launch.time, Of::kLaunch);
 }
 
-// The keys of the kernels that would have run without ours.
+// The keys of the kernels that would run without ours.
 inline const c10::DispatchKeySet kBehindOurs(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 
 class Kernel : public c10::OperatorKernel {
@@ -238,7 +238,7 @@ class Kernel : public c10::OperatorKernel {
   Op op_;
 };
 
-// Of a tensor that has data somewhere; NULL of anything else.
+// The storage of a tensor with data; NULL for all else.
 inline const void *storage_of(const c10::IValue &value) {
   if (!value.isTensor()) return nullptr;
   const at::Tensor &tensor = value.toTensor();
@@ -246,7 +246,7 @@ inline const void *storage_of(const c10::IValue &value) {
   return tensor.storage().unsafeGetStorageImpl();
 }
 
-// Around an operation of `_c10d_functional` that communicates: which call is waited for with its results.
+// Runs around a communicating operation of `_c10d_functional`: notes the call of its result tensors.
 class FunctionalKernel : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
@@ -267,7 +267,7 @@ class FunctionalKernel : public c10::OperatorKernel {
   }
 };
 
-// Around `_c10d_functional::wait_tensor`. A tensor that nobody communicates is waited for in no time.
+// Runs around `_c10d_functional::wait_tensor`. Without a call of the tensor there is no wait.
 class WaitTensorKernel : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
@@ -289,8 +289,8 @@ class WaitTensorKernel : public c10::OperatorKernel {
   }
 };
 
-// Functors are kept for good: a call may be within one that is taken away. Nor does the process's exit take them away,
-// for which a forked child would need a lock that a thread of its parent may hold.
+// Functors are never freed: a call may be running one. The exit of the process does not free them either: a forked
+// child would need a lock for it that a thread of its parent may hold.
 inline auto &kernels = *new std::vector<std::pair<std::string, c10::KernelFunction>>;
 inline auto &registrations = *new std::vector<c10::RegistrationHandleRAII>;
 

@@ -1,4 +1,4 @@
-// Ranges for a tool that is attached, where the kernel is built with NVTX's headers.
+// Ranges for an attached tool, if the kernel is built with NVTX's headers.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +31,9 @@ inline void push_range(const void *message, int64_t id) {
 
 inline void pop_range() { nvtxDomainRangePop(domain()); }
 
-// Each text once: a tool keeps what is registered.
+// Registers each text once: a tool keeps registered texts.
 inline const void *registered(const std::string &text) {
-  static auto &lock = *new std::mutex;  // of its own: a tool may do anything, fork included
+  static auto &lock = *new std::mutex;  // a separate lock: a tool may do anything, even fork
   static auto &known = *new std::unordered_map<std::string, const void *>;
   std::lock_guard<std::mutex> guard(lock);
   auto &handle = known[text];

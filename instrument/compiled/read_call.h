@@ -1,4 +1,4 @@
-// Reads of a call what tells it from others: its group, where it was made, its arguments.
+// Reads the data that identify a call: its group, source line and arguments.
 #pragma once
 
 #include "frames.h"
@@ -8,7 +8,7 @@ namespace crossrank {
 
 // --- Python, called as an operation of torch -----------------------------------------------------------------------------
 
-// What Python threw while it ran for us: it is the script's, and no failure of ours.
+// An exception that Python threw while it ran for the recorder: it belongs to the script, and is not our failure.
 struct FromPython {
   std::exception_ptr error;
 };
@@ -18,7 +18,7 @@ inline int64_t call_python(const char *name, std::initializer_list<c10::IValue> 
   auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   torch::jit::Stack stack(arguments);
   try {
-    // At this key alone: no mode of the user's sees it.
+    // Only at this key, so that users' modes do not see it.
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), &stack);
   } FORCED_UNWIND catch (...) {
     throw FromPython{std::current_exception()};
@@ -26,7 +26,7 @@ inline int64_t call_python(const char *name, std::initializer_list<c10::IValue> 
   return stack.at(0).toInt();
 }
 
-// What a capsule in an object of torch's holds: of a process group or a reduction that is the thing itself.
+// Returns the content of a capsule in an object of torch: the process group or reduction itself.
 inline torch::CustomClassHolder *held_by(const c10::IValue &boxed) {
   return static_cast<torch::CustomClassHolder *>(const_cast<void *>(boxed.toObjectRef().getSlot(0).internalToPointer()));
 }
@@ -48,7 +48,7 @@ inline const std::shared_ptr<Group> *group_of(ThreadTables &tables, const c10::I
     c10::weak_intrusive_ptr<torch::CustomClassHolder> weak(boxed.toObjectRef().getSlot(0).toCapsule());
     std::lock_guard<std::mutex> guard(to.lock);
     auto state = to.new_objects.extract(number);
-    auto &made = to.groups[pointer];  // unless another thread was faster
+    auto &made = to.groups[pointer];  // another thread may have been faster
     if (made == nullptr && !state.empty()) made.reset(new Group{number, state.mapped(), std::move(weak), {}, {}});
     group = made;
     if (group == nullptr) return nullptr;
@@ -69,10 +69,10 @@ inline int64_t kind_of_code(ThreadTables &tables, const void *code) {
   return known.kind;
 }
 
-// What `CallSites.find` sees of the frames above the kernel.
+// The data of the frames above the kernel that `CallSites.find` uses.
 struct Above {
   Place place{nullptr, -1, 0};
-  const void *first = nullptr;  // code of the innermost frame; NULL where no Python runs on the thread
+  const void *first = nullptr;  // code of the innermost frame; NULL if the thread runs no Python
   crossrank_frame *api = nullptr;
   bool is_known = true;
 };
@@ -107,10 +107,10 @@ inline Above look_above(ThreadTables &tables, const Op &op) {
   return above;
 }
 
-// Whether a tensor has data: not one of a fake mode, of a tracer, or on the meta device.
+// Whether a tensor has data: false for tensors of a fake mode, of a tracer, or on the meta device.
 inline bool is_real(const at::Tensor &tensor) {
   auto keys = tensor.key_set();
-  // A fake tensor has the keys of the device that it stands for, and its storage on the meta device.
+  // A fake tensor has the keys of the device that it imitates, and its storage on the meta device.
   return !keys.has_backend(c10::BackendComponent::MetaBit) && !keys.has(c10::DispatchKey::Functionalize) &&
          (!keys.has(c10::DispatchKey::Python) || (tensor.has_storage() && !tensor.storage().device().is_meta()));
 }
@@ -121,7 +121,7 @@ inline void add_tensor(Words &words, const at::Tensor &tensor) {
   words.insert(words.end(), sizes.begin(), sizes.end());
 }
 
-// The device of the first tensor of an argument; None where it has none.
+// The device of the first tensor of an argument; None without a tensor.
 inline c10::IValue device_in(const c10::IValue &value) {
   if (value.isTensor()) {
     const at::Tensor &tensor = value.toTensor();
@@ -168,7 +168,7 @@ inline const std::shared_ptr<Object> *site_of(
 
 constexpr int64_t kEndOfArgument = -1;
 
-// False where a tensor has no data.
+// Returns false if a tensor has no data.
 inline bool add_tensors(Words &words, const c10::IValue &value, int64_t &device) {
   if (value.isTensor()) {
     const at::Tensor &tensor = value.toTensor();
@@ -199,7 +199,7 @@ inline int64_t number_of(const c10::IValue &value) {
 // The words of a call: number of the op, device of the first tensor, reduction; the arguments; group, and site.
 constexpr size_t kDevice = 1, kReduce = 2, kBefore = 3, kBehind = 2;
 
-// Puts all but group and site; false where the call is none.
+// Writes all words except group and site; returns false if the call has fake tensors.
 inline bool read_call(Words &words, const Op &op, const c10::IValue *args) {
   words.clear();
   words.push_back(op.number);
@@ -235,7 +235,7 @@ inline const std::shared_ptr<Kind> &kind_of(
   auto &known = tables.kinds[hash % tables.kinds.size()];
   if (known != nullptr && known->words == words) return known;
   std::lock_guard<std::mutex> guard(to.lock);
-  // What this thread called until now is to be found again, however long ago it was looked up here.
+  // The earlier calls of this thread must be found again, even those from long ago.
   if (known != nullptr && known->session == to.session) {
     uint64_t before = hash_of(known->words.data(), known->words.size());
     if (to.keep_kind(before, known->words) == nullptr) to.add_kind(before, known);
@@ -248,9 +248,9 @@ inline const std::shared_ptr<Kind> &kind_of(
   return known = kind;
 }
 
-// Whether `batch_isend_irecv` makes its first call: it keeps the requests of those before in a local list.
+// Whether `batch_isend_irecv` makes its first call: it keeps the earlier requests in a local list.
 inline bool begins_batch(crossrank_frame *api) {
-  if (batch_requests < 0) return true;  // a torch that calls the list otherwise
+  if (batch_requests < 0) return true;  // in this torch the list has another name
   auto *requests = static_cast<PyObject *>(crossrank_local(api, batch_requests));
   return requests == nullptr || !PyList_CheckExact(requests) || PyList_GET_SIZE(requests) == 0;
 }

@@ -1,12 +1,12 @@
 // The kernel that records every c10d operation, compiled against the torch and the Python that it runs in.
 //
-// It does what `Recorder.before` and `after` do in Python, without the interpreter's lock: reads what tells a call from
-// others, gives it its numbers, and leaves a row in a ring; and another one about each wait. What is seen for the first time (a process group, a place
-// in the code) and what few calls need (a marker for a tool, a range in a window) goes to Python, through operations of
-// ours that are called as torch calls any other, so that an exception of a script's signal handler passes through.
+// It does the work of `Recorder.before` and `after` without the interpreter's lock: it identifies a call, gives it its
+// numbers, and puts a row into a ring, and another row for each wait. Python handles new process groups, new source
+// lines, and things that few calls need (a marker for a tool, a range in a window). The kernel calls Python through our
+// own torch operations, so that an exception of a script's signal handler passes through.
 //
-// Everything a call looks up stands in tables of its thread. They are filled from shared ones under a lock, and thrown
-// away as a whole when the shared ones lose something: `generation` counts that.
+// A call looks up its data in tables of its thread. They are filled from shared tables under a lock, and cleared as a
+// whole when a shared table loses an entry: `generation` counts that.
 #include <Python.h>
 
 #include <pthread.h>
@@ -31,8 +31,8 @@ void add_kernel(const std::string &name, Arguments &&...arguments) {
 }
 
 // install(ops, functional, describe, batch_code, batch_requests): `ops` are (name, arguments, is_p2p, is_send, places,
-// values, tensors), the places those of group, reduce, peer, tag, in_split, out_split and dummy; `functional` the names
-// of the functional collectives, that which waits for a tensor last.
+// values, tensors), with the places of group, reduce, peer, tag, in_split, out_split and dummy. `functional` has the
+// names of the functional collectives, `wait_tensor` last.
 PyObject *install(PyObject *, PyObject *args) {
   PyObject *ops, *functional, *callback, *code;
   int requests;
@@ -65,7 +65,7 @@ PyObject *install(PyObject *, PyObject *args) {
       add_kernel<WaitTensorKernel>(name);
   }
   std::string failure;
-  Py_BEGIN_ALLOW_THREADS  // the dispatcher's lock may be held by a thread that waits for the interpreter's
+  Py_BEGIN_ALLOW_THREADS  // a thread that waits for the interpreter's lock may hold the dispatcher's
   try {
     for (const auto &[name, kernel] : kernels)
       registrations.push_back(c10::Dispatcher::singleton().registerImpl({name, ""}, c10::DispatchKey::BackendSelect,
@@ -89,7 +89,7 @@ PyObject *uninstall(PyObject *, PyObject *) {
   Py_RETURN_NONE;
 }
 
-// begin(capacity): a session begins, with nothing known; `set_active` lets its calls be recorded.
+// begin(capacity): starts a session with empty tables; `set` turns its recording on.
 PyObject *begin(PyObject *, PyObject *args) {
   let_dropped_go();
   Py_ssize_t capacity;
@@ -98,7 +98,7 @@ PyObject *begin(PyObject *, PyObject *args) {
   to.session++;
   to.step = to.ids = to.dropped = to.spans_dropped = to.errors = 0;
   to.coalescing = 0;
-  // A ring that another thread may still put a row in is never freed: sessions with another capacity are rare.
+  // The old ring is never freed, because another thread may still use it: sessions with another capacity are rare.
   if (auto *ring = to.ring.load(); ring == nullptr || ring->capacity() != static_cast<size_t>(capacity)) {
     to.ring = new Ring<Row>(static_cast<size_t>(capacity));
     to.spans = new Ring<Span>(static_cast<size_t>(capacity));
@@ -116,8 +116,8 @@ PyObject *begin(PyObject *, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-// set(active, marks, opens, timing, step): whether calls are recorded, a tool is to see the launches, Python opens
-// something around each, and their ends are recorded; and the iteration.
+// set(active, marks, opens, timing, step): whether calls are recorded, a tool gets the launches, Python opens ranges
+// around each launch, and ends of calls are recorded; and the step.
 PyObject *set(PyObject *, PyObject *args) {
   int active, marks, opens, timing;
   long long step;
@@ -139,7 +139,7 @@ PyObject *has_nvtx(PyObject *, PyObject *) {
 #endif
 }
 
-// set_marker(kind, text, final): what a tool is to see around the launches of a kind, None = nothing; for good if final.
+// set_marker(kind, text, final): the text of the range around the launches of a kind, None = no range.
 PyObject *set_marker(PyObject *, PyObject *args) {
   long long number;
   const char *text;
@@ -160,7 +160,7 @@ PyObject *know_code(PyObject *, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-// forget_code(id(code)): a code object has died, and its address may become another's.
+// forget_code(id(code)): a code object has died, and another one may get its address.
 PyObject *forget_code(PyObject *, PyObject *args) {
   let_dropped_go();
   unsigned long long address;
@@ -175,7 +175,7 @@ PyObject *forget_code(PyObject *, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-// add_site(site), add_group(state): a number for it, by which the kernel takes it over.
+// add_site(site), add_group(state): returns the number by which the kernel takes the object over.
 PyObject *add_object(PyObject *, PyObject *object) {
   let_dropped_go();
   static std::atomic<int64_t> numbers{0};
@@ -212,7 +212,7 @@ PyObject *start_coalescing(PyObject *, PyObject *) {
   Py_RETURN_NONE;
 }
 
-// end_coalescing(): the id of the first call of the batch; -1 = it had none, None = there was no batch.
+// end_coalescing(): returns the id of the first call of the batch; -1 = no calls, None = no batch.
 PyObject *end_coalescing(PyObject *, PyObject *) {
   auto &tables = tables_of_thread();
   int64_t batch = tables.batch;
@@ -234,7 +234,7 @@ PyObject *device_of(const Kind &kind) {
   return PyUnicode_FromString(device.str().c_str());
 }
 
-// The descriptor of a kind, borrowed; NULL with an exception set.
+// The descriptor of a kind, borrowed; NULL if an exception is set.
 PyObject *descriptor_of(Kind &kind) {
   if (kind.descriptor == nullptr) {
     auto count = static_cast<Py_ssize_t>(kind.words.size() - kBefore - kBehind);
@@ -271,7 +271,7 @@ PyObject *device(PyObject *, PyObject *value) {
   return kind == nullptr || PyErr_Occurred() ? nullptr : device_of(*kind);
 }
 
-// scalar_types(): their names, as the words of calls number them.
+// scalar_types(): the names of the scalar types, in the order of their numbers in the words of calls.
 PyObject *scalar_types(PyObject *, PyObject *) {
   PyObject *names = PyList_New(0);
   for (int i = 0; names != nullptr && i < static_cast<int>(c10::ScalarType::NumOptions); i++) {
@@ -282,7 +282,7 @@ PyObject *scalar_types(PyObject *, PyObject *) {
   return names;
 }
 
-// take(most): up to so many calls as (descriptor, id, number, time, step, batch, tag, thread).
+// take(most): up to `most` calls as (descriptor, id, number, time, step, batch, tag, thread).
 PyObject *take(PyObject *, PyObject *value) {
   Py_ssize_t most = PyLong_AsSsize_t(value);
   if (most == -1 && PyErr_Occurred()) return nullptr;
@@ -292,7 +292,7 @@ PyObject *take(PyObject *, PyObject *value) {
   if (list == nullptr || ring == nullptr) return list;
   Row row;
   while (PyList_GET_SIZE(list) < most && ring->take(row)) {
-    if (row.kind->session != to.session) continue;  // of a thread that was late to see the end of the last one
+    if (row.kind->session != to.session) continue;  // from a thread that missed the end of the last session
     PyObject *found = descriptor_of(*row.kind);
     PyObject *call = nullptr;
     if (found != nullptr)
@@ -308,7 +308,7 @@ PyObject *take(PyObject *, PyObject *value) {
   return list;
 }
 
-// take_spans(most): up to so many times as (id, begin, end, thread, of what, raised); an id of -1 = of a call that is not known.
+// take_spans(most): up to `most` spans as (id, begin, end, thread, type, raised); id -1 = unknown call.
 PyObject *take_spans(PyObject *, PyObject *value) {
   Py_ssize_t most = PyLong_AsSsize_t(value);
   if (most == -1 && PyErr_Occurred()) return nullptr;
@@ -330,7 +330,7 @@ PyObject *take_spans(PyObject *, PyObject *value) {
   return list;
 }
 
-// watch_backward(code): of the function in which Python starts a backward pass.
+// watch_backward(code): the code of the function in which Python starts a backward pass.
 PyObject *watch_backward(PyObject *, PyObject *code) {
   backward_code = code;
   Py_RETURN_NONE;
@@ -338,7 +338,7 @@ PyObject *watch_backward(PyObject *, PyObject *code) {
 
 PyObject *unbound_wait = nullptr, *unbound_future_wait = nullptr;
 
-// The value of an object of pybind11's, which stands behind its head: of a Work, the address of the one in C++.
+// The value that pybind11 stores after the head of its object: for a Work, the address of the C++ object.
 const void *value_of(PyObject *object) { return reinterpret_cast<void **>(reinterpret_cast<char *>(object) + sizeof(PyObject))[0]; }
 
 PyObject *call_method(PyObject *unbound, PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *names) {
@@ -347,7 +347,7 @@ PyObject *call_method(PyObject *unbound, PyObject *self, PyObject *const *args, 
   return PyObject_Vectorcall(unbound, all.data(), count + 1, names);
 }
 
-// What takes the place of `Work.wait`.
+// Replaces `Work.wait`.
 PyObject *wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject *names) {
   bool active = to.active;
   int64_t id = active ? call_of_work.find(value_of(work)) : CallOf::kNoCall, begin = now_ns();
@@ -360,7 +360,7 @@ PyObject *wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject
 PyMethodDef wait_method = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(wait)),
                            METH_FASTCALL | METH_KEYWORDS, nullptr};
 
-// What takes the place of `Future.wait`: of what the future is nothing says, so it is no wait on record.
+// Replaces `Future.wait`. The call of a future is unknown, so its wait is not recorded.
 PyObject *future_wait(PyObject *future, PyObject *const *args, Py_ssize_t count, PyObject *names) {
   const WaitUnderWay guard(CallOf::kNoCall, tables_of_thread().thread);
   return call_method(unbound_future_wait, future, args, count, names);
@@ -378,15 +378,15 @@ PyObject *method_around(PyObject *args, PyMethodDef *method, PyObject *&unbound)
   return PyDescr_NewMethod(of, method);
 }
 
-// recording_wait(Work, wait): a method for that class, which calls the function `wait` and records how long that takes.
+// recording_wait(Work, wait): returns a method for that class, which calls `wait` and records its duration.
 PyObject *recording_wait(PyObject *, PyObject *args) { return method_around(args, &wait_method, unbound_wait); }
 
-// noting_wait(Future, wait): likewise, but it says alone that a wait is under way.
+// noting_wait(Future, wait): the same, but the method only notes the current wait.
 PyObject *noting_wait(PyObject *, PyObject *args) {
   return method_around(args, &future_wait_method, unbound_future_wait);
 }
 
-// note_work(work, id): waits for it are waits for that call.
+// note_work(work, id): waits for `work` are waits for that call.
 PyObject *note_work(PyObject *, PyObject *args) {
   PyObject *work;
   long long id;
@@ -408,7 +408,7 @@ PyObject *state(PyObject *, PyObject *) {
                        PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
 }
 
-// waits(): what threads wait for at this moment as (call, thread), a call of -1 where it is not known.
+// waits(): the current waits as (call, thread); call -1 = unknown.
 PyObject *waits(PyObject *, PyObject *) {
   PyObject *list = PyList_New(0);
   auto add = [&list](int64_t call, int64_t thread) {
@@ -422,7 +422,7 @@ PyObject *waits(PyObject *, PyObject *) {
   return list;
 }
 
-// nccl_recorder(): torch's flight recorder of NCCL's calls as JSON, empty where this process has none.
+// nccl_recorder(): torch's flight recorder of NCCL calls as JSON, empty if this process has none.
 PyObject *nccl_recorder(PyObject *, PyObject *) {
   std::string found;
   Py_BEGIN_ALLOW_THREADS
@@ -435,7 +435,7 @@ PyObject *nccl_recorder(PyObject *, PyObject *) {
   return PyBytes_FromStringAndSize(found.data(), static_cast<Py_ssize_t>(found.size()));
 }
 
-// A function as Python calls it: what C++ throws in it is an exception of Python.
+// Wraps a function for Python: a C++ exception becomes a Python exception.
 template <PyObject *(*function)(PyObject *, PyObject *)>
 PyObject *entry(PyObject *self, PyObject *arguments) {
   try {
@@ -480,7 +480,7 @@ PyMethodDef methods[] = {
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_crossrank_recorder", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
-// Whoever forks holds these, for a forked child has none of the threads that would give them back.
+// A thread that forks holds these locks, because the child has no thread that would release them.
 std::mutex *const held_by_fork[] = {&to.lock, &dropped_lock, &call_of_work.lock, &call_of_storage.lock};
 
 void before_fork() {
@@ -493,7 +493,7 @@ void after_fork() {
 
 void in_child() {
   to.active = false;
-  to.ring = nullptr;  // left behind: a thread of the parent may have been putting a row in
+  to.ring = nullptr;  // not freed: a thread of the parent may have been putting a row in
   to.spans = nullptr;
   for (auto &place : waits_under_way) place.call = WaitOfThread::kFree;
   generation.fetch_add(1);
@@ -504,7 +504,7 @@ void in_child() {
 }  // namespace crossrank
 
 PyMODINIT_FUNC PyInit__crossrank_recorder() {
-  // Once, however often the module is made: a second handler would lock what the first one holds.
+  // Register only once per process: a second handler would lock what the first one holds.
   static const int registered = pthread_atfork(crossrank::before_fork, crossrank::after_fork, crossrank::in_child);
   (void)registered;
   return PyModule_Create(&crossrank::module);

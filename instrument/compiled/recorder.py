@@ -1,13 +1,13 @@
-"""What Python does for the compiled kernel: makes what is seen for the first time, opens markers, takes the calls.
+"""The Python part of the compiled kernel: handles new groups and source lines, opens markers, takes the calls.
 
-The kernel calls Python through operations of torch in the namespace `crossrank`, in which no user's mode looks:
+The kernel calls Python through torch operations in the namespace `crossrank`, which are invisible to users' modes:
 
-* `group(process group) -> number`: a group communicates for the first time.
-* `site(number of the op, device) -> number`: a place in the code does, or one with code that the kernel has not met.
-* `mark(kind) -> 0 or 1`: whether an attached tool is to see a call, while `set_marker` has not said so for good.
-* `open(kind, id) -> 0 or 1`, `close() -> 0`: around a launch, for what only Python opens.
+* `group(process group) -> number`: the first call of a group.
+* `site(number of the op, device) -> number`: the first call of a source line, or new code above the kernel.
+* `mark(kind) -> 0 or 1`: whether an attached tool gets a marker, until `set_marker` makes this final.
+* `open(kind, id) -> 0 or 1`, `close() -> 0`: around a launch, for ranges that only Python can open.
 
--1 stands for a failure, which is counted here; what a script's signal handler raises meanwhile passes through.
+-1 means a failure, which is counted here. An exception of a script's signal handler passes through.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CompiledRecorder(Recorder):
         self._tell()
 
     def begin(self, readers: Sequence[Reader]) -> None:
-        """Make the kernels those of this recorder."""
+        """Make the kernels use this recorder."""
         self.readers = readers
         self._installed = True
         self.native.begin(self._config.ring)
@@ -106,7 +106,7 @@ class CompiledRecorder(Recorder):
     def take(self, most: int) -> list[Call]:
         state = self.native.state()
         calls: list[Call] = []
-        for left in range(min(state["waiting"], most), 0, -_MOST_AT_ONCE):  # training gets the interpreter in between
+        for left in range(min(state["waiting"], most), 0, -_MOST_AT_ONCE):  # lets training run in between
             calls += self.native.take(min(left, _MOST_AT_ONCE))
         if state["errors"]:
             self.complain(" ".join(state["first_error"].split()))
@@ -146,20 +146,20 @@ class CompiledRecorder(Recorder):
         batch: int | None = self.native.end_coalescing()
         return batch
 
-    # What the kernel calls.
+    # Methods that the kernel calls.
 
     def group(self, boxed: Any) -> int:
-        """The number that the kernel gives a group's state."""
+        """Return the kernel's number of a group's state."""
         group = dist.ProcessGroup.unbox(boxed)
         number: int = self.native.add_group(self._session.first_call(group))
         weakref.finalize(group, self.native.forget_group, number).atexit = False
         return number
 
     def site(self, op: int, device: str | None, frame: FrameType | None) -> int:
-        """The number of the site of a call of that op, entered from `frame`; the kernel learns what is on the way."""
+        """Return the number of the site of a call by `frame`, and tell the kernel the kinds of code above it."""
         if self._session.gpu.is_open:
             self._session.gpu.settle(device)
-        with self._lock:  # what is told must not be forgotten in between
+        with self._lock:  # no code may be forgotten in between
             site, _ = self._sites.find(frame, self.readers[op].direct_api)
             for code, kind in _codes_above(self._sites, frame):
                 self.native.know_code(code, kind)
@@ -175,27 +175,27 @@ class CompiledRecorder(Recorder):
         reduce: int | None,
         words: Sequence[int | None],
     ) -> Descriptor | None:
-        """The descriptor of a call, of which `words` are the arguments in the order of its `Reader`."""
+        """Return the descriptor of a call. `words` are its arguments in the order of its `Reader`."""
         try:
-            if self._session.gpu.is_open:  # not every device of a site is seen at its first call
+            if self._session.gpu.is_open:  # later calls of a site may use other devices
                 self._session.gpu.settle(device)
             reader, reduction = self.readers[op], None if reduce is None else name_of_code(reduce)
             return Descriptor(reader, state, site, _key(reader, words, self._dtypes), reduction)
         except Exception as error:
             if raised_by_script(error):
                 raise
-            self.complain(one_line(error))  # `take` counts the calls that have none
+            self.complain(one_line(error))  # `take` counts calls without a descriptor
             return None
 
     def open(self, kind: int, record_id: int) -> Token | None:
-        """Open what only Python opens around a launch; returns what `after` closes."""
+        """Open the ranges around a launch that only Python can open; return the token for `after`."""
         descriptor: Descriptor | None = self.native.descriptor(kind)
         if descriptor is None:
             return None
         return self._open(descriptor, record_id, lambda: self.native.device(kind))
 
     def mark(self, kind: int) -> int:
-        """Tell the kernel how to mark the calls of a kind; 1 = they are marked."""
+        """Tell the kernel how to mark the calls of a kind. Return 1 if they are marked, else 0."""
         descriptor: Descriptor | None = self.native.descriptor(kind)
         topology = self._session.facts.topology
         if descriptor is None or topology is None or self._nvtx is None:
@@ -210,7 +210,7 @@ class CompiledRecorder(Recorder):
 
 
 def layout(reader: Reader) -> tuple[Any, ...]:
-    """Where the arguments of an op are, as the kernel is told: see `Op` there."""
+    """Return the positions of the arguments of an op, as the kernel's `Op` has them."""
     places = (
         reader.group,
         reader.reduce,
@@ -234,7 +234,7 @@ def _codes_above(sites: CallSites, frame: FrameType | None) -> Iterator[tuple[Co
 
 
 def _key(reader: Reader, words: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> CallKey:
-    """The key that `Reader.key` makes of a call's arguments, of the kernel's words for them."""
+    """Return the key of a call, equal to that of `Reader.key`, from the kernel's words."""
     given = iter(words)
     key: list[Any] = [LONG]
     for is_bool in reader.keyed_bools:
@@ -251,6 +251,6 @@ def _key(reader: Reader, words: Sequence[int | None], dtypes: Sequence[torch.dty
 
 
 def _dtype(name: str) -> Any:
-    """torch's dtype of the ScalarType that C++ calls `name`."""
+    """Return torch's dtype for the ScalarType `name` of C++."""
     known = dtype_of(name)
     return getattr(torch, known.name if known is not None else name.lower(), None)

@@ -1,4 +1,4 @@
-// What is recorded, and the tables in which a call looks up what it shares with others.
+// The recorded rows, and the tables with the data that calls share.
 #pragma once
 
 #include <Python.h>
@@ -21,7 +21,7 @@
 
 #include "ring.h"
 
-// A thread that is ended while it waits for the interpreter's lock unwinds its stack, which nothing may stop.
+// A thread that ends while it waits for the interpreter's lock unwinds its stack, and no code may stop this.
 #ifdef __GLIBCXX__
 #include <cxxabi.h>
 #define FORCED_UNWIND catch (abi::__forced_unwind &) { throw; }
@@ -36,7 +36,7 @@ constexpr const char *kDebug = "crossrank";
 
 // --- Python objects, which are only let go by a thread that has the interpreter's lock -------------------------------
 
-// Never destroyed, as all that threads may still use while the process exits.
+// Never destroyed, like all data that threads may use while the process exits.
 inline std::mutex &dropped_lock = *new std::mutex;
 inline std::vector<PyObject *> &dropped = *new std::vector<PyObject *>;
 
@@ -62,7 +62,7 @@ inline void let_dropped_go() {
 
 // --- what calls are told apart by -------------------------------------------------------------------------------------
 
-// Where the arguments of an operation are, as `op_schema.Reader` found them; -1 = it has none.
+// Positions of the arguments of an operation, from `op_schema.Reader`; -1 = no such argument.
 struct Op {
   int64_t number;
   size_t arguments;
@@ -78,7 +78,7 @@ using Counter = std::atomic<int64_t>;
 struct Group {
   int64_t number;
   std::shared_ptr<Object> state;  // Python's
-  // Held weakly, and so the address is no other group's as long as this one is known.
+  // A weak reference, so no other group gets the address while this one is known.
   c10::weak_intrusive_ptr<torch::CustomClassHolder> pointer;
   Counter calls{0};
   std::map<std::pair<int64_t, bool>, Counter> pairs;  // by peer and direction; under the lock
@@ -95,37 +95,37 @@ inline uint64_t hash_of(const int64_t *words, size_t count) {
   return hash;
 }
 
-// Whether a tool is to see the launches of a kind; unknown while Python has not said so for good.
+// Whether a tool gets the launches of a kind; unknown until Python has made it final.
 enum class Marker { kUnknown, kNone, kRange };
 
-// Calls that repeat each other: the same operation, group, place in the code and arguments.
+// A kind: calls with the same operation, group, source line and arguments.
 struct Kind {
   Kind(uint64_t session, const Op &op, std::shared_ptr<Group> group, std::shared_ptr<Object> site, Words words,
        Counter *counter)
       : words(std::move(words)), counter(counter), session(session), op(&op), group(std::move(group)),
         site(std::move(site)) {}
-  Words words;  // first, with all that a call needs of its kind
+  Words words;  // first, next to the other data that each call needs
   Counter *counter;
   uint64_t session;
   std::atomic<Marker> marker{Marker::kUnknown};
   const Op *op;
   std::shared_ptr<Group> group;
   std::shared_ptr<Object> site;
-  std::unique_ptr<Object> descriptor;  // made under the interpreter's lock by whoever needs it first
+  std::unique_ptr<Object> descriptor;  // created by its first user, under the interpreter's lock
   std::atomic<const void *> message{nullptr};  // of NVTX
 };
 
-// One call; a batch or tag that it has none of is kNone.
+// One call; kNone if it has no batch or tag.
 struct Row {
   std::shared_ptr<Kind> kind;
   int64_t id, number, time, step, batch, tag, thread;
 };
 
-// What a time of a call is: that of a thread that waited in `Work.wait`, in `wait_tensor`, in the launch itself or at the
-// end of a backward pass; or that from the launch to the end of the communication.
+// The type of a time span of a call: a wait in `Work.wait`, in `wait_tensor`, in the launch or at the end of a backward
+// pass; or the duration from the launch to the end of the communication.
 enum class Of : int64_t { kWork, kTensor, kLaunch, kBackward, kCommunication };
 
-// A time of a call; an id of -1 = of one that is not known.
+// A time span of a call; id -1 = unknown call.
 struct Span {
   uint64_t session = 0;
   int64_t id = 0, begin = 0, end = 0, thread = 0;
@@ -135,7 +135,7 @@ struct Span {
 
 enum Code : int64_t { kUnknown = -1, kUser = 0, kApi = 1, kTransparent = 2, kPassed = 3, kPartOfApi = 4 };
 
-// A place in the code: the user's frame, and what was called there: a function of the API, or an operation itself.
+// A source line: the user's frame, and the API function or operation that it called.
 struct Place {
   const void *code;
   int64_t offset, called;
@@ -157,7 +157,7 @@ constexpr size_t kMostWords = 1 << 17;
 // Kinds by the hash of their words.
 class Kinds {
  public:
-  // Takes out the kind of these words; NULL where it is not there.
+  // Removes and returns the kind of these words; NULL if there is none.
   std::shared_ptr<Kind> take(uint64_t hash, const Words &words) {
     auto found = find(hash, words);
     if (found == kinds_.end()) return nullptr;
@@ -191,21 +191,21 @@ class Kinds {
   size_t words_ = 0;
 };
 
-// What is recorded now. There is one, which every session begins anew.
-// What every call needs stands first, in one cache line.
+// The current recording. There is only one, which every session resets.
+// The data that every call needs come first, in one cache line.
 struct alignas(64) Recording {
   std::atomic<bool> active{false};
   std::atomic<bool> marks{false};  // a tool is attached
-  std::atomic<bool> timing{false};  // when a call of a CPU backend is over is recorded
-  std::atomic<bool> opens{false};  // Python is to open something around every launch
-  std::atomic<int> coalescing{0};  // threads that gather a batch
+  std::atomic<bool> timing{false};  // the end of calls on a CPU backend is recorded
+  std::atomic<bool> opens{false};  // Python opens ranges around every launch
+  std::atomic<int> coalescing{0};  // threads that collect a batch
   std::atomic<int64_t> step{0};
   std::atomic<uint64_t> session{0};
   Counter ids{0};
   std::atomic<Ring<Row> *> ring{nullptr};
   std::atomic<Ring<Span> *> spans{nullptr};
   Counter dropped{0}, spans_dropped{0}, errors{0};
-  std::mutex lock;  // of what follows; never held while Python runs
+  std::mutex lock;  // for the members below; never held while Python runs
   std::string first_error;
   std::unordered_map<const void *, std::shared_ptr<Group>> groups;
   std::unordered_map<const void *, int64_t> codes;
@@ -214,8 +214,8 @@ struct alignas(64) Recording {
   Kinds kinds, older_kinds;
 
   void forget_kinds() { kinds = older_kinds = {}; }
-  // The kind of these words, from now on one of the newer ones; NULL where it is not there. Calls that repeat
-  // themselves so outlive those that are made once, as those of experts with splits of their own.
+  // Returns the kind of these words and makes it one of the newer ones; NULL if there is none. So repeated calls
+  // stay longer than unique ones, such as those of experts with varying splits.
   std::shared_ptr<Kind> keep_kind(uint64_t hash, const Words &words) {
     if (auto *found = kinds.at(hash, words)) return *found;
     std::shared_ptr<Kind> kind = older_kinds.take(hash, words);
@@ -234,18 +234,18 @@ inline std::atomic<uint64_t> generation{0};
 inline PyObject *describe = nullptr;
 inline const void *batch_code = nullptr;
 inline int batch_requests = -1;
-inline const void *backward_code = nullptr;  // of the function in which Python starts a backward pass
+inline const void *backward_code = nullptr;  // the function in which Python starts a backward pass
 
-// What a thread has looked up before. A key is kept where its hash says, over what was there.
+// The earlier look-ups of a thread. A key is stored at the place of its hash, over the key that was there.
 struct ThreadTables {
-  // What every call needs stands first, in two cache lines.
+  // The data that every call needs come first, in two cache lines.
   uint64_t generation = UINT64_MAX, session = 0;
   Words words;
   uint64_t python_calls = 0;
-  int64_t batch = kNone;      // of coalesced calls: the id of the first; -1 before that
+  int64_t batch = kNone;      // id of the first coalesced call; -1 before that
   int64_t p2p_batch = kNone;  // of `batch_isend_irecv`
-  int64_t thread = 0;         // as the system numbers it
-  int64_t last = kNone;       // the call that this thread has launched last
+  int64_t thread = 0;         // the system's number of the thread
+  int64_t last = kNone;       // the last call of this thread
   struct OfGroup {
     const void *pointer = nullptr;
     std::shared_ptr<Group> group;
@@ -262,7 +262,7 @@ struct ThreadTables {
   std::array<OfCode, 512> codes;
   std::array<OfPlace, 256> sites;
   std::array<std::shared_ptr<Kind>, 1024> kinds;
-  std::shared_ptr<Object> passing_site;  // one that is not kept, for its code has died meanwhile
+  std::shared_ptr<Object> passing_site;  // a site that is not kept, because its code has died
 };
 
 inline ThreadTables &tables_of_thread() {
@@ -270,12 +270,12 @@ inline ThreadTables &tables_of_thread() {
   if (tables == nullptr) tables = std::make_unique<ThreadTables>();
   uint64_t now = generation.load(std::memory_order_acquire);
   if (tables->generation != now) {
-    // In place: a call on this thread that Python runs within holds on to it.
+    // In place: a call on this thread, in which Python runs, still uses it.
     tables->groups.fill({});
     tables->codes.fill({});
     tables->sites.fill({});
     tables->kinds.fill({});
-    tables->thread = syscall(SYS_gettid);  // another one in a forked child
+    tables->thread = syscall(SYS_gettid);  // differs in a forked child
     tables->generation = now;
     if (uint64_t session = to.session; tables->session != session) {
       tables->session = session;

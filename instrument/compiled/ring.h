@@ -1,4 +1,4 @@
-// A ring that many threads put rows in and any takes them out of, without a lock.
+// A ring without a lock: many threads put rows in, and any thread takes them out.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ class Ring {
     for (size_t i = 0; i < size_; i++) places_[i].turn.store(i, std::memory_order_relaxed);
   }
 
-  // Has the place of the next row fetched, which no cache may have, while its row is still being made.
+  // Prefetches the place of the next row, which may be in no cache, while its row is being made.
   void expect_row() const {
     __builtin_prefetch(&places_[put_.load(std::memory_order_relaxed) & (size_ - 1)], 1);
   }
@@ -66,7 +66,7 @@ class Ring {
     std::atomic<size_t> turn;
     Row row;
   };
-  // What a row that is put needs, in one cache line.
+  // The data for putting a row, in one cache line.
   alignas(64) std::atomic<size_t> put_{0};
   size_t capacity_, size_ = 2;
   std::unique_ptr<Place[]> places_;

@@ -1,4 +1,4 @@
-// Which call a Work or a tensor is of that somebody waits for.
+// Finds the call of a Work or a tensor that a thread waits for.
 #pragma once
 
 #include <array>
@@ -8,8 +8,8 @@
 
 namespace crossrank {
 
-// The calls of the objects that were made last, by their addresses. An object must be noted again where another one is
-// made at its address: it cannot be held, not even weakly, for its tensors would then live longer.
+// The calls of the latest objects, by address. A new object at the same address must be noted again: the table has no
+// reference to the object, not even a weak one, because its tensors would then live longer.
 class CallOf {
  public:
   static constexpr int64_t kNoCall = -1;
@@ -70,11 +70,11 @@ class CallOf {
   std::array<Set, 512> sets_;
 };
 
-// Never destroyed, as all that threads may still use while the process exits.
+// Never destroyed, like all data that threads may use while the process exits.
 inline CallOf &call_of_work = *new CallOf;
 inline CallOf &call_of_storage = *new CallOf;
 
-// The calls that threads wait for at this moment.
+// The calls that threads wait for now.
 struct WaitOfThread {
   static constexpr int64_t kFree = INT64_MIN;
 
@@ -82,7 +82,7 @@ struct WaitOfThread {
 };
 inline auto &waits_under_way = *new std::array<WaitOfThread, 64>;
 
-// Notes that a thread waits for a call, CallOf::kNoCall where it is not known for which, until the guard goes out of scope.
+// Notes that a thread waits for a call (CallOf::kNoCall if unknown) until the guard goes out of scope.
 class WaitUnderWay {
  public:
   WaitUnderWay(int64_t call, int64_t thread) {
@@ -102,7 +102,7 @@ class WaitUnderWay {
   WaitUnderWay &operator=(const WaitUnderWay &) = delete;
 
  private:
-  WaitOfThread *place_ = nullptr;  // null where more threads wait than there are places
+  WaitOfThread *place_ = nullptr;  // null if more threads wait than there are places
 };
 
 }  // namespace crossrank

@@ -1,5 +1,5 @@
-"""In: torch, the machine and the driver. Out: who and where this rank is.
+"""Finds the identity of this rank: process groups, node, GPU.
 
-`process_groups` has the groups and their counters, `topology` the node of every rank, `gpu` the device;
-`header` puts it together as the first line of the comms file.
+`process_groups` has the groups and their counters, `topology` the node of every rank, `gpu` the device. `header` makes
+the first line of the comms file from them.
 """

@@ -1,10 +1,10 @@
-"""Which GPU this rank uses, as soon as that is certain, and its cumulative counters, read through NVML.
+"""Finds the GPU of this rank, once it is certain, and reads its cumulative counters through NVML.
 
-The device is the one that the process group is bound to, or that the first tensor communicated is on. torch's current
-device is neither before the script has called `set_device`, and then it is device 0 on every rank.
+It is the device of the process group, or of the first communicated tensor. torch's current device is not reliable:
+before the script calls `set_device`, it is device 0 on every rank.
 
-A CUDA device is found in NVML by its UUID, never by its index: `CUDA_VISIBLE_DEVICES` renumbers devices for
-CUDA only. Without a driver everything here is None, which is logged at debug level.
+NVML finds a CUDA device by its UUID, never by its index: `CUDA_VISIBLE_DEVICES` renumbers devices for CUDA only.
+Without a driver everything here is None, which is logged at debug level.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from crossrank.instrument.log import log
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Identity of one GPU, or of one MIG instance of it. A field that the board or driver does not give is None."""
+    """Identity of a GPU or of a MIG instance. A field that the board or driver does not have is None."""
 
     index: int | None = None
-    """Index of the board in NVML, which is that of nvidia-smi."""
+    """Index of the board in NVML and nvidia-smi."""
     name: str | None = None
     uuid: str | None = None
     serial: str | None = None
@@ -50,7 +50,7 @@ class Gpu:
         return f"{self.fabric_cluster}:{self.fabric_clique}"
 
 
-# Names of NVML's cumulative fields -> names of ours. Not every GPU has every field.
+# Cumulative fields of NVML -> our names. Not every GPU has every field.
 _COUNTERS = {
     "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": "nvlink_tx_kib",
     "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": "nvlink_rx_kib",
@@ -59,7 +59,7 @@ _COUNTERS = {
     "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "energy_mj",
 }
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
-"""What there is with a driver of NVIDIA, of it under WSL, of it on a Jetson, or of AMD."""
+"""Device files of the drivers of NVIDIA, NVIDIA under WSL, NVIDIA on a Jetson, and AMD."""
 _PATIENCE = 2.0
 """Seconds for which the other ranks may wait to learn of this rank's NVLink domain."""
 _ALL_LINKS = 0xFFFFFFFF  # scope of the NVLink fields: the sum over all links
@@ -68,7 +68,7 @@ _NCCL = re.compile(r"(/\S*(?:libnccl|librccl|libtorch_cuda|libtorch_hip)[^/\s]*\
 
 
 class GpuReader:
-    """Asks NVML about one CUDA device of this process, by its index there."""
+    """Asks NVML about the CUDA device of this process with that index."""
 
     def __init__(self, device: int) -> None:
         self.gpu: Gpu | None = None
@@ -84,7 +84,7 @@ class GpuReader:
             log.debug("crossrank: NVML is not available, GPU identity is null: %s", one_line(error))
 
     def _find(self, uuid: str) -> None:
-        """Find the device, which may be a part of a GPU (MIG). CUDA does not say which of the two its UUID is."""
+        """Find the device, which may be a MIG part of a GPU. CUDA's UUID does not show which."""
         nvml = self._nvml
         for name in [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]:
             handle = _ask(functools.partial(nvml.nvmlDeviceGetHandleByUUID, name))
@@ -95,7 +95,7 @@ class GpuReader:
                 return
 
     def counters(self) -> dict[str, int] | None:
-        """Cumulative NVLink and PCIe traffic and energy of the board in the units of their names; None without one."""
+        """Return cumulative NVLink and PCIe traffic and energy in the units of the names; None without a board."""
         if self._board is None:
             return None
         nvml = self._nvml
@@ -127,7 +127,7 @@ class GpuReader:
 
 
 class RankGpu:
-    """The GPU of this rank. `on_late` is called with it where it becomes known after `begin`."""
+    """The GPU of this rank. Calls `on_late` if the GPU becomes known after `begin`."""
 
     def __init__(self, on_late: Callable[[Gpu], None]) -> None:
         self._on_late = on_late
@@ -136,14 +136,14 @@ class RankGpu:
         self._begun = False
         self._lock = threading.RLock()  # a signal handler may end the recording while its thread holds it
         self.is_open = False
-        """Whether the device is not known yet: the recorder passes on the devices of tensors until it is."""
+        """Whether the device is still unknown: until it is known, the recorder passes the devices of tensors."""
 
     @property
     def gpu(self) -> Gpu | None:
         return self._reader.gpu if self._reader is not None else None
 
     def begin(self) -> None:
-        """Take the device that the process group is bound to, or that is certain otherwise."""
+        """Set the device, if it is certain already."""
         if self._device is None:
             self._device = bound_device()
             self.is_open = self._device is None and may_use_cuda()
@@ -151,7 +151,7 @@ class RankGpu:
         self._begun = True
 
     def settle(self, device: str | None) -> None:
-        """Take in the device of a tensor that is communicated, such as `cuda:1`."""
+        """Set the device from the device of a communicated tensor, such as `cuda:1`."""
         if device is None or not device.startswith("cuda"):
             return
         index = device.partition(":")[2]
@@ -168,7 +168,7 @@ class RankGpu:
                 self._on_late(self._reader.gpu)
 
     def nvlink_domain(self) -> str | None:
-        """The NVLink domain, waiting a moment for the device to be known."""
+        """Return the NVLink domain; wait a moment for the device to be known."""
         until = time.monotonic() + _PATIENCE
         while self.is_open and time.monotonic() < until:
             time.sleep(0.05)
@@ -176,28 +176,28 @@ class RankGpu:
         return self.gpu.nvlink_domain if self.gpu is not None else None
 
     def counters(self) -> dict[str, int] | None:
-        """Cumulative counters of the GPU; None without one."""
+        """Return the cumulative counters of the GPU; None without one."""
         return self._reader.counters() if self._reader is not None else None
 
 
 def cuda_is_in_use() -> bool:
-    """Whether this process has begun to use its GPU.
+    """Return whether this process uses its GPU already.
 
-    `torch.cuda.is_available` is called nowhere here: it initialises the driver, after which a forked child
-    can no longer use CUDA.
+    The recorder never calls `torch.cuda.is_available`: it initialises the driver, and then a forked child cannot use
+    CUDA.
     """
     return bool(torch.cuda.is_initialized())
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on this thread's stream: what synchronises now would break it."""
+    """Return whether this thread's stream captures a CUDA graph: a synchronisation would break the capture."""
     return cuda_is_in_use() and bool(torch.cuda.is_current_stream_capturing())
 
 
 def bound_device() -> int | None:
-    """The CUDA device that this process certainly uses: its process group's, the one it has set, or its only one.
+    """Return the certain CUDA device of this process: that of its process group, the one it has set, or its only one.
 
-    Device 0 is torch's default as well: it is that of the first rank of a node.
+    Device 0 is also torch's default, so it is certain only on the first rank of a node.
     """
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None:
@@ -210,13 +210,13 @@ def bound_device() -> int | None:
 
 
 def may_use_cuda() -> bool:
-    """Whether a CUDA device may yet turn up in this process: torch is built for one, and this machine has a driver."""
+    """Return whether this process may use a CUDA device later: torch is built for one, and the node has a driver."""
     is_built = torch.version.cuda is not None or torch.version.hip is not None
     return is_built and any(map(os.path.exists, _DRIVERS))
 
 
 def nccl_version() -> str | None:
-    """The version of the NCCL or RCCL that is loaded, which need not be the one that torch was built with."""
+    """Return the version of the loaded NCCL or RCCL, which may differ from the one that torch was built with."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -230,7 +230,7 @@ def nccl_version() -> str | None:
 
 
 def _nccl_text(code: int) -> str:
-    """NCCL's number of a version as text: X*10000 + Y*100 + Z, and X*1000 + Y*100 + Z before 2.9.
+    """Return an NCCL version number as text: X*10000 + Y*100 + Z, and X*1000 + Y*100 + Z before 2.9.
 
     >>> _nccl_text(22803), _nccl_text(2804)
     ('2.28.3', '2.8.4')
@@ -240,12 +240,12 @@ def _nccl_text(code: int) -> str:
 
 
 def _uuid_of(device: int) -> str:
-    """UUID of a CUDA device as CUDA writes it. Makes no CUDA context."""
+    """Return the UUID of a CUDA device in CUDA's format. Creates no CUDA context."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _fabric(nvml: Any, board: Any) -> tuple[str, int] | None:
-    """Cluster UUID and clique where the GPU is part of a finished NVLink fabric (an NVL72, say)."""
+    """Return cluster UUID and clique if the GPU is in a complete NVLink fabric, such as an NVL72."""
     info = nvml.c_nvmlGpuFabricInfo_v2_t()
     nvml.nvmlDeviceGetGpuFabricInfoV(board, ctypes.byref(info))
     cluster = bytes(info.clusterUuid).hex()
@@ -253,7 +253,7 @@ def _fabric(nvml: Any, board: Any) -> tuple[str, int] | None:
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    """The answer, or None: boards differ in what they support (a GeForce has no serial)."""
+    """Return the answer, or None on an error: boards support different queries (a GeForce has no serial)."""
     try:
         answer = question()
     except Exception as error:

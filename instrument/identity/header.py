@@ -1,4 +1,4 @@
-"""The first line of a comms file: which rank wrote it, on what machine, with which versions and settings."""
+"""Makes the first line of a comms file: rank, node, versions and settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crossrank.text import writable
 
 
 def describe_rank(facts: Facts, *, node: str, gpu: Gpu | None, kernel: str, blind_spots: list[str]) -> dict[str, Any]:
-    """The header of this rank, in the fields of `crossrank.recording.Header`."""
+    """Return the header of this rank, with the fields of `crossrank.recording.Header`."""
     local_rank = os.environ.get("LOCAL_RANK", "")
     config = facts.config
     return {

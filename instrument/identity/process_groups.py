@@ -1,7 +1,7 @@
-"""The process groups of this rank: identity, true global ranks, counters.
+"""The process groups of this rank: identity, global ranks, counters.
 
-A destroyed group must die although it was recorded, so a `GroupState` is found by the group's id and goes when
-the group does; it holds no reference to it.
+The recorder must not keep a destroyed group alive. So a `GroupState` has no reference to its group: it is found by the
+group's id and dropped with the group.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from crossrank.instrument.torch_private import has
 
 
 class GroupTable:
-    """Finds the state of a process group, and makes it when a group is first seen."""
+    """Finds the state of a process group, and creates it for a new group."""
 
     def __init__(self, on_new: Callable[[GroupState], None], *, timing: bool = False) -> None:
-        """`timing`: have torch measure how long calls take, for its flight recorder."""
+        """`timing`: make torch measure the durations of calls for its flight recorder."""
         self._states: dict[int, GroupState] = {}
         self._on_new = on_new
         self._timing = timing
         self._lock = threading.RLock()  # training and the writer's thread both look for new groups
         self.by_id = self._states.get
-        """State of the group with this id, or None: the look-up of the hot path."""
+        """Returns the state of the group with this id, or None: the fast look-up for each call."""
 
     def add(self, group: dist.ProcessGroup) -> GroupState:
-        """The state of `group`, made and announced if this is the first time."""
+        """Return the state of `group`. Create and announce it if the group is new."""
         with self._lock:
             key = id(group)
             known = self._states.get(key)
@@ -48,36 +48,36 @@ class GroupTable:
             return state
 
     def add_all(self, world: dist.ProcessGroup) -> None:
-        """Take in every group that torch knows, also those that have not communicated yet.
+        """Add every group that torch knows, also those without a call.
 
-        None where `world` is not the default one any more: the others belong to files that are yet to begin.
+        Adds none if `world` is no longer the default group: the new groups belong to later files.
         """
         groups = list(distributed_c10d._world.pg_map) if has("process groups") else []
-        # Asked after the list is made: torch takes the default one away before and adds it after the others.
+        # Check this after making the list: torch removes the default group first and adds it last.
         for group in groups if dist.group.WORLD is world else ():
-            # A group that is just being made is in the one table before it is in the other, without its ranks.
+            # torch adds a new group to one table before it adds the ranks to the other.
             if isinstance(group, dist.ProcessGroup) and group in distributed_c10d._world.pg_group_ranks:
                 try:
                     self.add(group)
-                except Exception as error:  # a subclass from elsewhere may raise anything
+                except Exception as error:  # a subclass of another library may raise anything
                     log.debug("crossrank: cannot describe a process group: %s", one_line(error))
 
     def announce_all(self) -> None:
-        """Announce what is known already once more: to a file that has just begun."""
+        """Announce all known groups again, for a new file."""
         for state in list(self._states.values()):
             self._on_new(state)
 
     def describe(self) -> list[Group]:
-        """Every group that is known now."""
+        """Return all known groups."""
         return [state.group for state in list(self._states.values())]
 
     def shortest_timeout(self) -> float | None:
-        """The shortest timeout of a group of more than one rank, in seconds; None where none is known."""
+        """Return the shortest timeout of a group with more than one rank, in seconds; None if unknown."""
         timeouts = (state.timeout for state in list(self._states.values()) if state.group.size > 1)
         return min((timeout for timeout in timeouts if timeout), default=None)
 
     def unseen_kinds(self) -> list[str]:
-        """Groups whose calls do not pass the dispatcher: subclasses of ProcessGroup written in Python."""
+        """Return descriptions of groups whose calls bypass the dispatcher: Python subclasses of ProcessGroup."""
         if not has("process groups"):
             return []
         return [
@@ -100,11 +100,11 @@ def _read(group: dist.ProcessGroup) -> GroupState:
     try:
         ranks = list(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
-        # Made outside torch's registry. One that is as large as the job can only hold everybody.
+        # Created outside torch's registry. A group as large as the job has all ranks.
         ranks = list(range(size)) if dist.is_initialized() and size == dist.get_world_size() else None
     try:
         backend = str(dist.get_backend_config(group))
-    except (KeyError, ValueError, RuntimeError, AssertionError, TypeError):  # by version, of a group that torch forgot
+    except (KeyError, ValueError, RuntimeError, AssertionError, TypeError):  # torch has dropped it
         backend = group.name()
     return GroupState(
         group=Group(
@@ -121,7 +121,7 @@ def _read(group: dist.ProcessGroup) -> GroupState:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float | None:
-    """The shortest timeout of the group's backends in seconds."""
+    """Return the shortest timeout of the group's backends in seconds; None if unknown."""
     if not has("timeouts"):
         return None
     found: list[float] = []
@@ -129,15 +129,15 @@ def _timeout_of(group: dist.ProcessGroup) -> float | None:
         try:
             options = group._get_backend(device).options
             found.append(options._timeout.total_seconds())
-        except Exception as error:  # a backend without options, or one that is loaded only when it is used
+        except Exception as error:  # a backend without options, or one that is not loaded yet
             log.debug("crossrank: a process group has no timeout: %s", one_line(error))
     return min(found, default=None)
 
 
 def process_group_config() -> str:
-    """The process groups of this rank as JSON, in the layout of torch's `## process_group:init ##` node.
+    """Return the process groups of this rank as JSON, in the layout of torch's `## process_group:init ##` node.
 
-    torch writes `"ranks": []` for a group of the whole world there; this gives every group its global ranks.
+    torch writes `"ranks": []` for a group of all ranks; this writes the global ranks of every group.
     """
     if not has("process groups"):
         return "[]"

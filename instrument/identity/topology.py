@@ -1,12 +1,12 @@
-"""Which node and which NVLink domain every rank is on, and so whether a call stays inside one.
+"""Finds the node and NVLink domain of every rank, and from them the locality of a call.
 
-Each rank that records publishes one small value under its own key in the job's default store. The first to do so
-collects the others' and publishes all of them as one value, which everybody reads: three requests per rank where all
-come to it within the first pause, and one more for each later look, before which the pause is longer each time. No
-collective takes part, nothing waits for a rank, and a rank that does not record is simply unknown.
+Each recording rank publishes one small value under its own key in the job's default store. The first such rank is the
+collector: it publishes all values as one, which every rank reads. This takes three requests per rank if all publish
+within the first pause, and one more per later look; each pause is longer than the one before. It uses no collective
+and waits for no rank. A rank that does not record is unknown.
 
-A node is identified by the kernel's boot id, which containers on one host share and host names in pods do not;
-where there is none, by the host name. `TRACING_NODE` overrides both.
+A node is identified by the kernel's boot id, which containers on one node share, while host names of pods differ.
+Without a boot id, the host name is used. `TRACING_NODE` overrides both.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE = 0.005
 _PAUSE_PER_RANK = 1e-4
-"""Seconds: all ranks together ask the store 10,000 times a second at most."""
+"""Seconds: together, all ranks ask the store at most 10,000 times per second."""
 _FEW_RANKS = 256
 _COLLECTOR_PAUSE = 0.002
 _COLLECTOR_PAUSE_PER_RANK = 1e-5
 _STANDSTILL = 5.0
-"""Seconds without a new rank after which the collector publishes those that it knows."""
+"""Seconds without a new rank after which the collector publishes the known ranks."""
 _PATIENCE = 10.0
-"""Seconds without news of the collector after which another rank becomes it."""
+"""Seconds without news from the collector after which another rank becomes the collector."""
 _STORE_ANSWERS = 3.0
-"""Seconds that an answer of the store is waited for when the recording ends."""
+"""Seconds that the end of the recording waits for an answer of the store."""
 _GIVE_UP_AFTER = 120.0
-"""Seconds. A rank that has not published by then is not recording."""
+"""Seconds after which a rank that has not published counts as not recording."""
 _NOTHING = "-"
 
-# node as `_short` has it, NVLink domain
+# (result of `_short` for the node, NVLink domain)
 Place = tuple[str, str | None]
-# a place and the ranks there as runs: what everybody reads has the size of the nodes, not of the ranks
+# a place and its ranks as runs: the value that every rank reads grows with the nodes, not the ranks
 Inhabited = tuple[Place, list[Run]]
 
 
 def node_of_this_machine() -> str:
-    """An identifier of this machine within the job."""
+    """Return an identifier of this node within the job."""
     return boot_id() or socket.gethostname()
 
 
 class Topology:
-    """Where the ranks are, filled in from the store while training goes on.
+    """The places of the ranks, read from the store during training.
 
-    Keys in the store: `published` counts the ranks that have published, each its place under its number; `places` has
-    all that the collector knows; `collector K` counts the ranks that would be the collector after K others.
+    Keys in the store: `published` counts the ranks that have published, each its place under its number. `places` has
+    all places that the collector knows. `collector K` counts the ranks that want to be the collector after K others.
     """
 
     def __init__(self, rank: int, world_size: int, node: str, domain: str | None = None) -> None:
@@ -72,38 +72,38 @@ class Topology:
         self.world_size = world_size
         self.node = node
         self.places = {rank: (_short(node), domain)}
-        """Where the ranks are that are known."""
+        """The places of the known ranks."""
         self.settled = threading.Event()
-        """Set when every rank is known, or when waiting for the rest was given up."""
+        """Set when every rank is known, or the wait for the others has ended."""
         if world_size == 1:
             self.settled.set()
         self._stopped = False
         self._at_store = threading.Lock()
-        """Held while the store is asked. A thread that comes back from C++ once the interpreter shuts down is ended
-        there, by an exception that nothing may catch, and the process with it (Python before 3.14)."""
+        """Held during a request to the store. Before Python 3.14, a thread that returns from C++ while the interpreter
+        shuts down ends the process."""
         self._collects = False
         self._collectors = 0
         self._published = 0
         self._lacks = False
-        """Whether some rank had not published when the collector looked last."""
+        """Whether some rank had not published at the last look of the collector."""
         self._heard = 0.0
-        """When the collector had news, or this rank as the collector."""
+        """Time of the last news from the collector, or of this rank as the collector."""
         self._known = _NOTHING.encode()
 
     def start(self, find_store: Callable[[], Store | None], epoch: int, domain: Callable[[], str | None]) -> None:
-        """Begin to `exchange` on a thread."""
+        """Start `exchange` on a thread."""
         if threads.start("topology", lambda: self.exchange(find_store, epoch, domain)) is None:
             self.settled.set()
 
     def exchange(
         self, find_store: Callable[[], Store | None], epoch: int, domain: Callable[[], str | None] | None = None
     ) -> None:
-        """Publish this rank and learn of the others until all are known. Runs on a thread of its own.
+        """Publish this rank and read the others until all are known. Runs on its own thread.
 
-        `find_store` gives the job's store, or None once its process group is gone. The store is not held between
-        two looks at it: it may host the job's rendezvous, which a next process group finds in the way.
-        `epoch` counts the process groups of this job that were torn down and made again. `domain` gives this
-        rank's NVLink domain where that is not known yet, and may take its time.
+        `find_store` returns the job's store, or None once its process group is destroyed. No reference to the store is
+        kept between two looks: it may host the job's rendezvous, and would block the next process group.
+        `epoch` counts the process groups of this job that were destroyed and created again. `domain` returns the
+        NVLink domain of this rank if it is unknown; it may be slow.
         """
 
         def with_store(work: Callable[[Store], None]) -> None:
@@ -138,24 +138,24 @@ class Topology:
             self.settled.set()
 
     def missing(self) -> list[int]:
-        """The ranks that are not known yet."""
+        """Return the unknown ranks."""
         return [rank for rank in range(self.world_size) if rank not in self.places]
 
     def stop(self, *, wait: bool = False) -> None:
-        """Ask the store no more, and if so asked `wait` a few seconds at most for an answer that is under way."""
+        """Stop asking the store. With `wait`, wait a few seconds for a pending answer."""
         self._stopped = True
         if wait and self._at_store.acquire(timeout=_STORE_ANSWERS):
             self._at_store.release()
 
     def locality(self, ranks: Iterable[int] | None) -> Locality:
-        """How far apart these global ranks are; `unknown` while one of them is not known yet."""
+        """Return the locality of these global ranks; `unknown` while one of them is unknown."""
         if ranks is None:
             return "unknown"
         members = {self.places.get(rank) for rank in ranks}
         known = [place for place in members if place is not None]
         crosses = len({node for node, _ in known}) > 1
         if None in members:
-            # Two known ranks on different nodes decide it, whatever the rest is, unless NVLink joins them.
+            # Two known ranks on different nodes decide it, unless NVLink may join them.
             has_nvlink = any(domain for _, domain in list(self.places.values()))
             return "cross_node" if crosses and not has_nvlink else "unknown"
         if not crosses:
@@ -169,11 +169,11 @@ class Topology:
         self._heard = time.monotonic()
 
     def collect(self, store: Store) -> None:
-        """One look at what is new."""
+        """Read the new places once."""
         if self._collects:
             self._gather(store)
             return
-        known = store.compare_set("places", _NOTHING, _NOTHING)  # what is there, without waiting for it
+        known = store.compare_set("places", _NOTHING, _NOTHING)  # reads the value without waiting for it
         if known != self._known:
             self._known, self._heard = known, time.monotonic()
             for place, runs in _unpack(known):
@@ -184,7 +184,7 @@ class Topology:
             self._heard = time.monotonic()
 
     def _gather(self, store: Store) -> None:
-        """Read the others once all have published, or no more come, and publish what is known."""
+        """Read the other ranks once all have published, or none is new for a while. Publish the known places."""
         published = store.add("published", 0)
         if published != self._published:
             self._published, self._heard = published, time.monotonic()
@@ -194,7 +194,7 @@ class Topology:
         missing, known = self.missing(), len(self.places)
         self._lacks = not self._read(store, missing)
         if self._lacks:
-            # A rank does not record, or has published twice: each is looked for on its own.
+            # A rank does not record, or has published twice: look for each rank separately.
             self._read(store, [rank for rank in missing if store.check([str(rank)])])
         if len(self.places) == known > 1:
             return
@@ -204,7 +204,7 @@ class Topology:
         store.set("places", _pack([(place, to_runs(ranks)) for place, ranks in ranks_of.items()]))
 
     def _read(self, store: Store, ranks: list[int]) -> bool:
-        """Read where these ranks are if all have published: the store would wait for a key that is not there."""
+        """Read the places of these ranks if all have published: the store would wait for a missing key."""
         keys = [str(rank) for rank in ranks]
         if not keys or not store.check(keys):
             return False
@@ -214,7 +214,7 @@ class Topology:
 
 
 def _short(node: str) -> str:
-    """What stands for a node among those of the job: everybody reads all of them."""
+    """Return a short hash of a node: every rank reads all of them."""
     return hashlib.sha256(node.encode(errors="replace")).hexdigest()[:12]
 
 

@@ -1,17 +1,16 @@
-"""Who called: the public API name and the user's line, from the frames above a dispatcher kernel.
+"""Finds the public API name and the source line of a call in the frames above a dispatcher kernel.
 
-The stack is walked with bare frames (no source is read), and what each code object is gets decided once, so a
-walk costs a dictionary look-up per frame. A `Site` keeps the code object and the bytecode offset; the line
-number, which costs more than the walk, is worked out when the record is written, and the code is let go. Generated
-code is forgotten when the program drops it.
+The walk reads no source, and each code object is classified once, so it costs one dictionary look-up per frame. A
+`Site` keeps the code object and the bytecode offset. The line number costs more than the walk, so it is computed when
+the record is written; then the site drops the code object. Generated code is forgotten when the program drops it.
 
-Three kinds of frames matter, from the kernel outwards:
+There are three kinds of frames, from the kernel outwards:
 
 * the communication API: `torch.distributed`'s own functions, the functional collectives,
-  `torch.distributed.nn.functional`. The outermost one of an unbroken run is what was called:
+  `torch.distributed.nn.functional`. The API name is the outermost function of an unbroken run of such frames:
   `broadcast_object_list`, not the two `broadcast`s inside it;
-* other frames of torch and crossrank, which are passed over;
-* anything else: the first such frame is the user's line.
+* other frames of torch and crossrank, which are skipped;
+* all others: the first such frame is the source line.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _API_FILES = {
     _DISTRIBUTED + "_functional_collectives.py": "functional.",
     _DISTRIBUTED + os.path.join("nn", "functional.py"): "nn.functional.",
 }
-# Frames that belong to one API call without ending it: decorators, context managers, autograd functions.
+# Frames that may be inside one API call: decorators, context managers, autograd functions.
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _TRANSPARENT_FILES = frozenset(
     (
@@ -49,11 +48,11 @@ _TRANSPARENT_FILES = frozenset(
         _TORCH + os.path.join("utils", "_contextlib.py"),
         _TORCH + "_ops.py",
         _STDLIB + "contextlib.py",
-        # torch marks its old names with it: `all_gather_into_tensor` is called through a function of this file.
+        # torch marks deprecated names with it: a function of this file calls `all_gather_into_tensor`.
         os.path.abspath(typing_extensions.__file__),
     )
 )
-# Not the user's: torch, crossrank, what runs the user's script, and generated code that torch calls. `python -c` and
+# Skipped: torch, crossrank, code that runs the user's script, and generated code that torch calls. `python -c` and
 # notebooks run user code under names such as <string>, <stdin> and <ipython-…>.
 _PASSED_FILES = (
     _TORCH,
@@ -68,20 +67,20 @@ _PASSED_FILES = (
 _INDUCTOR = ("torchinductor_", os.sep + "inductor" + os.sep)  # its output
 
 USER, API, TRANSPARENT, PASSED, PART_OF_API = range(5)
-"""What a frame is; PART_OF_API: a method or nested function of the API, which gives no call its name."""
+"""Kinds of frames. PART_OF_API is a method or nested function of the API, which is not an API name."""
 
 MAX_SITES = 16_384
 MAX_PATH = 1000
-"""Characters of a path in `Site.source`; a longer one is shortened from the left, behind `CUT`."""
+"""Longest path in `Site.source`, in characters; a longer one is cut from the left and begins with `CUT`."""
 CUT = "..."
 
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """One place in the user's code that communicates, with the API it calls there."""
+    """A source line of the user's code that makes calls, with the API name."""
 
     working_folder: ClassVar[str]
-    """That of the process when it began to record."""
+    """Working folder of the process at the start of the recording."""
 
     api: str | None
     _code: CodeType | None
@@ -90,11 +89,11 @@ class Site:
 
     @property
     def source(self) -> str | None:
-        """`file.py:line` of the user's frame, relative to `working_folder` where it lies in it.
+        """`file.py:line` of the user's frame, relative to `working_folder` if it is inside.
 
-        None when no Python frame outside torch called.
+        None if no Python frame outside torch made the call.
         """
-        code = self._code  # another thread may let it go meanwhile
+        code = self._code  # another thread may drop it meanwhile
         if code is not None:
             path, lasti = code.co_filename.removeprefix(self.working_folder), self._lasti
             shown = path if len(path) <= MAX_PATH else CUT + path[len(CUT) - MAX_PATH :]
@@ -106,7 +105,7 @@ class Site:
 
 @dataclass(eq=False, slots=True)
 class _Code:
-    """What a code object is. `alive` calls back when the object dies: its id may then become another's."""
+    """The kind of a code object. `alive` calls back when the object dies, because another may then get its id."""
 
     alive: weakref.ref[CodeType]
     kind: int
@@ -115,7 +114,7 @@ class _Code:
 
 
 class CallSites:
-    """Finds the `Site` of the call that is under way on this thread."""
+    """Finds the `Site` of the current call on this thread."""
 
     def __init__(
         self, on_forget: Callable[[int], object] | None = None, on_clear: Callable[[], object] | None = None
@@ -128,9 +127,9 @@ class CallSites:
         self._count = 0
 
     def find(self, frame: FrameType | None, direct_api: str) -> tuple[Site, FrameType | None]:
-        """The site for a kernel entered from `frame`, and the frame of the outermost API function, if any.
+        """Return the site of a kernel called by `frame`, and the frame of the outermost API function, if any.
 
-        `direct_api` names the call where user code stands right above the kernel: a ProcessGroup method.
+        `direct_api` is the API name if user code calls the kernel directly: a ProcessGroup method.
         """
         codes = self._codes
         api: str | None = None
@@ -162,7 +161,7 @@ class CallSites:
         return site, api_frame
 
     def _add(self, sites: dict[tuple[int, str | None], Site], key: tuple[int, str | None], site: Site) -> Site:
-        # Generated code has any number of call sites, which must not fill the memory.
+        # Generated code may have any number of call sites; limit the memory.
         if self._count >= MAX_SITES:
             self._codes.clear()
             self._count = 0
@@ -173,7 +172,7 @@ class CallSites:
         return site
 
     def kind_of(self, code: CodeType) -> int:
-        """What the frames of that code are: `USER`, `API`, …"""
+        """Return the kind of the frames of `code`: `USER`, `API`, …"""
         return (self._codes.get(id(code)) or self._classify(code)).kind
 
     def _classify(self, code: CodeType) -> _Code:

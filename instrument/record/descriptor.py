@@ -1,7 +1,7 @@
-"""The part of a record that is the same at every repetition of a call, built once and kept.
+"""The part of a record that repeated calls share. It is built once and kept.
 
-A training loop repeats its calls, so all that takes time (bytes, names, JSON) is done for the first one. What
-changes from call to call, and therefore is no part of it: id, sequence number, time, step, batch and tag.
+A training loop repeats its calls, so slow work (bytes, names, JSON) is done only for the first one. The other fields
+change from call to call: id, sequence number, time, step, batch and tag.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from crossrank.instrument.record.call_site import Site
 from crossrank.instrument.record.op_schema import CallKey, OpCall, Reader
 
 MAX_DESCRIPTORS = 1024
-"""Distinct calls of a group after which those that are kept become the older ones. An MoE model makes new ones at
-every step; older ones that are not repeated go."""
+"""Number of distinct calls of a group at which the kept ones become the older ones. An MoE model makes new ones at
+every step; older ones that are not repeated are dropped."""
 MAX_NUMBERS = 1 << 17
-"""Extents and splits in all of them: a call of a large group has thousands, at about 75 bytes each."""
+"""Extents and splits in all of them: a call of a large group has thousands, each about 75 bytes."""
 
 
 @dataclass(eq=False, slots=True)
 class Descriptor:
-    """One distinct call of one group: op, arguments, place in the user's code."""
+    """A distinct call of one group: op, arguments, source line."""
 
     reader: Reader
     state: GroupState
@@ -37,19 +37,19 @@ class Descriptor:
     marker: Any = None
     """NVTX attributes of this call, once they are final."""
     emitted: bool | None = None
-    """Whether markers of this call are wanted, once the topology has settled it."""
-    _call: OpCall | None = None  # worked out by whoever needs it first, most often the writer's thread
+    """Whether this call gets markers, once the topology is known."""
+    _call: OpCall | None = None  # computed by its first user, usually the writer thread
     _locality: Locality = "unknown"
     _tail: bytes | None = None
 
     @property
     def numbers(self) -> int:
-        """How many values identify the call: its extents, its splits and what else its arguments are."""
+        """Number of values that identify the call: extents, splits and other arguments."""
         return len(self._key) + sum(len(part) for part in self._key if isinstance(part, tuple))
 
     @property
     def call(self) -> OpCall:
-        """What the arguments say, with the bytes of the call."""
+        """The arguments of the call, and its bytes."""
         if self._call is None:
             self._call = self.reader.call(self._key, self.state.group.size, self._reduce)
         return self._call
@@ -65,17 +65,17 @@ class Descriptor:
         return self.state.global_rank(self.call.peer)
 
     def locality(self, topology: Topology) -> Locality:
-        """How far this call reaches: its group, or for P2P the way between this rank and its peer."""
+        """Return the locality of the call: of its group, or for P2P of this rank and its peer."""
         if self._locality == "unknown":
-            peer = self.peer  # a receive from any source is no nearer than its group
+            peer = self.peer  # a receive from any source has the locality of its group
             ranks = self.state.group.ranks if peer is None else (topology.rank, peer)
             self._locality = topology.locality(ranks)
         return self._locality
 
     def fields(self, *, sizes: bool = True, source: bool = True) -> dict[str, Any]:
-        """The fields of the record that a repetition shares, without the locality.
+        """Return the fields of the record that repeated calls share, without the locality.
 
-        First what distinguishes one call from another: a list of markers shows little more than the begin of each.
+        The most distinctive fields come first: a list of markers shows only the start of each.
         """
         call = self.call
         fields: dict[str, Any] = {
@@ -101,21 +101,21 @@ class Descriptor:
         return {name: value for name, value in fields.items() if value is not None}
 
     def tail(self, locality: Locality) -> bytes:
-        """The end of the record's JSON line, from the comma before `op` to the newline."""
+        """Return the end of the record's JSON line, from the comma before `op` to the newline."""
         if self._tail is not None:
             return self._tail
         tail = b"," + orjson.dumps(self.fields() | {"locality": locality})[1:] + b"\n"
-        if locality != "unknown":  # may still become known
+        if locality != "unknown":  # unknown localities may still become known
             self._tail = tail
         return tail
 
     def message(self, locality: Locality, *, sizes: bool, source: bool = True) -> str:
-        """The text of the NVTX marker."""
+        """Return the text of the NVTX marker."""
         return orjson.dumps(self.fields(sizes=sizes, source=source) | {"locality": locality}).decode()
 
 
 class DescriptorCache(dict[Any, Descriptor]):
-    """The descriptors of one group, found by what identifies the call."""
+    """The descriptors of one group, by the key of the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,14 +123,14 @@ class DescriptorCache(dict[Any, Descriptor]):
         self._older: dict[Any, Descriptor] = {}
 
     def recall(self, key: Any) -> Descriptor | None:
-        """One of the older ones, which is kept again."""
+        """Return an older descriptor and keep it again; None if there is none."""
         descriptor = self._older.pop(key, None)
         if descriptor is not None:
             self.keep(key, descriptor)
         return descriptor
 
     def keep(self, key: Any, descriptor: Descriptor) -> None:
-        """Add one; where it does not fit any more, the others become the older ones."""
+        """Add a descriptor. If there is no room, the present ones become the older ones."""
         numbers = descriptor.numbers
         if len(self) >= MAX_DESCRIPTORS or self._numbers + numbers > MAX_NUMBERS:
             self._older = dict(self)
@@ -142,16 +142,16 @@ class DescriptorCache(dict[Any, Descriptor]):
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class GroupState:
-    """What the recorder keeps for one process group."""
+    """The recorder's data about one process group."""
 
     group: Group
     rank: int
     """This rank within the group."""
     timeout: float | None
-    """Seconds after which a call of it fails; None where its backend does not say."""
+    """Seconds after which a call of the group fails; None if unknown."""
     seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = field(default_factory=dict)
-    """Counters by peer within the group, None for a receive from any source, and direction."""
+    """Counters by (peer within the group, direction); the peer is None for a receive from any source."""
     descriptors: DescriptorCache = field(default_factory=DescriptorCache)
 
     def next_p2p_seq(self, peer: int | None, direction: str) -> int:
@@ -162,7 +162,7 @@ class GroupState:
         return next(counter)
 
     def global_rank(self, group_rank: int | None) -> int | None:
-        """The global rank of a member; None where the call names none or the members are not known."""
+        """Return the global rank of a member; None if `group_rank` is None or the members are unknown."""
         ranks = self.group.ranks
         if group_rank is None or ranks is None or not 0 <= group_rank < len(ranks):
             return None

@@ -1,21 +1,21 @@
-"""The iterations of a training loop: their number, counted from 0, and what happens where one ends.
+"""Counts the training steps from 0, and opens and closes windows between them.
 
-Where the loop does not call `crossrank.step()`, the optimizers' steps say when that is. torch calls a hook after every
-one, and they are grouped twice:
+If the loop does not call `crossrank.step()`, optimizer steps mark the end of a training step. torch calls a hook after
+every optimizer step. In this module "iteration" is a training step, and "step" an optimizer step. Steps are grouped
+twice:
 
-* Steps with no backward pass between them are one update: several optimizers that step in turn (Muon + Adam), one
-  that steps once per parameter group (DeepSpeed's ZeRO), one per parameter inside the backward pass.
+* Steps without a backward pass between them are one update: several optimizers in turn (Muon + Adam), one optimizer per
+  parameter group (DeepSpeed's ZeRO), or one per parameter inside the backward pass.
 * Updates with backward passes between them are one iteration until an optimizer steps again: discriminator and
   generator, each after its own backward pass.
 
-An iteration ends with its last step, before anything shows that it is the last. So its length is expected to be
-the shorter of the two iterations before it (one step at first). Whatever comes later in that iteration counts no
-more, and one that stays shorter than expected is counted as soon as the next one begins: the sum is exact, and the
-first iteration of a new pattern may end too early or too late.
+An iteration ends with its last step, but only the next step shows that. So the expected length of an iteration is the
+shorter length of the two iterations before it (one step at first). Later steps of the iteration do not count. An
+iteration that is shorter than expected is counted when the next one starts. So the sum is exact, but the first
+iteration of a new pattern may end too early or too late.
 
-What the steps do not show is which is meant where an optimizer steps more often than another, each time after a
-backward pass: two critic steps in one iteration, or a generator that is updated in every second one. The second is
-assumed, and `on_doubt` is called.
+If one optimizer steps more often than another, each time after a backward pass, there are two meanings: two critic
+steps in one iteration, or a generator step in every second iteration. The second is assumed, and `on_doubt` is called.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.write.comms_writer import CommsWriter
 
 _LOOK_EVERY = 1_000_000_000
-"""ns between two looks whether signals still reach us."""
+"""ns between two checks whether signals still reach crossrank."""
 _REPEATS_WITHOUT_BACKWARD = 2
-"""How often one update may repeat itself beyond twice what was seen before, until backward passes count as hidden."""
+"""Repeats of an update, beyond twice the earlier maximum, after which backward passes count as hidden."""
 
 
 class Iterating(Recording, Protocol):
-    """What counts iterations sees of its session."""
+    """The part of a session that counting steps uses."""
 
     recorder: Recorder
     writer: CommsWriter | None
 
 
 class Iterations:
-    """Counts the iterations of one session, by the optimizers' steps or by `crossrank.step()`."""
+    """Counts the training steps of one session, by optimizer steps or by `crossrank.step()`."""
 
     def __init__(self, session: Iterating, pass_edge: Callable[[int], None]) -> None:
-        """`pass_edge` is called with the number of each iteration that has ended."""
+        """`pass_edge` is called with the number of each training step that has ended."""
         self._session = session
         self._pass_edge = pass_edge
         self._boundaries = StepBoundaries(self._warn_of_uneven_steps)
@@ -66,17 +66,17 @@ class Iterations:
         self._look_at = 0
 
     def step(self) -> None:
-        """The training loop says that an iteration has ended. From now on only these calls count."""
+        """End a training step. From now on only calls of this method count."""
         with self._session.failures.reported("a step was not counted"):
             if not self._explicit:
                 self._explicit = True
-                self._session.recorder.step = 0  # whatever the optimizers' steps have come to in the first iteration
+                self._session.recorder.step = 0  # forget the optimizer steps before it
             self._pass_edge(self._advance())
 
     def on_optimizer_step(self, optimizer: torch.optim.Optimizer, _: Any, keywords: dict[str, Any]) -> None:
         """torch's hook after `optimizer.step()`; `keywords` are those of that call."""
         session = self._session
-        # Once per step, after a step has evicted the caches, each line here costs microseconds: no context manager.
+        # After a step the CPU caches are cold, and each line here costs microseconds: no context manager.
         try:
             if self._explicit or session.closing:
                 return
@@ -84,8 +84,8 @@ class Iterations:
             for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=take_backward_began())):
                 ended = self._advance()
                 if session.facts.config.window is not None or session.recorder.window_open:
-                    # torch calls its hooks within a range of the optimizer's, which no edge must cross. The dictionary
-                    # dies with the call of `step`, when that range has ended.
+                    # torch calls its hooks inside a profiler range of the optimizer, which an edge must not cross. The
+                    # dictionary dies at the end of `step`, after that range.
                     keywords["crossrank"] = _AtDeath(functools.partial(self._pass_edge, ended))
         except Exception as error:
             if raised_by_script(error):
@@ -93,7 +93,7 @@ class Iterations:
             session.failures.report("a step was not counted", error)
 
     def _advance(self) -> int:
-        """An iteration ends; returns its number."""
+        """End the current training step; return its number."""
         session, now = self._session, time.monotonic_ns()
         ended = session.recorder.step
         session.recorder.step = ended + 1
@@ -115,7 +115,7 @@ class Iterations:
 
 
 class _AtDeath:
-    """Does `action` when the last reference to it goes."""
+    """Runs `action` when its last reference is dropped."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -127,7 +127,7 @@ class _AtDeath:
             log.warning("crossrank: a window is incomplete: %s", one_line(error))
 
 
-# Optimizer steps with no backward pass between them: how many of each optimizer on each part of its parameters.
+# Optimizer steps without a backward pass between them: their number by (optimizer, part of its parameters).
 _Update = Counter[tuple[int, int]]
 
 
@@ -136,24 +136,24 @@ class StepBoundaries:
 
     def __init__(self, on_doubt: Callable[[], None] = lambda: None) -> None:
         self._on_doubt = on_doubt
-        # Optimizers go by a number: the next training phase may have one at the address of one that is gone.
+        # Optimizers get numbers: a new optimizer may have the address of a deleted one.
         self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._next_number = itertools.count()
-        self._updates: list[_Update] = []  # of the iteration under way, the latest last
-        self._counted = False  # whether its end has been
+        self._updates: list[_Update] = []  # of the current iteration, the latest last
+        self._counted = False  # whether the current iteration is counted
         self._previous: set[int] = set()  # optimizers of the iteration before it
         self._known: set[int] = set()  # those of all finished iterations
         self._lengths: deque[int] = deque(maxlen=2)  # steps of the finished iterations
         self._most_repeats = 1
         self._backward_is_hidden = False
         self._steady: tuple[weakref.ref[object], int] | None = None
-        """(optimizer, part) of which one step after each backward pass has been an iteration, and the next one is."""
+        """(optimizer, part) whose steps, one after each backward pass, are iterations."""
 
     def count(self, optimizer: object, part: int = 0, *, after_backward: bool = True) -> int:
-        """How many iterations the step just made has ended, mostly 0 or 1; more where earlier ones were missed.
+        """Return how many iterations this step has ended: mostly 0 or 1, more if earlier ones were missed.
 
-        `part` says which of its parameters the optimizer updated, where it does not update all of them at once.
-        `after_backward` says whether a backward pass began since the last call.
+        `part` identifies the updated parameters, if the optimizer does not update all of them at once.
+        `after_backward`: whether a backward pass has started since the last call.
 
         >>> class Optimizer: pass
         >>> discriminator, generator = Optimizer(), Optimizer()
@@ -163,7 +163,7 @@ class StepBoundaries:
         """
         steady, self._steady = self._steady, None
         if after_backward and steady is not None and steady[1] == part and steady[0]() is optimizer:
-            self._steady = steady  # all that follows would leave this as it is
+            self._steady = steady  # the code below would change nothing
             return 1
         ended = 0
         number = self._numbers.setdefault(optimizer, next(self._next_number))
@@ -184,11 +184,11 @@ class StepBoundaries:
 
     def _begins_iteration(self, optimizer: int) -> bool:
         earlier = _optimizers(self._updates[:-1])
-        # Where all earlier optimizers are gone, a new training phase has begun.
+        # If all earlier optimizers are deleted, a new training phase has started.
         return optimizer in earlier or (bool(earlier) and earlier.isdisjoint(self._numbers.values()))
 
     def _finish_iteration(self) -> int:
-        """The latest update begins an iteration: close the one before. Returns iterations not counted until now."""
+        """Close the iteration before the latest update. Return the number of iterations not counted until now."""
         *finished, latest = self._updates
         self._updates = [latest]
         missed = 0 if self._counted else 1
@@ -197,7 +197,7 @@ class StepBoundaries:
         if newcomer and not self._known.isdisjoint(_optimizers([finished[newcomer]])):
             self._on_doubt()
         if newcomer and not _optimizers([latest]).isdisjoint(_optimizers(finished[newcomer:])):
-            # It did not join the iteration but began one, as the next phase of a training does.
+            # It started a new iteration, as the next phase of a training does.
             missed += 1
             finished = finished[newcomer:]
         self._lengths.append(_length(finished))
@@ -207,12 +207,12 @@ class StepBoundaries:
         return missed
 
     def _newcomer(self, finished: list[_Update]) -> int:
-        """Index of the first update whose optimizers had no part in the iteration before; 0 where there is none."""
+        """Return the index of the first update whose optimizers are not in the iteration before; 0 if none."""
         strangers = (i for i, one in enumerate(finished) if i and self._previous.isdisjoint(_optimizers([one])))
         return next(strangers, 0) if self._previous else 0
 
     def _uncover_backwards(self) -> int:
-        """Backward passes run unseen (in a CUDA graph): each round of steps was an iteration, and will be one."""
+        """Count each repeat of an update as an iteration: backward passes are hidden, as in a CUDA graph."""
         self._backward_is_hidden = True
         update = self._updates.pop()
         self._updates += [Counter(update.keys()), Counter()]
@@ -220,9 +220,9 @@ class StepBoundaries:
 
 
 def first_parameter(param_groups: Iterable[Mapping[str, Any]]) -> int:
-    """Which part of its parameters an optimizer with these groups updates: the first one's id, 0 without any.
+    """Return the id of the first parameter of an optimizer with these groups, 0 if there is none.
 
-    DeepSpeed's ZeRO calls its inner optimizer once per group or sub-group, with only that one's parameters in it.
+    DeepSpeed's ZeRO calls its inner optimizer once per group or sub-group, with only the parameters of that group.
     """
     for group in param_groups:
         for parameter in group["params"]:

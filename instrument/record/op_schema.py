@@ -1,9 +1,9 @@
-"""What each c10d op does and where its arguments are, read from its schema.
+"""Reads the meaning of the arguments of each c10d op from its schema.
 
-The dispatcher hands a kernel its arguments by position, without trailing defaults, and the lists differ
-between versions of torch. So `Reader` finds them by *name* in the schema that is installed: tensors that are called
-`output…` or `input…` are that, any others are both, as c10d's calls in place have them. An op that torch has and
-`OPERATIONS` lacks is still recorded: by its own name, with its tensors as they stand, without a root or a peer.
+The dispatcher passes arguments by position, without trailing defaults, and their order differs between versions of
+torch. So `Reader` finds them by *name* in the installed schema. Tensors named `output…` or `input…` are outputs or
+inputs; all others are both, because c10d works in place. An op that is not in `OPERATIONS` is recorded too: by its own
+name, with its tensors, without a root or a peer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _PEER = {"send": "dst", "recv": "src"}
 Shapes = tuple[tuple[int, ...], ...]
 
 _Tensor = torch.Tensor
-# First in a key of any number of tensors; without it the key is of one argument or of a pair of tensors.
+# First item of a key with any number of tensors; other keys have one argument or a pair of tensors.
 LONG = "long"
 
-# The key of everything in a call that is the same when the call is repeated with the same shapes.
+# The arguments that a repeated call with the same shapes shares.
 CallKey = tuple[Any, ...]
 
 
 class Reader:
-    """Reads the arguments of one c10d op as the dispatcher hands them over."""
+    """Reads the arguments of one c10d op in the form in which the dispatcher passes them."""
 
     def __init__(self, c10d: str, schema: torch.FunctionSchema) -> None:
         names = [argument.name for argument in schema.arguments]
@@ -39,7 +39,7 @@ class Reader:
         self._defaults = tuple(argument.default_value for argument in schema.arguments)
 
         def position(*wanted: str) -> int:
-            """Of the first of these arguments that the schema has; -1 where it has none."""
+            """Return the position of the first of these arguments that the schema has; -1 if none."""
             return next((names.index(name) for name in wanted if name in names), -1)
 
         self.c10d = c10d
@@ -47,7 +47,7 @@ class Reader:
         self.operation = operation_of(c10d)
         self.op = self.operation.name if self.operation is not None else c10d.strip("_")
         self.is_p2p = self.operation is not None and self.operation.p2p
-        # A barrier carries a dummy tensor, which is no payload.
+        # The tensor of a barrier is a dummy, not payload.
         moves = self.operation is None or self.operation.payload != "none"
         tensors = [at for at, kind in enumerate(types) if moves and kind in _TENSOR_TYPES]
         self.outputs = tuple(at for at in tensors if names[at].startswith("output") or self.op == "recv")
@@ -68,8 +68,8 @@ class Reader:
         self.tensors_at = self.inputs + self.outputs
         self.dummy = position("tensor") if not self.tensors_at else -1
         self.key: Callable[[Sequence[Any]], CallKey | None] = self._key_of_any
-        """What distinguishes a call from others of the op on its group; None for fake and meta tensors."""
-        # The common layouts are read without loops: one list of tensors, one input and one output tensor, none.
+        """Returns the key that identifies a call of this op on its group; None for fake and meta tensors."""
+        # Common layouts are read without loops: one list of tensors, one input and one output tensor, no tensor.
         layout = [types[at] for at in self.tensors_at]
         if layout == ["List[Tensor]"] and len(self.keyed) == 1:
             self.key = self._key_of_list
@@ -120,7 +120,7 @@ class Reader:
         return tuple(key)
 
     def call(self, key: CallKey, group_size: int, reduce: str | None) -> OpCall:
-        """The call that a key stands for. Slower than making the key, and needed once per distinct one."""
+        """Return the call of a key. Slower than making the key, but needed only once per distinct key."""
         in_split = out_split = None
         if key[0] is LONG:
             plain = dict(zip(self.keyed, key[1:], strict=False))
@@ -128,7 +128,7 @@ class Reader:
             if self.in_split >= 0:
                 out_split, in_split = rest.pop() or None, rest.pop() or None
             shapes, dtypes = _split_arguments(rest)
-        else:  # the shapes of the only argument or of both, then their dtype, then the one value
+        else:  # shapes of the one or two arguments, their dtype, the one value
             count = len(self.tensors_at)
             shapes, dtypes = [(tuple(shape),) for shape in key[:count]], [(key[count],)] * count
             plain = {self.keyed[0]: key[count + 1]}
@@ -156,7 +156,7 @@ class Reader:
         )
 
     def device(self, args: Sequence[Any]) -> str | None:
-        """Device of the first tensor of a call."""
+        """Return the device of the first tensor of a call; None without tensors."""
         for position in self.tensors_at:
             for tensor in _tensors(args[position]):
                 return str(tensor.device)
@@ -165,7 +165,7 @@ class Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class OpCall:
-    """One call as its arguments describe it. `root` and `peer` are ranks within the group."""
+    """The arguments of one call. `root` and `peer` are ranks within the group."""
 
     inputs: Shapes
     outputs: Shapes
@@ -180,7 +180,7 @@ class OpCall:
 
 
 def _split_arguments(rest: list[Any]) -> tuple[list[Shapes], list[tuple[torch.dtype, ...]]]:
-    """Shapes and dtypes per argument, from what `_add_tensors` appended."""
+    """Return shapes and dtypes per argument, from the items that `_add_tensors` appended."""
     shapes: list[Shapes] = []
     dtypes: list[tuple[torch.dtype, ...]] = []
     start = 0
@@ -193,7 +193,7 @@ def _split_arguments(rest: list[Any]) -> tuple[list[Shapes], list[tuple[torch.dt
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of an argument: a tensor, a list of them, or a list of lists."""
+    """Return the tensors of an argument: a tensor, a list of tensors, or a list of lists."""
     if isinstance(value, torch.Tensor):
         return [value]
     found: list[torch.Tensor] = []
@@ -203,7 +203,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _add_tensors(key: list[Any], value: Any) -> bool:
-    """Append shapes and the dtype of an argument to `key`; False if a tensor is fake or meta."""
+    """Append the shapes and dtypes of an argument to `key`; return False if a tensor is fake or meta."""
     for tensor in _tensors(value):
         if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
             return False
@@ -214,7 +214,7 @@ def _add_tensors(key: list[Any], value: Any) -> bool:
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass holds data: a Parameter does, a FakeTensor or a tracer's proxy does not."""
+    """Return whether a tensor of a subclass has data: a Parameter has, a FakeTensor or a tracer's proxy has not."""
     if not has("tensor subclasses"):
         return True
     from torch._subclasses.fake_tensor import FakeTensor

@@ -1,7 +1,7 @@
 """The kernel in Python.
 
-`before` reads what identifies the call, gives it its numbers and leaves a tuple in a ring; `launched` notes the Work
-that a launch gave. They cost about 4 us, on top of what the dispatcher needs to call Python at all.
+`before` identifies the call, gives it its numbers and puts a tuple into a ring. `launched` notes the Work that a launch
+returned. They cost about 4 us, in addition to the dispatcher's cost of a call to Python.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Launch = tuple[int, int, Token | None]
 
 _IN_WORK, _IN_TENSOR, _IN_LAUNCH, _IN_BACKWARD = range(len(STOOD))
 _LONG_LAUNCH = 1_000_000
-"""A launch that takes so many ns has waited: for a communicator to be made, or for the other ranks."""
+"""A launch that takes longer, in ns, has waited: for a new communicator or for the other ranks."""
 _MOST_WORKS = 2048
 
 
@@ -53,7 +53,7 @@ class PythonRecorder(Recorder):
     """The kernel in Python."""
 
     def __init__(self, session: Recorded, why: str = "") -> None:
-        """`why` there is no compiled one, where that was not asked for."""
+        """`why` there is no compiled kernel, if the settings did not ask for this one."""
         super().__init__(session)
         self.kernel = f"python ({why})" if why else "python"
         self._calls: deque[Call] = deque()
@@ -63,11 +63,11 @@ class PythonRecorder(Recorder):
         self._reductions = ReductionReader()
         self._read_reduction = self._reductions.read
         self._state_of = session.groups.by_id
-        self._coalescing = 0  # threads that gather a batch; changed under the lock
-        self._dropped = self._spans_dropped = 0  # so are these
+        self._coalescing = 0  # threads that collect a batch; changed under the lock
+        self._dropped = self._spans_dropped = 0  # changed under the lock
         self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
-        self._under_way: dict[int, int] = {}  # thread -> the call that it waits for, NO_CALL where that is not known
-        self._last_of_pass: dict[int, int] = {}  # of each backward pass under way: the last call that C++ made in it
+        self._under_way: dict[int, int] = {}  # thread -> the call that it waits for, NO_CALL if unknown
+        self._last_of_pass: dict[int, int] = {}  # current backward pass -> the last call that C++ made in it
         self._backward_code: CodeType | None = None
         self._call_of_work = _CallOf()
         self._call_of_storage = _CallOf()  # of a functional collective's result
@@ -75,7 +75,7 @@ class PythonRecorder(Recorder):
         self._thread = threading.local()
 
     def before(self, reader: Reader, args: Sequence[Any]) -> Launch | None:
-        """Record the call that is about to be launched. Frame 1 is the kernel's, frame 2 whoever called it."""
+        """Record the call before its launch. Frame 1 is the kernel, frame 2 its caller."""
         session = self._session
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(args[reader.group])
         state = self._state_of(id(group))
@@ -86,7 +86,7 @@ class PythonRecorder(Recorder):
             return None
         try:
             frame: FrameType | None = sys._getframe(2)
-        except ValueError:  # a thread of C++: nothing of Python above the kernel
+        except ValueError:  # a thread of C++: no Python frame above the kernel
             frame = None
         site, api_frame = self._find_site(frame, reader.direct_api)
         reduce = self._read_reduction(frame, args[reader.reduce]) if reader.reduce >= 0 else None
@@ -116,7 +116,7 @@ class PythonRecorder(Recorder):
         now = monotonic_ns()
         if self._backward_code is not None and (frame is None or frame.f_code is self._backward_code):
             self._follow_backward(record_id)
-        if session.writer is not None:  # None where the folder cannot be written: markers go on without it
+        if session.writer is not None:  # None if the folder cannot be written: then only markers
             if len(self._calls) < self._capacity:
                 self._calls.append((descriptor, record_id, seq, now, self.step, batch, tag, get_native_id()))
             else:
@@ -128,7 +128,7 @@ class PythonRecorder(Recorder):
         return record_id, now, token
 
     def launched(self, launch: Launch, reader: Reader, result: Any) -> None:
-        """Note the Work that a launch gave. An operation that gives none waits in the launch."""
+        """Note the Work that a launch returned. An op that returns none waits in the launch."""
         record_id, began, _ = launch
         if reader.gives_work:
             work = result[-1] if type(result) is tuple else result
@@ -143,8 +143,8 @@ class PythonRecorder(Recorder):
             self._backward_code = code
 
     def _follow_backward(self, record_id: int) -> None:
-        """Have the wait recorded at the end of the backward pass that made this call, as `follow_backward` of the
-        compiled kernel says."""
+        """Record the wait at the end of the backward pass that made this call. See `follow_backward` of the compiled
+        kernel."""
         number = torch._C._current_graph_task_id()
         if number < 0:
             return
@@ -159,7 +159,7 @@ class PythonRecorder(Recorder):
                     with suppress(RuntimeError):
                         queue(_EndOfPass(self, call, begin))
 
-            with suppress(RuntimeError):  # no callback can be queued here: the wait is not seen
+            with suppress(RuntimeError):  # no callback can be queued here: the wait is not recorded
                 queue(computed)
 
     def note_work(self, work: dist.Work, record_id: int) -> None:
@@ -226,7 +226,7 @@ class PythonRecorder(Recorder):
             self.failed(error)
 
     def begin_wait(self, record_id: int) -> int | None:
-        """This thread waits for a call, until `end_wait`, which is given what it waited for before."""
+        """Note that this thread waits for a call until `end_wait`. Return the previous wait, for `end_wait`."""
         thread = get_native_id()
         before = self._under_way.get(thread)
         self._under_way[thread] = record_id
@@ -239,7 +239,7 @@ class PythonRecorder(Recorder):
             self._under_way[get_native_id()] = before
 
     def functional(self, redispatch: Callable[..., Any], *args: Any) -> Any:
-        """Call a functional collective, and note which call is waited for with its results."""
+        """Call a functional collective, and note the call of its result tensors."""
         thread = self._thread
         thread.last = None
         result = redispatch(*args)
@@ -252,7 +252,7 @@ class PythonRecorder(Recorder):
         return result
 
     def wait_tensor(self, redispatch: Callable[..., Any], keys: Any, tensor: torch.Tensor) -> Any:
-        """Call `wait_tensor`. Where nothing communicates the tensor it returns at once, and is no wait."""
+        """Call `wait_tensor`. Without a call of the tensor it returns at once, and is not a wait."""
         record_id = NO_CALL
         try:
             if self.active:
@@ -284,10 +284,9 @@ class PythonRecorder(Recorder):
         return [span_of(*waits.popleft()) for _ in range(min(len(waits), most))]
 
     def _p2p_batch(self, frame: FrameType, record_id: int) -> int:
-        """The batch id of a call made by `batch_isend_irecv` on a backend without coalescing (gloo).
+        """Return the batch id of a call of `batch_isend_irecv` on a backend without coalescing (gloo).
 
-        That function gathers the requests it has made so far in its local `reqs`: empty means that this is
-        the first call of the batch.
+        That function collects its requests in its local `reqs`: it is empty at the first call of the batch.
         """
         requests = frame.f_locals.get("reqs")
         current: int | None = getattr(self._thread, "p2p_batch", None)
@@ -296,7 +295,7 @@ class PythonRecorder(Recorder):
         return current
 
     def start_coalescing(self) -> None:
-        if getattr(self._thread, "batch", None) is None:  # not left over from a batch that raised
+        if getattr(self._thread, "batch", None) is None:  # no batch is left over from an exception
             with self._lock:
                 self._coalescing += 1
         self._thread.batch = -1
@@ -319,14 +318,14 @@ class PythonRecorder(Recorder):
 
 
 class _CallOf:
-    """The calls of the objects of C++ that were made last, by their addresses."""
+    """The calls of the latest C++ objects, by address."""
 
     def __init__(self) -> None:
         self._new: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
     def note(self, address: int, record_id: int) -> None:
-        """An object must be noted again where another one is made at its address."""
+        """Note the call of an object. A new object at the same address must be noted again."""
         if address < 0:
             return
         self._new[address] = record_id
@@ -348,15 +347,15 @@ _HEAD = object.__basicsize__
 
 
 def _address(work: dist.Work) -> int:
-    """Where a Work of C++ is: pybind11 puts that behind the head of its object.
+    """Return the address of a Work of C++, which pybind11 stores after the head of its object.
 
-    Where it did otherwise the number would be that of no Work that is known, and the wait one for no known call.
+    With another layout, the number would match no known Work, and the wait would be for an unknown call.
     """
     return ctypes.c_void_p.from_address(id(work) + _HEAD).value or 0
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage is in C++; -1 for one that has none, of which nothing is known then."""
+    """Return the address of a tensor's storage in C++; -1 if it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -364,7 +363,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _EndOfPass:
-    """The last callback of a backward pass, which waits until it runs: where the reducer's raises, it is destroyed."""
+    """The last callback of a backward pass; a wait ends when it runs, or is destroyed because the reducer raises."""
 
     def __init__(self, recorder: PythonRecorder, call: int, begin: int) -> None:
         self._recorder, self._call, self._begin = recorder, call, begin

@@ -1,8 +1,8 @@
-"""What happens between a call's arrival at the dispatcher and its launch, with either kernel.
+"""The base of both kernels, which record a call between the dispatcher and its launch.
 
-`Recorder` is what both share: markers and ranges around a launch, and the count of failures. A kernel leaves a row in a
-ring for each call, and for each wait; all that can wait itself is done by the writer's thread. A wait is known by the
-Work that the launch gave: both kernels keep the addresses of the latest ones.
+`Recorder` makes markers and ranges around a launch, and counts failures. A kernel puts a row into a ring for each call
+and each wait; the writer thread does the remaining work. A wait is identified by the Work that the launch returned:
+both kernels keep the addresses of the latest Works.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Token = tuple[Any, bool]
 Call = tuple[Descriptor, int, int, int, int, int | None, int | None, int]
 
 NO_CALL = -1
-"""In the place of an id: of a call that is not known."""
+"""Id of an unknown call."""
 
 
 def span_of(record_id: int, begin: int, end: int, thread: int, of: int, raised: bool) -> Wait | Ran:
-    """A time of a call, of what a kernel leaves about it; `of` is an index into `recording.STOOD`, or one more."""
+    """Return a time span of a call from a kernel's row; `of` is an index into `recording.STOOD`, or its length."""
     if of == len(STOOD):
         return Ran(id=record_id, t=begin, took=end - begin, raised=raised)
     call = None if record_id == NO_CALL else record_id
@@ -53,20 +53,20 @@ def span_of(record_id: int, begin: int, end: int, thread: int, of: int, raised: 
 
 @dataclass(frozen=True, kw_only=True)
 class CallCounts:
-    """Calls of this process."""
+    """Counts of the calls of this process."""
 
     calls: int = 0
-    """That got an id."""
+    """Calls with an id."""
     dropped: int = 0
     """Lost because the ring was full."""
     spans_dropped: int = 0
-    """So were waits, and times of communication."""
+    """Waits and durations lost because the ring was full."""
     errors: int = 0
-    """Failures inside the recorder; the call itself went through."""
+    """Failures inside the recorder; the calls themselves were made."""
 
 
 class Recorded(Protocol):
-    """What a recorder sees of its session."""
+    """The part of a session that a recorder uses."""
 
     facts: Facts
     gpu: RankGpu
@@ -75,17 +75,17 @@ class Recorded(Protocol):
 
     @property
     def writer(self) -> object | None:
-        """None where calls are not written: without a folder, or before there is a process group."""
+        """None if calls are not written: without a folder, or before there is a process group."""
 
     def first_call(self, group: dist.ProcessGroup, /) -> GroupState:
-        """The state of a group that communicates for the first time; begins the files where that is due."""
+        """Return the state of a group at its first call; start the files if they have not started."""
 
 
 class Recorder(ABC):
     """Records the calls of one session, on any thread."""
 
     kernel: str
-    """Which kernel it is, for people, and why."""
+    """Name of the kernel, and why it is used, as text for the header."""
 
     def __init__(self, session: Recorded) -> None:
         self._session = session
@@ -101,66 +101,67 @@ class Recorder(ABC):
         self.active = True
         self.step = 0
         self.window_open = False
-        self.follows_waits = False  # whether all waits for a Work or a Future are seen
+        self.follows_waits = False  # whether all waits for a Work or a Future are recorded
 
     @abstractmethod
     def counts(self) -> CallCounts:
-        """What became of the calls so far."""
+        """Return the counts of calls so far."""
 
     def calls(self) -> int:
-        """How many calls got an id."""
+        """Return how many calls have an id."""
         return self.counts().calls
 
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Calls that `take` has not taken yet."""
+        """Number of calls that `take` has not taken yet."""
 
     @abstractmethod
     def take(self, most: int) -> list[Call]:
-        """So many of the calls that were not taken yet, or all, in about the order in which they were made."""
+        """Take up to `most` calls, in about the order in which they were made."""
 
     @abstractmethod
     def take_spans(self, most: int) -> list[Wait | Ran]:
-        """So many of the waits that were not taken yet, and of the times that communication took, or all."""
+        """Take up to `most` waits and durations."""
 
     @abstractmethod
     def watch_backward(self, code: CodeType) -> None:
-        """`code` is that of the function in which Python starts a backward pass: a call of which it is the innermost
-        frame, or that has none, was made by C++, as DDP's reducer does. The reducer waits for its calls when all is
-        computed, which Python does not see: the pass is followed by callbacks of autograd's engine."""
+        """Record the waits of backward passes. `code` is the function in which Python starts a backward pass.
+
+        C++, such as DDP's reducer, made a call if this function is its innermost frame, or if it has no frame. The
+        reducer waits in C++ at the end of the pass, so callbacks of autograd's engine record the wait."""
 
     @abstractmethod
     def waits_under_way(self) -> list[tuple[int, int]]:
-        """What threads wait for at this moment: (id of a call, thread); -1 for a call that is not known."""
+        """Return the current waits of all threads as (id of the call, thread); the id is -1 if unknown."""
 
     def nccl_recorder(self) -> bytes:
-        """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""
+        """Return torch's flight recorder of NCCL calls as JSON; empty if this torch has none."""
         dump = nccl_dump()
         return b"" if dump is None else dump(True, False)
 
     @abstractmethod
     def recording_wait(self, original: Callable[..., Any]) -> object:
-        """A method for `Work` in the place of `original`, which it calls and records."""
+        """Return a replacement for the method `original` of `Work`, which calls it and records the wait."""
 
     @abstractmethod
     def noting_wait(self, original: Callable[..., Any]) -> object:
-        """A method for `Future` in the place of `original`, which it calls and counts as a wait under way."""
+        """Return a replacement for the method `original` of `Future`, which calls it and notes the current wait."""
 
     @abstractmethod
     def note_work(self, work: dist.Work, record_id: int) -> None:
-        """Waits for that Work are waits for that call."""
+        """Note that waits for `work` are waits for this call."""
 
     @abstractmethod
     def start_coalescing(self) -> None:
-        """From here to `end_coalescing` the calls of this thread become one launch."""
+        """Start a batch: the calls of this thread until `end_coalescing` become one launch."""
 
     @abstractmethod
     def end_coalescing(self) -> int | None:
-        """The launch of the batch is about to happen: the id of its first call, -1 where it has none."""
+        """End a batch before its launch. Return the id of its first call, -1 if it has no calls."""
 
     def after(self, token: Token) -> None:
-        """Close what `before` opened on this thread."""
+        """Close the ranges that `before` opened on this thread."""
         handle, pushed = token
         try:
             if pushed and self._nvtx is not None:
@@ -171,8 +172,8 @@ class Recorder(ABC):
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        """Count a failure of the recorder and report the first one. The call itself goes on. What the script has raised
-        is raised again."""
+        """Count a failure of the recorder and report the first one. The call itself continues. An exception of the
+        script is raised again."""
         if raised_by_script(error):
             raise error
         self._count_failures(1)
@@ -191,9 +192,9 @@ class Recorder(ABC):
             self._errors += count
 
     def _open(self, descriptor: Descriptor, record_id: int, device: Callable[[], str | None]) -> Token | None:
-        """Open what belongs around a launch: a range for a tool, one in a window."""
+        """Open the ranges around a launch: for an attached tool, and in a window."""
         topology = self._session.facts.topology
-        assert topology is not None  # made before the first group is
+        assert topology is not None  # created before the first group
         pushed = False
         if self._emits and self._wants(descriptor, topology):
             if self._texts:
@@ -207,14 +208,14 @@ class Recorder(ABC):
         return (handle, pushed) if pushed or handle is not None else None
 
     def _push(self, descriptor: Descriptor, record_id: int, topology: Topology) -> bool:
-        """Open the range of a call for an attached tool; whether there is one to close."""
+        """Open the range of a call for an attached tool; return whether there is one to close."""
         if self._ranges and self._nvtx is not None:
             self._nvtx.push(descriptor, record_id, topology)
             return True
         return False
 
     def _wants(self, descriptor: Descriptor, topology: Topology) -> bool:
-        """Whether the user wants to see calls like this one."""
+        """Return whether calls like this one get markers."""
         wanted = descriptor.emitted
         if wanted is None:
             wanted = self._config.emit == "ALL" or crosses_nodes(descriptor.locality(topology))
@@ -223,7 +224,7 @@ class Recorder(ABC):
         return wanted
 
     def open_batch(self, group: dist.ProcessGroup, batch: int) -> Token | None:
-        """Open what belongs around the launch of a batch; returns what to close after it."""
+        """Open the ranges around the launch of a batch; return the token for `after`."""
         if batch >= 0 and self._ranges and self._nvtx is not None:
             self._nvtx.push_batch(group.group_name, batch)
             return None, True

@@ -1,8 +1,8 @@
 """NVTX markers for Nsight Systems: one range around the launch of every call, in the domain `crossrank`.
 
 The message is the JSON of the call without the fields that change from call to call, so a training loop has few
-distinct messages. The payload is the id of the record, and the record in the comms file has the other fields. NVTX keeps
-every message as long as the process lives. So after `MAX_MESSAGES` distinct messages or `MAX_KEPT` bytes of them (an MoE
+distinct messages. The payload is the id of the record, and the record in the comms file has the other fields. NVTX
+keeps every message as long as the process lives. So after `MAX_MESSAGES` distinct messages or `MAX_KEPT` bytes (an MoE
 model with new split sizes at each step), messages have no sizes. After twice that, they have no source line either.
 
 `TRACING_NVTX=classic` writes one JSON text per call instead, for scripts of the older shim. Each text is distinct: with
