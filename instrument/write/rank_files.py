@@ -1,8 +1,8 @@
 """Writes the files of one rank under their final names, each complete.
 
 A file has a temporary name in the same folder until it is complete. Files of an earlier recording or another program
-that have a name of this rank are moved to `earlier-K/`. They are never overwritten or opened: opening a named pipe would
-block.
+that have a name of this rank are moved to `earlier-K/`. They are never overwritten or opened, because opening a named
+pipe would block.
 
 The files of a rank belong to the process that created them. A child process records in its own recording `spawned-K/`
 if it has the same rank or belongs to another job. The process in which `torch.distributed.checkpoint.async_save` saves
