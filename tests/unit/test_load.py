@@ -241,7 +241,7 @@ def test_kineto_traces_give_the_same_tables() -> None:
     ("attempt", "said"),
     [
         (lambda: crossrank.load("nowhere"), "nowhere"),
-        (lambda: crossrank.load(SEEDS / "recording", ranks=[5]), "holds none of the ranks"),
+        (lambda: crossrank.load(SEEDS / "recording", ranks=[5]), "has none of the ranks"),
         (lambda: crossrank.load(SEEDS / "recording").bandwidth(by=["colour"]), "'colour' is not one of op, group"),
     ],
 )

@@ -46,7 +46,7 @@ def test_sizes_of_one_iteration_are_not_divided_by_times_of_another(capsys: pyte
     assert shown == [(0, 3, None), (0, 5, None)]
     said, *left_out = found["notes"]
     assert said == OTHER_ITERATIONS
-    assert left_out == ["64 GPU activities launched before the Kineto trace are left out"]
+    assert left_out == ["64 GPU activities launched before the Kineto trace are skipped"]
     job = crossrank.load(public("dlrm_8gpu"))
     assert OTHER_ITERATIONS in job.notes
     assert job.calls["bytes"].null_count() == 64
@@ -113,7 +113,7 @@ def test_a_kernel_that_the_user_names_communicates(capsys: pytest.CaptureFixture
     assert [row["op"] for row in found["rows"]] == ["fc-dtype_Float"]
     assert main(["bandwidth", public("kineto_mtia"), "--communication-kernels", "("]) == 2
     assert capsys.readouterr().err == (
-        "crossrank: '(', for kernels that communicate, is no regular expression: missing ), unterminated subpattern "
+        "crossrank: '(', for kernels that communicate, is not a regular expression: missing ), unterminated subpattern "
         "at position 0\n"
     )
 
