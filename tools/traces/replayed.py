@@ -1,4 +1,4 @@
-"""The form of `replay.json`: what a replay was asked to do, and what it measured; `replay.csv` has every call.
+"""The format of `replay.json`: the settings of a replay, and its results. `replay.csv` has every call.
 
 Durations of rows are in us, bandwidths in GB/s (1e9 bytes), sizes are S of nccl-tests.
 """
@@ -17,7 +17,7 @@ CSV, JSON = "replay.csv", "replay.json"
 
 
 class Percentiles(msgspec.Struct, kw_only=True, frozen=True):
-    """Of a bandwidth, that of the p50, p95 and p99 of the time: it is smaller at p95."""
+    """Percentiles. For a bandwidth, the values at the p50, p95 and p99 of the time, so p95 is lower than p50."""
 
     p50: float
     p95: float
@@ -25,59 +25,59 @@ class Percentiles(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Settings(msgspec.Struct, kw_only=True, frozen=True):
-    """How a plan is run."""
+    """The settings of a replay."""
 
     backend: str
     device: str
     """`cpu` or `cuda`."""
     warmup: Amount = 2
-    """Passes that are not measured."""
+    """Number of warm-up passes, which are not measured."""
     repeats: Amount = 5
-    """Passes that are measured."""
+    """Number of measured passes."""
     pace: str = "fast"
     check: bool = False
     timeout_s: float = 120.0
-    """After this long without progress a rank is taken to hang."""
+    """Seconds without progress after which a rank counts as hanging."""
     slack_s: float = 0.0
-    """How long the ranks of this plan may wait for each other in its gaps, beside that."""
+    """Extra seconds in which ranks may wait for each other in the gaps of the plan."""
     record: str | None = None
     """Folder for a recording of the replay."""
     imports: tuple[str, ...] = ()
-    """Modules that make operations, imported by every rank."""
+    """Modules that define operations. Every rank imports them."""
     indices: str = "uniform"
-    """How indices into a table are spread over its rows."""
+    """Distribution of indices into embedding tables."""
     threads: Amount = 1
-    """Of torch on the CPU, in each rank."""
+    """CPU threads of torch per rank."""
     blocking: bool = False
-    """The members of a group meet before and after each of their collectives."""
+    """Whether a barrier of the group runs before and after each collective."""
     graph: bool = False
-    """The calls of a pass are launched as one CUDA graph."""
+    """Whether the calls of a pass run as one CUDA graph."""
     profile: str | None = None
-    """Folder for a recording of further passes, with execution traces and Kineto."""
+    """Folder for a recording of two more passes, with execution traces and Kineto traces."""
     save_data: str | None = None
-    """Folder for what every call gives."""
+    """Folder for the saved results of every call."""
     compare_data: str | None = None
-    """Folder of what it is compared with."""
+    """Folder of the saved results to compare with."""
     batch: Amount | None = None
-    """Calls in a row that are told as one."""
+    """Number of calls in a row that are timed together."""
     rtol: float | None = None
-    """None = as the type asks for."""
+    """None: the default of the type."""
     atol: float | None = None
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of the recorded communication is replayed, over all recorded ranks."""
+    """How much of the recorded communication the replay runs, over all recorded ranks."""
 
     calls: Amount
     recorded_calls: Amount
     bytes: Amount
     recorded_bytes: Amount
     unsized: Amount = 0
-    """Recorded calls of which the bytes are not known; none of them is replayed."""
+    """Recorded calls with an unknown size; they are not replayed."""
     reasons: dict[str, Amount]
-    """Why calls were left out -> how many."""
+    """Reason why calls were skipped -> number of calls."""
     damaged: bool
-    """Parts of the files could not be read, so that there were more calls than are counted."""
+    """Whether parts of the files are unreadable, so that there were more calls than counted."""
 
     @property
     def share_of_calls(self) -> float:
@@ -93,25 +93,25 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOutOperations(msgspec.Struct, kw_only=True, frozen=True):
-    """Operations of one name that do not run, for one reason."""
+    """Skipped operations with one name and one reason."""
 
     name: str
     reason: str
     operations: Amount
     ns: Amount
-    """Recorded, in all."""
+    """Total recorded time."""
 
 
 class ComputeCoverage(msgspec.Struct, kw_only=True, frozen=True):
-    """How much of the recorded computation is replayed, over all recorded ranks."""
+    """How much of the recorded computation the replay runs, over all recorded ranks."""
 
     operations: Amount = 0
     recorded_operations: Amount = 0
     ns: Amount = 0
     recorded_ns: Amount = 0
-    """Of operations, under the profiler, without what lies between them."""
+    """Time of operations with the profiler, without the time between them."""
     left_out: list[LeftOutOperations] = []
-    """The longest first."""
+    """Longest first."""
 
     @property
     def share_of_operations(self) -> float:
@@ -132,15 +132,15 @@ class ComputedOperation(msgspec.Struct, kw_only=True):
     name: str
     count: float
     recorded_us: float | None
-    """Under the profiler; None where the trace has no times."""
+    """With the profiler; None if the trace has no times."""
     profiled_us: float | None
-    """Replayed under the same profiler: what compares with it; None where that is not known."""
+    """Replayed with the same profiler, to compare with `recorded_us`; None if unknown."""
     replayed_us: float
     """Without a profiler."""
 
     @property
     def ratio(self) -> float | None:
-        """Replayed / recorded, both under the profiler."""
+        """Replayed / recorded, both with the profiler."""
         return self.profiled_us / self.recorded_us if self.recorded_us and self.profiled_us else None
 
 
@@ -149,41 +149,41 @@ class StepComparison(msgspec.Struct, kw_only=True):
 
     coverage: ComputeCoverage
     steps: Amount
-    """Of the window that is replayed."""
+    """Number of steps in the replayed window."""
     replayed_ms: float
     """Median over ranks, passes and steps."""
     replayed_p95_ms: float
     recorded_ms: float | None
-    """Median over ranks and steps of those steps that were recorded without a profiler and made the same calls as one
-    of the window; None without any."""
+    """Median over ranks and steps that were recorded without a profiler and made the same calls as a step of the
+    window; None without such steps."""
     recorded_steps: Amount
-    """How many they are, over all ranks."""
+    """Number of these steps, over all ranks."""
     own_ratio: float | None = None
-    """Of a step, what is no wait for communication, replayed / recorded without a profiler."""
+    """Time of a step without waits for communication: replayed / recorded without a profiler."""
     noise: float | None = None
-    """Half of the 95 % interval of replayed / recorded that follows from how steps differ, as a share of it."""
+    """Half of the 95 % interval of replayed / recorded, as a share of it; it follows from the variation of steps."""
     other_steps: Amount
-    """Steps without a profiler that made other calls, over all ranks: they are not compared with."""
+    """Steps without a profiler that made other calls, over all ranks; they are not compared."""
     profiled_ms: float | None
-    """Median of the steps of the window, recorded under the profiler."""
+    """Median of the steps of the window, recorded with the profiler."""
     profiled_operations_ms: float | None
-    """Of such a step, the operations; None where some ran on a device, beside the host, or times are not known."""
+    """Time of operations in such a step; None if some ran on a device, or times are unknown."""
     profiled_between_ms: float | None
-    """Of such a step, what lies between operations and is no waiting: the host's own time, and the profiler's."""
+    """Time between operations in such a step, without waits: host time, and time of the profiler."""
     exposed_ms: float
     """Time of a step in which the host waited for communication in the replay, median over ranks and passes."""
     recorded_exposed_ms: float | None
-    """The same in the window, as far as it is recorded."""
+    """The recorded part of the same time in the window."""
     host_ms: float
-    """Time of a step in which the host did neither, as it is replayed."""
+    """Replayed time of a step in which the host neither computed nor waited."""
     host_once_ms: float = 0.0
-    """What single steps of the window had more of it than the others, mean over the steps: it is not replayed."""
+    """Excess of that time in single steps of the window, mean over the steps; it is not replayed."""
     bytes_per_rank: Amount
-    """Of tensors, at most, as planned."""
+    """Planned peak of the tensors of a rank."""
     peak_bytes: Amount
-    """Most memory of a process, or what torch took on a GPU."""
+    """Peak memory of a process, or of torch on a GPU."""
     operations: list[ComputedOperation]
-    """Those that take longest first."""
+    """Most time first."""
 
     @property
     def ratio(self) -> float | None:
@@ -192,8 +192,8 @@ class StepComparison(msgspec.Struct, kw_only=True):
 
     @property
     def error(self) -> float | None:
-        """By what share of a step the replay may be wrong, as far as it knows itself: what its own time is off by, and
-        the noise of both. Communication that was changed is not a part of it."""
+        """Estimated error of the replay as a share of a step: the error of its own time, plus the noise of both medians.
+        It does not include changed communication."""
         if self.own_ratio is None or self.noise is None:
             return None
         own = max(self.replayed_ms - self.exposed_ms, 0.0) / self.replayed_ms if self.replayed_ms else 0.0
@@ -201,7 +201,7 @@ class StepComparison(msgspec.Struct, kw_only=True):
 
     @property
     def operations_ratio(self) -> float | None:
-        """Time of the operations, replayed / recorded, both under the profiler."""
+        """Time of the operations: replayed / recorded, both with the profiler."""
         both = [(one.profiled_us, one.recorded_us) for one in self.operations if one.profiled_us and one.recorded_us]
         recorded = sum(us for _, us in both)
         return sum(us for us, _ in both) / recorded if recorded else None
@@ -213,26 +213,26 @@ class ReplayRow(msgspec.Struct, kw_only=True):
     op: str
     pg: str
     ranks: Amount
-    """Members of the group."""
+    """Number of ranks of the group."""
     size_from: Amount
     """Sizes of the bucket in bytes; both ends belong to it."""
     size_to: Amount
     calls: Amount
     bytes: Amount
-    """Of all calls of one pass."""
+    """Sum over all calls of one pass."""
     time_us: Percentiles
     issue_us: Percentiles
     completion_us: Percentiles
     waiting_us: Percentiles
     algbw_gb_per_s: Percentiles | None
-    """None where there is none: of a barrier, of calls of a batch, of calls with a late end."""
+    """None for a barrier, for calls of a batch, and for calls with a late end."""
     busbw_gb_per_s: Percentiles | None
     late_ends: Amount = 0
     """Calls whose end is known only from a wait: their times are upper bounds."""
 
 
 class CheckFailure(msgspec.Struct, kw_only=True):
-    """A result that is not what it must be."""
+    """A wrong result."""
 
     rank: Amount
     call: Amount
@@ -240,17 +240,17 @@ class CheckFailure(msgspec.Struct, kw_only=True):
     op: str
     pg: str
     tensor: Amount
-    """Which of the call's output tensors."""
+    """Index of the output tensor of the call."""
     element: Amount
-    """The first that is wrong."""
+    """Index of the first wrong element."""
     elements: Amount
-    """How many are."""
+    """Number of wrong elements."""
     expected: float
     got: float
 
 
 class CheckResult(msgspec.Struct, kw_only=True):
-    """What `--check` found."""
+    """The result of `--check`."""
 
     tensors: Amount
     """Output tensors that were compared, over all ranks and passes."""
@@ -258,48 +258,48 @@ class CheckResult(msgspec.Struct, kw_only=True):
 
 
 class DataComparison(msgspec.Struct, kw_only=True):
-    """What `--compare-data` found: an element agrees where |now - then| <= atol + rtol |then|."""
+    """The result of `--compare-data`. An element agrees if |now - then| <= atol + rtol |then|."""
 
     folder: str
     rtol: float | None
-    """None = 8 roundings of the type, at least 1e-4; so for `atol`."""
+    """None: 8 roundings of the type, at least 1e-4. The same for `atol`."""
     atol: float | None
     not_comparable: Amount = 0
-    """Output tensors that were not saved so: another backend moved another type, or in other parts."""
+    """Output tensors that were saved with another type or in other parts, because of another backend."""
     tensors: Amount = 0
     """Output tensors that were compared, over all ranks."""
     different: Amount = 0
-    """Those with an element that does not agree."""
+    """Tensors with an element that differs."""
     largest_difference: float = 0.0
-    """Of two elements, among all."""
+    """Largest difference of two elements."""
     failures: list[CheckFailure] = []
-    """The first few of each rank: `expected` was saved."""
+    """The first few of each rank. `expected` is the saved value."""
 
 
 class CallTimes(msgspec.Struct, kw_only=True):
-    """Calls of one source line, or of one iteration."""
+    """Calls of one source line, or of one step."""
 
     name: str
     calls: Amount
     bytes: Amount
-    """Of all calls of one pass."""
+    """Sum over all calls of one pass."""
     time_us: Percentiles
-    """Of all of them together, over the passes: calls that ran beside each other count each."""
+    """Sum over the calls, per pass. Calls that overlap count separately."""
     waiting_us: Percentiles
-    """Mean over the ranks, of all of them together."""
+    """Sum over the calls, as a mean over the ranks."""
     span_us: Percentiles
-    """From the first begin on a rank, on its device where it has one, to the last end."""
+    """From the first start on a rank (on its device, if it has one) to the last end."""
 
 
 class Batches(msgspec.Struct, kw_only=True):
-    """Calls of a rank, so many in a row."""
+    """Times of several calls in a row."""
 
     calls: Amount
-    """In one batch; the last of a pass may have fewer and is left out."""
+    """Number of calls in a row. A shorter rest of a pass is skipped."""
     batches: Amount
-    """In a pass, over all ranks."""
+    """Number of such rows per pass, over all ranks."""
     time_us: Percentiles
-    """From the first begin to the last end, on a rank."""
+    """From the first start to the last end on a rank."""
 
 
 class Compared(msgspec.Struct, kw_only=True):
