@@ -192,8 +192,8 @@ class StepComparison(msgspec.Struct, kw_only=True):
 
     @property
     def error(self) -> float | None:
-        """Estimated error of the replay as a share of a step: the error of its own time, plus the noise of both medians.
-        It does not include changed communication."""
+        """Estimated error of the replay as a share of a step: the error of its own time, plus the noise of both
+        medians. It does not include changed communication."""
         if self.own_ratio is None or self.noise is None:
             return None
         own = max(self.replayed_ms - self.exposed_ms, 0.0) / self.replayed_ms if self.replayed_ms else 0.0
