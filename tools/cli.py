@@ -165,8 +165,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of the subcommand, with its `run`."""
     overview = _Parser(
         prog="crossrank",
-        description="Commands for recordings of distributed PyTorch jobs.",
-        epilog="exit codes: 0 nothing is wrong, 1 a fault was found, 2 the input could not be used",
+        description="Commands for recordings of distributed PyTorch jobs. To record one: "
+        "TRACING_DIR=DIR torchrun --nproc-per-node N -m crossrank.instrument SCRIPT. Then: crossrank inspect DIR.",
+        epilog="exit codes: 0 nothing is wrong, 1 a fault was found, 2 the input is not usable",
     )
     overview.add_argument("--version", action="version", version=f"crossrank {crossrank.__version__}")
     subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -34,7 +34,9 @@ class CheckCommand:
         for path in arguments.traces:
             try:
                 if is_folder(path):
-                    raise CrossrankError(f"{path}: is a folder; give the files in it: {path}/*.et")
+                    raise CrossrankError(
+                        f"{path}: is a folder, not a Chakra trace; give the .et files that crossrank convert wrote"
+                    )
                 results.append(check(path, groups))
             except CrossrankError as error:
                 complain(str(error))
