@@ -131,7 +131,9 @@ def _loaded(*, waits: bool) -> ModuleType:
 def _python_instead(session: Recorded, error: Exception) -> PythonRecorder:
     why = one_line(error) if not isinstance(error, CrossrankError) else str(error)
     log.warning(
-        "crossrank: the Python kernel records calls, at a higher cost: %s; TRACING_KERNEL=python mutes this", why
+        "crossrank: calls are recorded in Python, which is slower: %s; TRACING_KERNEL=python keeps it so and hides "
+        "this line",
+        why,
     )
     return _in_python(session, why)
 

@@ -142,7 +142,8 @@ def _domain_of_process() -> Any:
         reason = one_line(error)
     if attached:
         log.warning(
-            "crossrank: an NVTX tool is attached (%s=%s), but calls will not be marked: %s; TRACING_NVTX=0 mutes this",
+            "crossrank: an NVTX tool is attached (%s=%s), but calls will not be marked: %s; TRACING_NVTX=0 hides "
+            "this line",
             _TOOL,
             tool,
             reason,

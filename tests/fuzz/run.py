@@ -28,7 +28,7 @@ MOST_SECONDS = 10
 MOST_KB = 500_000
 _MOST_ADDRESSES = 6 << 30
 """Bytes that the process may reserve while it reads inputs: one allocation can be larger than the machine."""
-_NO_MEMORY = ("not enough memory", "more memory than there is")
+_NO_MEMORY = ("not enough memory", "more memory than is available")
 _RAW = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]")
 """Characters that steer a terminal."""
 _CTRL_C = 128 + signal.SIGINT

@@ -72,6 +72,6 @@ def test_ranks_that_are_not_there_are_named(tmp_path: Path, command: Commands) -
         for kind in ("et", "kineto"):
             name = f"rank-{rank}.{kind}.json.gz"
             (tmp_path / name).symlink_to(Path(public("dlrm_8gpu"), name))
-    assert "rank 2,4-7 of 8 is not there, and new ranks do what recorded ones do" in command.said(
+    assert "rank 2,4-7 of 8 is missing, and new ranks copy recorded ranks" in command.said(
         "convert", tmp_path, "--ranks", "16", "--jobs", "1", "-o", tmp_path / "out"
     )

@@ -131,7 +131,7 @@ def broken_compiler(tmp_path: Path) -> Cache:
 def test_a_job_without_a_kernel_records_in_python_at_once_and_the_next_one_has_it(cache: Cache) -> None:
     why = "the compiled kernel is not built yet, and is being built for the next job"
     said, _, kernel = cache.job("first").rpartition("\n")
-    assert said.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}")
+    assert said.startswith(f"crossrank: calls are recorded in Python, which is slower: {why}")
     assert "\n" not in said
     assert kernel.startswith(f"python ({why}")
     wait_until(lambda: bool(cache.files("*.so")), "no kernel is built", _PATIENCE)
@@ -161,7 +161,7 @@ def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_com
     why = f"{broken_compiler.folder}/c++ failed with exit code 1: "
     for name, kernel in (("second", "auto"), ("third", "compiled")):
         said = broken_compiler.job(name, TRACING_KERNEL=kernel)
-        assert said.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}"), said
+        assert said.startswith(f"crossrank: calls are recorded in Python, which is slower: {why}"), said
         assert said.count("`crossrank build-kernel` tries again") == 2  # the line and the header
     assert len(broken_compiler.niceness()) == 1
 
@@ -222,7 +222,7 @@ def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
     result = scripts(**{"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables).python(ONE_CALL)
     assert result.stdout == "trained\n"
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"crossrank: calls are recorded in Python, at more cost: {why}")
+    assert line.startswith(f"crossrank: calls are recorded in Python, which is slower: {why}")
     assert scripts.recorded().ops == ["all_reduce"]
     assert kernel_of(scripts.recorded()).startswith(f"python ({why}")
 

@@ -182,7 +182,7 @@ def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(n
         assert command.json("report", *words, "-o", command.folder / "r.html")["calls"] == sum(calls)
         said = command.said("bandwidth", *words)
         assert all(text in said for text in told)
-        assert "beside exports: --source kineto" in said
+        assert "with --source kineto" in said
         assert "Traceback" not in said
 
 

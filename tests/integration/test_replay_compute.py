@@ -243,7 +243,7 @@ def test_a_window_that_lacks_a_rank_or_a_trace_is_refused_in_one_line(ddp: Path,
     none.mkdir()
     shutil.copy(ddp / "rank-0.comms.jsonl.zst", none)
     error = command.said("replay", none, "--compute")
-    assert f"{none}: no window with an execution trace is in it" in error
+    assert f"{none}: it has no window with an execution trace" in error
     assert error.count("\n") == 1
     assert "has no window 3; it has 1" in command.said("replay", ddp, "--compute", "--window", "3")
 
@@ -269,7 +269,7 @@ def test_options_of_computation_alone_need_it(ddp: Path, command: Commands) -> N
         (["--window", "1"], "--window is for --compute"),
         (["--import", "os"], "--import is for --compute"),
         (["--compute", "--check"], "--check is about communication alone"),
-        (["--compute", "--pace", "compute"], "--pace compute stands in for computation"),
+        (["--compute", "--pace", "compute"], "--pace compute replaces computation"),
         (["--compute", "--steps", "1:2"], "--steps chooses calls of a comms file"),
         (["--compute", "--bucket-mb", "0"], "--bucket-mb 0 is not a number of MiB above 0"),
         (["--compute", "--drop", "nothing"], "--drop: 'nothing' is no operation"),

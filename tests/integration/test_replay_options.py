@@ -164,7 +164,7 @@ def test_times_are_told_by_source_line_by_iteration_and_by_batch(recorded: Path,
     assert report["batches"]["batches"] == 2 * (calls // 2)
     assert report["batches"]["time_us"]["p50"] > 0
     output = command("replay", recorded, "--repeat", "1", "--by", "source,step", "--batch", "2")
-    assert "By source line: all calls of one together, per pass" in output
+    assert "By source line, all calls together, per pass" in output
     assert "By iteration" in output
     assert "2 calls in a row take" in output
     assert "No rank makes 1,000 calls" in command("replay", recorded, "--repeat", "1", "--batch", "1000")
@@ -186,7 +186,7 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(recorded: Path, tmp_
         ("--compute --save-data x", "--save-data is about communication alone"),
         ("--rtol 2", "--rtol is for --compare-data"),
         ("--graph --blocking", "--blocking acts between calls"),
-        ("--graph --pace recorded", "--pace leaves gaps between calls"),
+        ("--graph --pace recorded", "--pace has no effect with --graph"),
         ("--graph", "--graph captures calls of nccl on a GPU, not of gloo on cpu"),
         ("--init-method tcp://localhost:29500", "nothing says which rank this is, of how many"),
         ("--init-method tcp://localhost:29500?rank=1", "nothing says which rank this is, of how many"),

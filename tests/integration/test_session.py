@@ -479,7 +479,7 @@ def test_crossnode_keeps_calls_inside_a_node_in_the_file(scripts: Scripts) -> No
 
 def test_a_window_that_never_opened_is_reported(scripts: Scripts) -> None:
     result = scripts.python("crossrank.enable(window=(5, 6)); dist.barrier()")
-    assert result.stderr == "crossrank: the window 5:6 never opened: the recording ended in iteration 0\n"
+    assert result.stderr == "crossrank: the window 5:6 never opened: the recording ended in step 0\n"
 
 
 def _store_after_destroy(rank: int, directory: str) -> bool:

@@ -74,7 +74,7 @@ def test_a_job_that_is_timed_has_bandwidths_without_a_window(scripts: Scripts) -
         """)
     printed = scripts.crossrank("bandwidth", RECORDING).stdout
     assert "measured   the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work" in printed
-    assert "calls      10 of 10 have times; they are 5 collectives" in printed
+    assert "5 collectives or transfers (10 of 10 calls have times)" in printed
 
 
 # There is no NCCL without a GPU. torch's recorder is the same for gloo, but that it lacks durations: here the number of
@@ -150,7 +150,7 @@ while len(reads) < 6:
     lost = [line for line in result.stderr.splitlines() if "fell out" in line]
     assert len(lost) == 1
     assert lost[0].endswith(
-        "entries fell out of torch's flight recorder of 300 first; TORCH_FR_BUFFER_SIZE=3000 keeps more"
+        "entries left torch's flight recorder of 300 before they were read; TORCH_FR_BUFFER_SIZE=3000 keeps more"
     )
     file = scripts.recorded()
     number = {one.id: one.seq or 0 for one in file.calls}

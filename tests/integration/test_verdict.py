@@ -178,7 +178,7 @@ def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(
     assert "the job hangs" not in ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("crossrank: no communication")]
     assert len(lines) == 1
-    assert lines[0].endswith(f"has what every rank did last (verdict: {verdict})")
+    assert lines[0].endswith(f"has the last calls of every rank (verdict: {verdict})")
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "python"])

@@ -53,7 +53,7 @@ class TimelineCommand:
 
 def _print(output: str, size: int, written: Written, found: JobTables) -> None:
     print(f"timeline   {printable(output)}, {amount(size)}")
-    print("view it at https://ui.perfetto.dev")
+    print("open it at https://ui.perfetto.dev, in a browser on your computer")
     print(
         f"contents   {written.ranks} rank(s), {written.steps:,} steps, {written.duration_ms:,.1f} ms, "
         f"{written.calls:,} calls or batches,"

@@ -238,7 +238,9 @@ def test_a_kernel_of_which_only_the_name_is_known_stays_a_computation_and_and_re
     trace.launch("ncclDevKernel_Generic(x)", 10, 20, 30, 501)
     nodes, result = converted(trace, tmp_path)
     assert nodes[5]["type"] == "COMP_NODE"
-    assert result.warnings[0].startswith("1 communication(s) of which no operation or group is known are none in the")
+    assert result.warnings[0].startswith(
+        "1 communication(s) with unknown operation or group are written as computations"
+    )
 
 
 def cycle(folder: Path, kind: Any, *, inferred: bool) -> LinkedTrace:
