@@ -227,7 +227,7 @@ def test_a_call_on_a_group_that_nobody_defines_is_refused(tmp_path: Path) -> Non
     trace = SmallTrace()
     values = [[FLOATS], 5, "pp", 0, "allreduce", [], []]
     trace.op("record_param_comms", 0, 5, inputs={"values": values, "shapes": [[]] * 7, "types": [""] * 7})
-    with pytest.raises(CrossrankError, match="all_reduce of node 4 is on process group 'pp', which nobody defines"):
+    with pytest.raises(CrossrankError, match="all_reduce of node 4 is on process group 'pp', which no file defines"):
         converted(trace, tmp_path)
     assert not (tmp_path / "chakra.0.et").exists()
 
