@@ -60,7 +60,7 @@ def test_every_communication_has_a_node_but_those_of_which_the_operation_is_not_
     )
     nodes, warnings = convert_nodes(trace), list[str]()
     assert convert_communications(trace, nodes, {"0": GROUP}, warnings) == {3: [3], 4: [4, 6], 5: [5]}
-    assert [text.partition(" of ")[0] for text in warnings] == ["2 communication(s)"]
+    assert [text.partition(" with ")[0] for text in warnings] == ["2 communication(s)"]
     stream = ("stream", (0, 7))
     assert [(n.id, n.name, n.runs_on, n.start_ns, n.duration_ns) for n in nodes.values() if n.comm is not None] == [
         (2, "op 2", ("communication", 2), 6, 3),
