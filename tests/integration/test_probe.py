@@ -90,7 +90,7 @@ def test_ranks_that_are_alike_are_no_finding(recorded: Path, command: Commands) 
     words = ["probe", str(recorded), "--nproc", str(RANKS), "--tolerance", "1000"]
     output = command(*words)
     assert "6 groups in 3 rounds for each of its sizes (16 MB)" in output
-    assert "No compared rank or link is slower than 1000 x those like it" in output
+    assert "No compared rank or link is slower than 1000 x similar ones" in output
 
 
 def test_groups_of_the_job_need_not_fit_the_ranks_that_are_probed(two_ranks: TwoRanks, command: Commands) -> None:

@@ -159,7 +159,7 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(two_ranks: TwoRanks, c
     assert report["comparison"]["replayed_end_to_end_us"] > 0
     page = (out / "replay.html").read_text()
     assert "No call has a recorded duration" in page
-    assert "Replayed, by operation, group and size" in page
+    assert "Replayed calls by operation, group and size" in page
     assert not re.search(r"(src|href) *= *.?http", page)
 
 
@@ -376,7 +376,7 @@ def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(two_ranks:
     assert report["what_if"] == {"--scale-bytes": "2"}
     assert (report["coverage"]["bytes"], report["bytes_per_pass"]) == (32, 64)  # 8 floats on each of 2 ranks
     (out / names[0] / "replay.json").unlink()
-    assert command.said(*words, "--sweep", "GLOO_EXAMPLE=a,b", code=0).count("done before") == 3
+    assert command.said(*words, "--sweep", "GLOO_EXAMPLE=a,b", code=0).count("already has its result") == 3
     assert (out / names[0] / "replay.json").exists()
 
 

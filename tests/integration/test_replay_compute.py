@@ -227,7 +227,7 @@ def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, command: 
 
 def test_a_sweep_of_whole_steps_is_one_table(ddp: Path, command: Commands) -> None:
     words = ("--compute", "--warmup", "0", "--repeat", "1", "--sweep", "drop=recorded,all_reduce")
-    table = command("replay", ddp, *words).split("Sweep: a whole step")[1].splitlines()
+    table = command("replay", ddp, *words).split("Sweep: times per step, one row per combination")[1].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["recorded", "all_reduce"]
     assert table[2].split()[-2:] == ["1.00", "x"]
     assert float(table[3].split()[3]) < 0.1  # nothing is communicated, so nothing is waited for
@@ -266,8 +266,8 @@ def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(ddp: Pat
 
 def test_options_of_computation_alone_need_it(ddp: Path, command: Commands) -> None:
     for words, said in (
-        (["--window", "1"], "--window is for --compute"),
-        (["--import", "os"], "--import is for --compute"),
+        (["--window", "1"], "--window needs --compute"),
+        (["--import", "os"], "--import needs --compute"),
         (["--compute", "--check"], "--check is about communication alone"),
         (["--compute", "--pace", "compute"], "--pace compute replaces computation"),
         (["--compute", "--steps", "1:2"], "--steps chooses calls of a comms file"),

@@ -135,7 +135,9 @@ def test_results_are_not_compared_with_those_that_take_their_place(recorded: Pat
     assert "--save-data would save all combinations to one folder; remove --sweep" in command.said(
         *words, "--sweep", "dtype=float32,float64"
     )
-    assert "--save-data s3://bucket/x: is no folder" in command.said("replay", recorded, "--save-data", "s3://bucket/x")
+    assert "--save-data s3://bucket/x: is not a folder" in command.said(
+        "replay", recorded, "--save-data", "s3://bucket/x"
+    )
     assert (saved / "rank-0.data").read_bytes() == before
 
 
@@ -183,14 +185,14 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(recorded: Path, tmp_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--compute --save-data x", "--save-data is about communication alone"),
-        ("--rtol 2", "--rtol is for --compare-data"),
-        ("--graph --blocking", "--blocking acts between calls"),
+        ("--compute --save-data x", "--save-data applies only to a replay of communication"),
+        ("--rtol 2", "--rtol needs --compare-data"),
+        ("--graph --blocking", "--blocking has no effect with --graph"),
         ("--graph --pace recorded", "--pace has no effect with --graph"),
-        ("--graph", "--graph captures calls of nccl on a GPU, not of gloo on cpu"),
-        ("--init-method tcp://localhost:29500", "nothing says which rank this is, of how many"),
-        ("--init-method tcp://localhost:29500?rank=1", "nothing says which rank this is, of how many"),
-        ("--init-method tcp://localhost:29500?rank=", "nothing says which rank this is, of how many"),
+        ("--graph", "--graph needs nccl on a GPU, and this replay uses gloo on cpu"),
+        ("--init-method tcp://localhost:29500", "rank and number of ranks are unknown"),
+        ("--init-method tcp://localhost:29500?rank=1", "rank and number of ranks are unknown"),
+        ("--init-method tcp://localhost:29500?rank=", "rank and number of ranks are unknown"),
         ("--init-method file://meeting", "give tcp://HOST:PORT, file:///PATH or env://"),
         (
             "--init-method file:///meeting --master-ip h",

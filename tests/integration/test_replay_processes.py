@@ -141,7 +141,7 @@ def test_a_rank_that_dies_ends_all_and_it_is_reported_where_each_was(long_plan: 
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "killed by signal 9" in output
-    assert "Where each rank was" in output
+    assert "Last reported position of each rank" in output
     assert output.count(f"of {CALLS}: all_reduce #") == 2
     assert _gone(process.pid)
 
@@ -153,7 +153,7 @@ def test_a_rank_that_stands_still_ends_all_within_the_timeout(long_plan: Path) -
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert time.monotonic() - begin < 15
-    assert "Where each rank was" in output
+    assert "Last reported position of each rank" in output
     assert "made no progress" in output
     assert _gone(process.pid)
 
@@ -267,5 +267,5 @@ def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_reported_once(t
         for rank in (0, 1)
     ]
     outputs = ended(processes, 2)
-    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: holds no comms files of a recording; name a recording")
+    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: holds no comms files of a recording; give a recording")
     assert "crossrank:" not in outputs[1][1]

@@ -137,9 +137,9 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
             ["communicates", "bandwidth", "overlap", "steps", "basis"],
             "sizes and ranks of calls",
         ),
-        ("dlrm_8gpu", ["communicates", "bandwidth", "waiting", "overlap", "steps", "basis"], "when hosts waited"),
+        ("dlrm_8gpu", ["communicates", "bandwidth", "waiting", "overlap", "steps", "basis"], "waits of the hosts"),
         ("linear_1gpu", ["communicates", "overlap", "basis"], "times of communication"),
-        ("flight/clean", ["communicates", "traffic", "bandwidth", "diagnosis", "basis"], "a window"),
+        ("flight/clean", ["communicates", "traffic", "bandwidth", "diagnosis", "basis"], "a profiled window"),
     ],
 )
 def test_a_page_of_foreign_files_has_no_empty_section(
@@ -153,7 +153,7 @@ def test_a_page_of_foreign_files_has_no_empty_section(
         "[...document.querySelectorAll('.chart')].every(one => one.querySelector('.main-svg') || one.offsetTop > 1200)"
     )
     basis = page.value("document.getElementById('basis').innerText")
-    assert absent in basis.partition("Not in these files: ")[2]
+    assert absent in basis.partition("Missing data: ")[2]
     assert "TRACING_TIMING" not in page.value("document.body.innerText")
     assert page.value("document.documentElement.scrollWidth <= window.innerWidth")
     assert page.complaints == []
@@ -164,5 +164,5 @@ def test_a_model_of_rings_is_not_shown_as_measured(browser: Any, tmp_path: Path)
     main(["report", public("flight/clean"), "-o", str(tmp_path / "report.html")])
     page = Page(browser, tmp_path / "report.html")
     traffic = page.value("document.getElementById('traffic').innerText")
-    assert traffic.startswith("Who would send to whom on rings")
+    assert traffic.startswith("Traffic between ranks, modelled as rings")
     assert "100.0 % of these bytes are a model" in traffic
