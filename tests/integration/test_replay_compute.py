@@ -268,10 +268,10 @@ def test_options_of_computation_alone_need_it(ddp: Path, command: Commands) -> N
     for words, said in (
         (["--window", "1"], "--window needs --compute"),
         (["--import", "os"], "--import needs --compute"),
-        (["--compute", "--check"], "--check is about communication alone"),
+        (["--compute", "--check"], "--check applies only to a replay of communication"),
         (["--compute", "--pace", "compute"], "--pace compute replaces computation"),
-        (["--compute", "--steps", "1:2"], "--steps chooses calls of a comms file"),
+        (["--compute", "--steps", "1:2"], "--steps selects calls of a comms file"),
         (["--compute", "--bucket-mb", "0"], "--bucket-mb 0 is not a number of MiB above 0"),
-        (["--compute", "--drop", "nothing"], "--drop: 'nothing' is no operation"),
+        (["--compute", "--drop", "nothing"], "--drop: 'nothing' is not an operation"),
     ):
         assert said in command.said("replay", ddp, *words)

@@ -167,7 +167,7 @@ def test_times_are_told_by_source_line_by_iteration_and_by_batch(recorded: Path,
     assert report["batches"]["time_us"]["p50"] > 0
     output = command("replay", recorded, "--repeat", "1", "--by", "source,step", "--batch", "2")
     assert "By source line, all calls together, per pass" in output
-    assert "By iteration" in output
+    assert "By step" in output
     assert "2 calls in a row take" in output
     assert "No rank makes 1,000 calls" in command("replay", recorded, "--repeat", "1", "--batch", "1000")
     assert "--by 'line' is neither source nor step" in command.said("replay", recorded, "--by", "line")
