@@ -165,4 +165,4 @@ def test_a_model_of_rings_is_not_shown_as_measured(browser: Any, tmp_path: Path)
     page = Page(browser, tmp_path / "report.html")
     traffic = page.value("document.getElementById('traffic').innerText")
     assert traffic.startswith("Traffic between ranks, modelled as rings")
-    assert "100.0 % of these bytes are a model" in traffic
+    assert "100.0 % of these bytes are modelled" in traffic
