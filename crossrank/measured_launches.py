@@ -60,15 +60,7 @@ _began = attrgetter("began")
 
 def _measures(name: str, launch: RecordedLaunch[Call]) -> bool:
     """Return whether an entry named `name` measures a launch. In a batch, only the closing entry has times."""
-    return closes_batch(name) if launch.is_batch else measured_operation(name) == launch.op
-
-
-def closes_batch(name: str) -> bool:
-    """Return whether an entry with this `profiling_name` measures a batch."""
-    return name.endswith(_CLOSING)
-
-
-def measured_operation(name: str) -> str | None:
-    """Return the operation that an entry with this `profiling_name` measures; None if it measures no single call."""
+    if launch.is_batch:
+        return name.endswith(_CLOSING)
     operation = operation_of(name.partition(" ")[0])
-    return operation.name if operation is not None else None
+    return operation is not None and operation.name == launch.op

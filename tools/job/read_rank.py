@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
-from crossrank.measured_launches import closes_batch, measured_operation
+from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.communications import ADDRESS_AS_NAME, OURS
@@ -32,7 +30,7 @@ from crossrank.tools.traces.flight.calls import read_flight
 from crossrank.tools.traces.flight.dump import read_flight_dump
 from crossrank.tools.traces.nccl_inspector import read_inspector
 from crossrank.tools.traces.param_comms import ParamComms, from_node
-from crossrank.tools.traces.rank_trace import Interned, RankTrace, TraceBuilder, waits_of
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, waits_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,49 +264,35 @@ def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamC
 
 
 def _time_by_dump(trace: RankTrace, path: str) -> None:
-    """Take the durations that the rank's dump has (NCCL): as `RecordedLaunches` finds them, of all calls together."""
+    """Take the durations that the rank's dump has (NCCL)."""
     try:
         dump = read_flight_dump(path, None)
     except CrossrankError as error:
         trace.notes.append(f"its durations are not used: {error}")
         return
-    entries, calls, words = dump.entries, trace.calls, Interned[str]()
-    if dump.moment is None or not entries or not len(calls):
+    if dump.moment is None:
         return
-    noted = np.zeros((len(entries), 3), np.int64)
-    noted[list(entries.kinds)] = [
-        (words.number(pg), closes_batch(name), -1 if (op := measured_operation(name)) is None else words.number(op))
-        for pg, name in ((one.process_group[0], one.profiling_name) for one in entries.kinds.values())
-    ]
-    pg, closes, op = noted[entries.kind].T
-    names = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns", "duration_ms")
-    created, started, ended, ms = map(entries.numbers, names)
-    has_ended = (ended != 0) & (trace.until is None or created < trace.until)
-
-    batch, called, *times = (
-        np.frombuffer(getattr(calls, name), np.int64) for name in ("batch", "called", "began", "ended", "took")
-    )
-    row = np.arange(len(calls))
-    _, first, launch = np.unique(np.where(batch < 0, -1 - row, batch), return_index=True, return_inverse=True)
-    first = first[launch]  # of the launch of each call
-    pg_of = np.array([words.number(one.group.pg) for one in trace.groups])[np.frombuffer(calls.group, np.uint32)]
-    op_of = np.array([words.number(one.op) for one in trace.signatures])[np.frombuffer(calls.signature, np.uint32)]
-    entry_of = np.full(len(calls), -1)
-    for one in set(pg[has_ended].tolist()):
-        launches, theirs = np.flatnonzero((pg_of == one) & (first == row)), np.flatnonzero(has_ended & (pg == one))
-        if not len(launches):
+    calls, launches = trace.calls, RecordedLaunches[int]()
+    batches: dict[int, RecordedLaunch[int]] = {}
+    for row, batch in enumerate(calls.batch):
+        if batch in batches:
+            batches[batch].calls.append(row)
             continue
-        began = np.minimum.accumulate(called[launches][::-1])[::-1]
-        last = np.searchsorted(began, created[theirs], side="right") - 1
-        launch = launches[last]
-        fits = (last >= 0) & np.where(batch[launch] < 0, op_of[launch] == op[theirs], closes[theirs] > 0)
-        is_first = fits & (last >= np.maximum.accumulate(np.append(0, last + fits))[:-1])
-        entry_of[launch[is_first]] = theirs[is_first]
-    found = entry_of[first]
-    rows, found = np.flatnonzero(found >= 0), found[found >= 0]
-    began, ended, took = np.where(started == 0, created, started)[found], ended[found], np.rint(ms[found] * 1e6)
-    for column, values in zip(times, (began, ended, np.where(took > 0, took, ended - began)), strict=True):
-        column[rows] = values
+        op = trace.signatures[calls.signature[row]].op
+        launch = RecordedLaunch(began=calls.called[row], op=op, is_batch=batch >= 0, calls=[row])
+        launches.add(trace.groups[calls.group[row]].group.pg, launch)
+        if batch >= 0:
+            batches[batch] = launch
+    entries = dump.entries
+    names = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns", "duration_ms")
+    for kind, created, started, ended, ms in zip(entries.kind, *map(entries.columns.__getitem__, names), strict=True):
+        if not ended or not (trace.until is None or created < trace.until):
+            continue
+        noted = entries.kinds[kind]
+        found = launches.take(noted.process_group[0], noted.profiling_name, created)
+        for row in found.calls if found is not None else ():
+            calls.began[row], calls.ended[row] = started or created, ended
+            calls.took[row] = round((ms or 0) * 1e6) or calls.ended[row] - calls.began[row]
 
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {
