@@ -7,14 +7,13 @@ A subcommand is a class; its docstring is its help text.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
@@ -23,6 +22,7 @@ from typing import NoReturn, Protocol
 import crossrank
 from crossrank.errors import CrossrankError, unforeseen
 from crossrank.text import printable
+from crossrank.tools import freed_memory
 from crossrank.tools.output.console import Printable
 
 COMMANDS = {
@@ -57,9 +57,6 @@ COMMANDS = {
 }
 """Name -> module of crossrank and its class, and one line for `crossrank --help`."""
 
-_M_MMAP_THRESHOLD = -3
-"""malloc.h: blocks of that size and more are mapped by themselves, and unmapped when they are freed."""
-
 
 class Command(Protocol):
     """What a subcommand provides."""
@@ -78,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     try:
         with _ending_in_order():
-            _return_freed_memory()
+            freed_memory.return_large_blocks()
             arguments = _parse(list(sys.argv[1:] if argv is None else argv))
             return int(arguments.run(arguments))
     except KeyboardInterrupt:
@@ -95,14 +92,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return _end(f"cannot be written: {error.filename or 'stdout'} ({error.strerror or error})", 2)
     except Exception as error:  # a file that nobody thought of ends in one line, like any other
         return _end(str(error if isinstance(error, CrossrankError) else unforeseen(error)), 2)
-
-
-def _return_freed_memory() -> None:
-    """Have freed columns go back to the system at once: glibc, and polars' own allocator, would each keep for itself
-    what the other is asked for next. Of a million calls that is a third of the peak, at no cost in time."""
-    os.environ.setdefault("_RJEM_MALLOC_CONF", "dirty_decay_ms:0,muzzy_decay_ms:0")  # read when polars is imported
-    with suppress(AttributeError, OSError, TypeError):  # not glibc
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _end(text: str, code: int) -> int:

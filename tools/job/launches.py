@@ -6,10 +6,8 @@ file; null if unknown.
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +17,7 @@ import polars as pl
 
 from crossrank.comm import MOST, OPERATIONS, CommRecord, Locality, ends_of, has_size, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
+from crossrank.tools import freed_memory
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Calls, Interned
@@ -242,7 +241,7 @@ class _LaunchBuilder:
                     calls = trace.calls
                     trace.calls = Calls(group=calls.group, signature=calls.signature, id=calls.id)
                 del calls
-                _return_freed_memory()
+                freed_memory.return_small_pieces()
         return Launches(
             job=self._job,
             kinds=list(self._kinds),
@@ -432,12 +431,6 @@ class _LaunchBuilder:
                     for to, count in zip(group.members, split, strict=True):
                         sent[to] += round(count * record.bytes / rows) * times
         del sent[rank]
-
-
-def _return_freed_memory() -> None:
-    """Return freed memory to the system: glibc keeps small pieces."""
-    with suppress(AttributeError, OSError, TypeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool, together: int) -> CallKind:
