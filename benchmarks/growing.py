@@ -121,7 +121,7 @@ def main() -> None:
             recordings = {ranks: record(folder, model, ranks) for ranks in counts}
             truth = convert(recordings[8], folder / f"{model}-truth")
             for ranks in counts[:-1]:
-                grown = convert(recordings[ranks], folder / f"{model}-{ranks}-grown", "--ranks", "8")
+                grown = convert(recordings[ranks], folder / f"{model}-{ranks}-grown", "--grow-to", "8")
                 equal = sum(grown[rank][0] == truth[rank][0] for rank in range(8))
                 ratios = [grown[rank][1] / truth[rank][1] for rank in range(8)]
                 print(

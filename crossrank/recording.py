@@ -180,7 +180,9 @@ def list_recording(path: str) -> Listing:
     file_system, local = _file_system(path)
     try:
         if not file_system.exists(local):
-            raise CrossrankError(f"{path}: no such file or folder; give the folder TRACING_DIR")
+            raise CrossrankError(
+                f"{path}: no such file or folder; check the path (a recording is the folder TRACING_DIR)"
+            )
         is_folder = file_system.isdir(local)
         entries = file_system.ls(local, detail=True) if is_folder else [file_system.info(local)]
     except CrossrankError:
@@ -215,7 +217,7 @@ def list_recording(path: str) -> Listing:
 
 def _file_system(path: str) -> tuple[Any, str]:
     if not path:
-        raise CrossrankError("the path is empty; give the folder TRACING_DIR")
+        raise CrossrankError("the path is empty; give a recording (the folder TRACING_DIR)")
     import fsspec  # not available in a training process, which uses only local files
 
     if not is_url(path):  # fsspec would read `::` in a name as a chain of URLs

@@ -50,8 +50,8 @@ _MAX_LOCAL_RANKS = 256
 class ReplayCommand:
     """Replay and measure the communication of a recording, a trace or a plan with torch.distributed, without the model.
     Starts one process per rank on this machine, or runs under torchrun, srun or mpirun:
-    `torchrun … -m crossrank.replay TRACE`. Exit code 0: done. 1: a rank failed, a result is wrong, or --strict and a
-    call was skipped. 2: the input is not usable; no process was started."""
+    `torchrun … -m crossrank.replay TRACE`. Exit code 1: a rank failed, a result is wrong, or a call was skipped
+    and --strict is given."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         replay_options.add_arguments(parser)

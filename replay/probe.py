@@ -26,8 +26,8 @@ RESULT = "probe.json"
 class ProbeCommand:
     """Find the slow rank, host or link. Measures two message sizes of a recording on small groups of ranks, many at the
     same time. Starts one process per rank on this machine, or runs under torchrun, srun or mpirun:
-    `torchrun … -m crossrank probe TRACE`. Exit code 0: none is slow. 1: a rank, host or link takes --tolerance times
-    as long as similar ones, or a rank failed. 2: the input is not usable."""
+    `torchrun … -m crossrank probe TRACE`. Exit code 1: a rank, host or link takes --tolerance times as long as
+    similar ones, or a rank failed."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         replay_options.add_arguments(parser, replay_options.PROBE)

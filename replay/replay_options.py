@@ -144,10 +144,10 @@ CHANGE = (
     Option("--ops --allow-ops --allow-list", "replay only these operations: all_reduce,all_gather", "LIST"),
     Option("--drop", "replay without these operations", "LIST"),
     Option("--bucket-mb", "merge or split DDP's gradients into buckets of F MiB", "F"),
-    Option("--overlap", "none: wait for every call at once (default: recorded)", choices=OVERLAPS),
+    Option("--overlap", "none: wait for each call before the next one (default: recorded)", choices=OVERLAPS),
     Option(
         "--blocking -b",
-        "wait for every call at once, with a barrier of its group before and after each collective",
+        "wait for each call before the next one, with a barrier of its group before and after each collective",
         not_with=_NO_GRAPH,
     ),
     Option("--pgs", "replay only calls on these groups (name or description)", "LIST"),
@@ -165,9 +165,8 @@ RUN = (
     Option("--device", "cpu or cuda (default: cuda if there is a GPU, except with gloo)", "NAME"),
     Option(
         "--pace",
-        "time between calls: fast (default) = none, recorded = the recorded gaps, compute = keep the device busy "
-        "during them, or a factor on them (0.5); with --compute, host time between operations: recorded (default), "
-        "fast or a factor",
+        "time between calls: fast (default): none; recorded: the recorded gaps; compute: the same, with a busy device; "
+        "0.5: half of the gaps. With --compute, it is the host time between operations (default: recorded)",
         "PACE",
     ),
     Option(
@@ -176,9 +175,13 @@ RUN = (
         "N",
     ),
     Option(
-        "--warmup --warmup-iter", "number of passes before the measured ones (2)", "N", default=2, range=(0, MOST_RANKS)
+        "--warmup --warmup-iter",
+        "number of passes before the measured ones (default 2)",
+        "N",
+        default=2,
+        range=(0, MOST_RANKS),
     ),
-    Option("--repeat --num-replays", "number of measured passes (5)", "N", default=5),
+    Option("--repeat --num-replays", "number of measured passes (default 5)", "N", default=5),
     Option("--graph --cudagraph", "capture the calls of a pass and launch them as a CUDA graph"),
     Option("--check", "check every result, in a separate pass", not_with=_ALONE),
     Option(
@@ -195,13 +198,17 @@ RUN = (
     ),
     Option(
         "--rtol",
-        "relative tolerance of --compare-data (8 roundings of the type, at least 1e-4)",
+        "relative tolerance of --compare-data (default: 8 roundings of the type, at least 1e-4)",
         "F",
         range=(0, 1e6),
         needs="compare-data",
     ),
-    Option("--atol", "absolute tolerance of --compare-data (as --rtol)", "F", range=(0, 1e6), needs="compare-data"),
-    Option("--timeout", "stop if a rank makes no progress for S seconds (120)", "S", default=120.0, range=(1, 1e6)),
+    Option(
+        "--atol", "absolute tolerance of --compare-data (default: as --rtol)", "F", range=(0, 1e6), needs="compare-data"
+    ),
+    Option(
+        "--timeout", "stop if a rank makes no progress for S seconds (default 120)", "S", default=120.0, range=(1, 1e6)
+    ),
     Option("--record", "record the measured passes with crossrank to DIR", "DIR", not_with=_NO_GRAPH),
     Option(
         "--profile --enable-profiler",
@@ -216,9 +223,13 @@ RUN = (
         "URL",
     ),
     Option("--master-ip", "host of rank 0, if the launcher does not set it", "HOST", not_with=_NO_INIT_METHOD),
-    Option("--master-port", "port of rank 0 (29500)", "PORT", not_with=_NO_INIT_METHOD),
+    Option("--master-port", "port of rank 0 (default 29500)", "PORT", not_with=_NO_INIT_METHOD),
     Option(
-        "--tolerance", "report what takes F times as long as similar groups (1.5)", "F", default=1.5, range=(1.01, 1e6)
+        "--tolerance",
+        "report groups that take F times as long as similar groups (default 1.5)",
+        "F",
+        default=1.5,
+        range=(1.01, 1e6),
     ),
     Option(
         "--groups",
@@ -242,7 +253,7 @@ WRITE = (
     Option("--batch --colls-per-batch", "print the time of N calls in a row on each rank", "N"),
     Option("--json", "print the report as JSON"),
     Option("--save-plan", "write the plan, which you can replay instead of the trace", "FILE"),
-    Option("--dry-run", "build and match the plan, but replay nothing"),
+    Option("--dry-run", "show what a replay would cover, but start no process"),
 )
 _GROUPS = {"input": READ, "changes": CHANGE, "execution": RUN, "output": WRITE}
 OPTIONS = {one.name: one for options in _GROUPS.values() for one in options}

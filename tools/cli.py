@@ -56,6 +56,14 @@ COMMANDS = {
     ),
 }
 """Name -> module of crossrank and its class, and one line for `crossrank --help`."""
+_EXIT_CODES = "exit codes: 0 nothing is wrong, 1 a fault was found, 2 the input is not usable"
+_WORDS = {
+    "recording": "the folder TRACING_DIR, with the files of all ranks of a job",
+    "comms file": "the calls of one rank: rank-N.comms.jsonl.zst",
+    "dump": "the last calls of one rank, from torch's flight recorder",
+    "window": "the steps that the profiler traced: TRACING_WINDOW=START:STOP",
+}
+"""Words of `crossrank --help` -> what they mean."""
 
 
 class Command(Protocol):
@@ -154,9 +162,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of the subcommand, with its `run`."""
     overview = _Parser(
         prog="crossrank",
-        description="Commands for recordings of distributed PyTorch jobs. To record one: "
-        "TRACING_DIR=DIR torchrun --nproc-per-node N -m crossrank.instrument SCRIPT. Then: crossrank inspect DIR.",
-        epilog="exit codes: 0 nothing is wrong, 1 a fault was found, 2 the input is not usable",
+        description="Commands for recordings of distributed PyTorch jobs. To record one:\n"
+        "  TRACING_DIR=DIR torchrun --nproc-per-node N -m crossrank.instrument SCRIPT\n"
+        "Then: crossrank inspect DIR.",
+        epilog="\n".join(["words:", *(f"  {word:<11} {text}" for word, text in _WORDS.items()), "", _EXIT_CODES]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     overview.add_argument("--version", action="version", version=f"crossrank {crossrank.__version__}")
     subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -169,7 +179,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
             module, _, class_name = place.partition(":")
             command: Command = getattr(import_module(f"crossrank.{module}"), class_name)()
             command.add_arguments(parser)
-            parser.description = command.__doc__
+            parser.description, parser.epilog = command.__doc__, _EXIT_CODES
             parser.set_defaults(run=command.run)
     if not words:
         overview.print_help()

@@ -14,7 +14,7 @@ class BuildKernelCommand:
     Without it, a job records in Python, which costs more per call, and compiles the recorder for the next job. Run this
     while you build an image, with the HOME or XDG_CACHE_HOME of your jobs. The image then needs no compiler.
 
-    Exit code 0: the recorder is ready. 2: it cannot be compiled.
+    Exit code 2: the recorder cannot be compiled.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,7 @@ def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInp
         wanted = f"no {KINDS[chosen]}" if chosen else "no trace to replay"
         holds = ", ".join(KINDS[name] for name in kinds) or "; ".join(skipped[:3])
         raise CrossrankError(
-            f"{path}: holds {wanted}{f' ({holds})' if holds else ''}; "
+            f"{path}: has {wanted}{f' ({holds})' if holds else ''}; "
             "give a recording, a folder of traces of all ranks, or a plan"
         )
     # Other files of the rank have the durations of the calls in a comms file.

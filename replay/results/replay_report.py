@@ -18,7 +18,7 @@ from crossrank.replay.plan.plan import Plan, RankPlan, number_of
 from crossrank.replay.results.measure import batches, blocks, compare, end_to_end_ns, measure, percentiles_us, table
 from crossrank.replay.results.whole_step import compare_step
 from crossrank.replay.run.messages import RankResult
-from crossrank.text import amount, csv_text, milliseconds, percent, printable
+from crossrank.text import amount, csv_text, milliseconds, percent, plural, printable
 from crossrank.tools.commands.options import write_output
 from crossrank.tools.traces.replayed import (
     CSV,
@@ -132,11 +132,11 @@ def print_plan(plan: Plan) -> None:
     """Print coverage and notes of the plan."""
     coverage = plan.coverage()
     print(
-        f"{printable(plan.source)}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
+        f"{printable(plan.source)}: the replay covers {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
         f"({percent(coverage.share_of_calls)}) and {amount(coverage.bytes)} of "
         f"{amount(coverage.recorded_bytes, coverage.unsized)} "
-        f"({percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) "
-        f"and {len(plan.groups)} group(s)"
+        f"({percent(coverage.share_of_bytes)}), on {plural(plan.world_size, 'rank')} "
+        f"and {plural(len(plan.groups), 'group')}"
     )
     changed = [f"{plan.calls:,} calls"] * (plan.calls != coverage.calls)
     changed += [amount(plan.bytes)] * (plan.bytes != coverage.bytes)
@@ -147,7 +147,7 @@ def print_plan(plan: Plan) -> None:
             print(f"  {line}")
     print(f"  memory for tensors: up to {amount(_max_memory_per_rank(plan))} per rank")
     for reason, count in coverage.reasons.items():
-        print(f"  left out: {count:,} call(s): {printable(reason)}")
+        print(f"  left out: {plural(count, 'call')}: {printable(reason)}")
     for problem in plan.damage[:_MAX_SHOWN]:
         print(f"  damaged: {printable(problem)}; an unknown number of calls is missing")
     if len(plan.damage) > _MAX_SHOWN:

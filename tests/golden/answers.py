@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "inspect": ("inspect", "TRACES"),
     "link": ("link", "TRACES", "-o", "OUT/linked"),
     "convert": ("convert", "TRACES", "-o", "OUT/chakra"),
-    "convert for more ranks": ("convert", "TRACES", "-o", "OUT/grown", "--ranks", "16", "--dedupe"),
+    "convert for more ranks": ("convert", "TRACES", "-o", "OUT/grown", "--grow-to", "16", "--dedupe"),
     "simulate": ("simulate", "TRACES", "--leave-one-out"),
     "simulate elsewhere": ("simulate", "TRACES", "--inter", "50GB/s,8us", "--intra", "300GB/s,2us", "--compute", "0.5"),
     "convert for a simulator": ("convert", "TRACES", "-o", "OUT/lowered", "--lower", "astra-sim", "--deps", "data"),

@@ -26,7 +26,7 @@ def record(folder: Path, model: str, ranks: int) -> Path:
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp2"])
 def test_calls_groups_sizes_and_their_order_are_those_of_the_larger_job(tmp_path: Path, model: str) -> None:
-    grown = convert(record(tmp_path, model, 2), tmp_path / "grown", "--ranks", "4")
+    grown = convert(record(tmp_path, model, 2), tmp_path / "grown", "--grow-to", "4")
     truth = convert(record(tmp_path, model, 4), tmp_path / "recorded")
     assert len(truth) == 4
     for rank, (calls, _) in truth.items():
@@ -36,7 +36,7 @@ def test_calls_groups_sizes_and_their_order_are_those_of_the_larger_job(tmp_path
 
 @needs_traces
 def test_equal_ranks_are_one_file_on_request(tmp_path: Path, command: Commands) -> None:
-    words = ["convert", public("dlrm_8gpu"), "--ranks", "24", "--jobs", "1", "-o"]
+    words = ["convert", public("dlrm_8gpu"), "--grow-to", "24", "--jobs", "1", "-o"]
     assert main([*words, str(tmp_path / "plain")]) == main([*words, str(tmp_path / "dedupe"), "--dedupe"]) == 0
     assert json.loads((tmp_path / "dedupe" / "comm_groups.json").read_text()) == {}
     names = sorted(path.name for path in (tmp_path / "plain").glob("*.et"))
@@ -51,13 +51,16 @@ def test_equal_ranks_are_one_file_on_request(tmp_path: Path, command: Commands) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "16", "--grow", "tp"], "the job has no dimension 'tp', but dp=8; give others with --dims"),
-        (["--ranks", "16", "--grow", "tp", "--dims", "tp=8"], "--grow tp: each matrix product would be split further"),
-        (["--ranks", "12", "--dims", "dp=4"], "--dims dp=4 makes 4 ranks; the job has 8"),
-        (["--ranks", "16", "--grow", "dp", "--dims", "dp=4,tp=2", "--dedupe"], ""),
-        (["--dims", "dp=8"], "--dims needs --ranks N"),
-        (["--dedupe"], "--dedupe needs --ranks N"),
-        (["--ranks", "0"], "--ranks 0 is not a number of ranks; a job has 1 to 1,048,576"),
+        (["--grow-to", "16", "--grow", "tp"], "the job has no dimension 'tp', but dp=8; give others with --dims"),
+        (
+            ["--grow-to", "16", "--grow", "tp", "--dims", "tp=8"],
+            "--grow tp: each matrix product would be split further",
+        ),
+        (["--grow-to", "12", "--dims", "dp=4"], "--dims dp=4 makes 4 ranks; the job has 8"),
+        (["--grow-to", "16", "--grow", "dp", "--dims", "dp=4,tp=2", "--dedupe"], ""),
+        (["--dims", "dp=8"], "--dims needs --grow-to N"),
+        (["--dedupe"], "--dedupe needs --grow-to N"),
+        (["--grow-to", "0"], "--grow-to 0 is not a number of ranks; a job has 1 to 1,048,576"),
     ],
 )
 def test_what_cannot_be_grown_ends_in_one_line(tmp_path: Path, command: Commands, words: list[str], said: str) -> None:
@@ -73,5 +76,5 @@ def test_ranks_that_are_not_there_are_named(tmp_path: Path, command: Commands) -
             name = f"rank-{rank}.{kind}.json.gz"
             (tmp_path / name).symlink_to(Path(public("dlrm_8gpu"), name))
     assert "rank 2,4-7 of 8 is missing, and new ranks copy recorded ranks" in command.said(
-        "convert", tmp_path, "--ranks", "16", "--jobs", "1", "-o", tmp_path / "out"
+        "convert", tmp_path, "--grow-to", "16", "--jobs", "1", "-o", tmp_path / "out"
     )

@@ -74,7 +74,7 @@ def test_a_job_that_is_timed_has_bandwidths_without_a_window(scripts: Scripts) -
         """)
     printed = scripts.crossrank("bandwidth", RECORDING).stdout
     assert "measured   the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work" in printed
-    assert "5 collectives or transfers (10 of 10 calls have times)" in printed
+    assert "5 timed collectives and transfers (10 of 10 calls have a measured time)" in printed
 
 
 # There is no NCCL without a GPU. torch's recorder is the same for gloo, but that it lacks durations: here the number of

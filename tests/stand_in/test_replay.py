@@ -38,7 +38,7 @@ def test_a_trace_of_eight_gpus_is_replayed_and_every_result_is_right(tmp_path: P
     done = replay(tmp_path, public("dlrm_8gpu"), "--check", "--repeat", "2", "--scale-bytes", "0.1")
     assert done.returncode == 0, done.stderr
     assert "Replayed with nccl" in done.stdout
-    assert "results are right" in done.stdout
+    assert "results are correct" in done.stdout
 
 
 @pytest.mark.parametrize("mode", [(), ("--graph",), ("--blocking",)], ids=["", "graph", "blocking"])

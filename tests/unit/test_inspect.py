@@ -57,7 +57,7 @@ def test_the_whole_text(folder: Path, inspect: Command) -> None:
         f"""\
 complete   every rank is there, and ended properly
 recording  {folder}
-ranks      2 of 2 on 2 node(s) (alpha: 0, beta: 1)
+ranks      2 of 2 on 2 nodes (alpha: 0, beta: 1)
 versions   crossrank 0.1.0, torch 2.13.0
 steps      1
 calls      4, 8 kB (size S of nccl-tests, summed over ranks)
@@ -125,7 +125,7 @@ def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, inspect: Comm
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=4, ended=False))
     code, out, _ = inspect(folder)
     assert code == 1
-    assert "ranks      2 of 4 on 2 node(s)" in out
+    assert "ranks      2 of 4 on 2 nodes" in out
     assert "missing    rank 2-3 has no comms file\n" in out
     assert "unfinished rank 1: no last line" in out
     assert "complete" not in out
@@ -153,10 +153,11 @@ def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
 
 def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, inspect: Command) -> None:
     step = (
-        "; give the folder set as TRACING_DIR "
-        "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)\n"
+        "; give the folder TRACING_DIR "
+        "(for other traces and dumps: crossrank bandwidth, timeline, report, link, replay, diagnose)\n"
     )
-    assert inspect(tmp_path) == (2, "", f"crossrank: {tmp_path} is not a recording: it is empty{step}")
+    empty = "; give a recording (the folder TRACING_DIR), traces or dumps\n"
+    assert inspect(tmp_path) == (2, "", f"crossrank: {tmp_path}: the folder is empty{empty}")
     (tmp_path / "run1").mkdir()
     trace = tmp_path / "rank-0.et.json.zst"
     trace.write_bytes(b"")
@@ -202,7 +203,8 @@ def test_files_of_two_jobs_are_no_complete_recording(folder: Path, inspect: Comm
 def test_no_folder(tmp_path: Path, inspect: Command) -> None:
     code, out, err = inspect(tmp_path / "nowhere")
     assert (code, out) == (2, "")
-    assert err == f"crossrank: {tmp_path}/nowhere: no such file or folder; give the folder TRACING_DIR\n"
+    step = "check the path (a recording is the folder TRACING_DIR)"
+    assert err == f"crossrank: {tmp_path}/nowhere: no such file or folder; {step}\n"
 
 
 def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:

@@ -134,7 +134,7 @@ def test_a_folder_is_sorted_into_files_torn_and_foreign(tmp_path: Path) -> None:
 
 
 def test_nothing_at_the_path_says_what_to_name(tmp_path: Path) -> None:
-    with pytest.raises(CrossrankError, match="no such file or folder; give the folder TRACING_DIR"):
+    with pytest.raises(CrossrankError, match="no such file or folder; check the path"):
         list_recording(str(tmp_path / "nowhere"))
 
 

@@ -102,8 +102,8 @@ def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet) -> Summary:
     unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in found if file not in comms]
     if not comms:
         raise CrossrankError(
-            f"{path} is not a recording: {_describe_files(path, files)}; give the folder set as TRACING_DIR "
-            "(bandwidth, timeline, report, link and replay read other traces, diagnose reads dumps)"
+            f"{path} is not a recording: {_describe_files(path, files)}; give the folder TRACING_DIR (for other "
+            "traces and dumps: crossrank bandwidth, timeline, report, link, replay, diagnose)"
         )
     files_by_rank(comms, (COMMS,))  # raises for two files of a rank, whose calls would be counted twice
     return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed_rank), unusable)

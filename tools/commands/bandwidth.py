@@ -32,7 +32,8 @@ class BandwidthCommand:
         paths: list[str] = arguments.path
         by = [name for name in arguments.by.split(",") if name]
         if not by or not set(by) <= set(KEYS):
-            raise CrossrankError(f"--by {arguments.by!r}: choose from {', '.join(KEYS)}")
+            wrong = next((name for name in by if name not in KEYS), arguments.by)
+            raise CrossrankError(f"--by: {wrong!r} is not a column; choose from {', '.join(KEYS)}")
         rates = line_rates(arguments.line_rate)
         found = _of_replay(arguments) if is_replay(paths[0]) and len(paths) == 1 else read_measured(arguments)
         result = bandwidth(found, inputs=paths, by=by, rates=rates)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_url
-from crossrank.text import percent
+from crossrank.text import percent, plural
 from crossrank.tools.commands.converting import (
     add_growing,
     complain_of_ranks,
@@ -29,14 +29,14 @@ from crossrank.tools.graph.chakra.convert_ranks import (
     late_starts,
     older_files,
 )
-from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
+from crossrank.tools.output.console import Columns, print_counts, print_fact, print_json, table_of
 
 _SHOWN = 16
 
 
 class ConvertCommand:
     """Write one Chakra trace per rank (chakra.RANK.et) and the process groups (comm_groups.json) of a recording, which
-    ASTRA-sim can read. --lower astra-sim writes only what ASTRA-sim runs. --ranks N writes the job for N ranks. Links
+    ASTRA-sim can read. --lower astra-sim writes only what ASTRA-sim runs. --grow-to N writes the job for N ranks. Links
     the traces first, in memory. Exit code 1: a rank failed, lost part of a file or matched less than --min-match, or
     the ranks of a group made different collectives."""
 
@@ -72,10 +72,10 @@ class ConvertCommand:
         add("--group-node", action="store_true", help=meaning)
         add("--strict", action="store_true", help="fail if dependencies form a cycle")
         add("--keep-linked", action="store_true", help="also write rank-N.linked.json.zst")
-        meaning = "with --ranks N: write equal files only once, as hard links; they then have no rank inside"
+        meaning = "with --grow-to N: write equal files only once, as hard links; they then have no rank inside"
         add("--dedupe", action="store_true", help=meaning)
         add_growing(parser)
-        add_shared(parser, "min-match", "json")
+        add_shared(parser, "ranks", "min-match", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         inputs = find_traces(arguments)
@@ -93,7 +93,7 @@ class ConvertCommand:
         fleet = fleet_of(arguments)
         grown = grow(inputs, arguments, options, fleet)
         if arguments.dedupe and grown is None:
-            raise CrossrankError("--dedupe needs --ranks N")
+            raise CrossrankError("--dedupe needs --grow-to N")
         if arguments.dedupe and is_url(arguments.output or arguments.recording[0]):
             raise CrossrankError("--dedupe makes hard links, so it needs a local folder: give one with -o")
         folder = output_folder(arguments.recording, arguments.output)
@@ -126,7 +126,7 @@ class ConvertCommand:
             if grown is not None:
                 print_growth(grown)
             for window in apart:
-                print(f"\nclocks     differ by more than window {window} is long, so all ranks start at 0")
+                print_fact("clocks", f"differ by more than window {window} is long, so all ranks start at 0")
         written = (
             grown.growth.written.size if grown is not None else 1 + max((one.rank or 0 for one in good), default=0)
         )
@@ -142,15 +142,21 @@ class ConvertCommand:
 
 
 def _print(results: Sequence[ConvertedRank], folder: str) -> None:
-    table_of(results, _COLUMNS, limit=_SHOWN).print(f"Chakra traces in {folder}")
+    print_fact(
+        "converted", f"{plural(len(results), 'trace')} of a rank and window; {sum(map(_nodes, results)):,} nodes"
+    )
+    print_fact("wrote", f"{folder}/*.et and {GROUPS}; next: crossrank check, or a simulator")
+    table_of(results, _COLUMNS, limit=_SHOWN).print("Chakra traces")
     for name, title in (("dependencies", "Dependencies, by kind"), ("lowered", "Lowered to what ASTRA-sim runs")):
         total = sum((Counter(getattr(result.converted, name)) for result in results), Counter[str]())
         print_counts(title, total.most_common())
     if gpu_ns := sum(result.converted.gpu_ns for result in results):
         share = sum(result.converted.counted_ns for result in results) / gpu_ns
-        print(
-            f"\nnum_ops    FLOP counts cover {percent(share)} of GPU compute time (matrix products, convolutions, "
-            "attention)\n           a roofline needs them for every node"
+        print()
+        print_fact(
+            "num_ops",
+            f"FLOP counts cover {percent(share)} of GPU compute time (matrix products, convolutions, attention); a "
+            "roofline needs them for every node",
         )
 
 

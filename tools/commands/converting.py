@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
 from crossrank.text import plural
-from crossrank.tools.commands.options import complain, rank_list
+from crossrank.tools.commands.options import complain
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, Grown, convert_ranks, grow_ranks
 from crossrank.tools.graph.chakra.mesh import KINDS
@@ -18,8 +18,10 @@ from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import discover
 
 
-def _number_or_list(text: str) -> int | set[int]:
-    return int(text) if text.isdecimal() and len(text) < 8 else rank_list(text)
+def _count(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 8):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+    return int(text)
 
 
 def _dimensions(text: str) -> dict[str, int]:
@@ -38,8 +40,7 @@ def _dimensions(text: str) -> dict[str, int]:
 
 def add_growing(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("for another number of ranks").add_argument
-    meaning = "N: write the job for N ranks; a list such as 0-7,12: read only these ranks"
-    add("--ranks", type=_number_or_list, metavar="N", help=meaning)
+    add("--grow-to", type=_count, metavar="N", help="number of ranks of the larger or smaller job")
     meaning = "the dimension that changes its size (default dp: data parallelism)"
     add("--grow", metavar="DIMENSION", help=meaning)
     meaning = (
@@ -51,7 +52,7 @@ def add_growing(parser: argparse.ArgumentParser) -> None:
 def find_traces(arguments: argparse.Namespace) -> Inputs:
     """Return the pairs of traces, or the linked traces, that the user names."""
     paths: list[str] = arguments.recording
-    ranks = arguments.ranks if isinstance(arguments.ranks, set) else None
+    ranks: set[int] | None = arguments.ranks
     if linked := _linked(paths):
         inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
         if not inputs.pairs:
@@ -86,21 +87,23 @@ def _linked(paths: Sequence[str]) -> list[RankInput]:
 
 
 def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet: Fleet) -> Grown | None:
-    """Return the job for the number of ranks in --ranks; None without one.
+    """Return the job for the number of ranks in --grow-to; None without one.
 
     Raises `CrossrankError` if a rank cannot be read, or the work of a new rank is unknown."""
-    if not isinstance(arguments.ranks, int):
+    if arguments.grow_to is None:
         for name in ("dims", "grow"):
             if getattr(arguments, name) is not None:
-                raise CrossrankError(f"--{name} needs --ranks N")
+                raise CrossrankError(f"--{name} needs --grow-to N")
         return None
+    if arguments.ranks is not None:
+        raise CrossrankError("--grow-to copies the work of all recorded ranks; remove --ranks")
     recorded = convert_ranks(inputs.pairs, None, options, fleet)
     for one in recorded:
         if one.error is not None:
             raise CrossrankError(
                 f"{one.name}: {one.error}; new ranks copy recorded ranks, so every rank must be readable"
             )
-    growth = grow_ranks(recorded, arguments.dims, arguments.ranks, arguments.grow or "dp")
+    growth = grow_ranks(recorded, arguments.dims, arguments.grow_to, arguments.grow or "dp")
     return Grown(growth=growth, recorded=recorded)
 
 

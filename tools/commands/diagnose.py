@@ -20,8 +20,8 @@ from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
 
 class DiagnoseCommand:
     """Match the calls of all ranks and show the faults, root cause first. Reads flight-recorder dumps (pickle or JSON,
-    of NCCL, gloo or any backend) or a recording. Runs no code from a dump. Exit code 0: healthy. 1: a fault, or a rank
-    without a usable dump. 2: no usable input."""
+    of NCCL, gloo or any backend) or a recording. Runs no code from a dump. Exit code 1: a fault, or a rank without a
+    usable dump."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
@@ -114,8 +114,8 @@ def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -
 def _check_filters(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
     strange = sorted((ranks or set()) - set(job.world))
     if strange:
-        raise CrossrankError(f"--ranks has {strange[0]}; the job has rank {rank_ranges(job.world)}")
+        raise CrossrankError(f"--ranks: the job has no rank {strange[0]}, but rank {rank_ranges(job.world)}")
     names = {name for group in job.groups for name in group.pg if name}
     for name in groups or ():
         if name not in names:
-            raise CrossrankError(f"--groups has {name!r}; the groups are {', '.join(sorted(names)[:20])}")
+            raise CrossrankError(f"--groups: the job has no group {name!r}, but {', '.join(sorted(names)[:20])}")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
 
 from crossrank.recording import COMMS
-from crossrank.text import amount, percent, plural, printable, rank_ranges
+from crossrank.text import amount, percent, plural, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
 from crossrank.tools.commands.options import add_shared, complain, fleet_of
-from crossrank.tools.output.console import print_json, table_of
+from crossrank.tools.output.console import print_fact, print_json, table_of
 from crossrank.tools.traces.discover import discover
 
 _MOST_ENDINGS = 8
@@ -53,8 +53,8 @@ class InspectCommand:
 
 
 def _print(summary: Summary, top: int) -> None:
-    _print_lines(_missing(summary))
-    _print_lines(_head(summary))
+    for name, text in (*_missing(summary), *_head(summary)):
+        print_fact(name, text)
     if summary.by_op:
         table_of(summary.by_op, _OPERATIONS).print("Operations")
     if summary.groups:
@@ -67,11 +67,6 @@ def _print(summary: Summary, top: int) -> None:
     table_of(list(summary.files.items()), _FILES).print("Files")
 
 
-def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
-    for name, text in lines:
-        print(f"{name:<10} {printable(text)}")
-
-
 def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     total = summary.calls
     ranks = f"{len(summary.ranks)} of {summary.world_size}" if summary.world_size is not None else "0"
@@ -79,8 +74,10 @@ def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     more = ", …" if len(summary.nodes) > 4 else ""
     unknown = f", {_share(total.unknown_bytes, total.bytes)} unknown" if total.unknown_bytes else ""
     yield "recording", summary.path
-    yield "ranks", f"{ranks} on {len(summary.nodes)} node(s) ({nodes}{more})"
-    yield "versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
+    yield "ranks", f"{ranks} on {plural(len(summary.nodes), 'node')} ({nodes}{more})"
+    versions = {name: version.partition(" (") for name, version in summary.versions.items() if version}
+    yield "versions", ", ".join(f"{name} {number}" for name, (number, _, _) in versions.items())
+    yield from (("", why.removesuffix(")")) for _, _, why in versions.values() if why)
     parts = ", ".join(f"{first}:{stop}" for first, stop in summary.parts)
     yield "steps", str(summary.steps) + (f" (steps {parts} of a longer recording)" if parts else "")
     yield "calls", f"{total.calls}, {amount(total.bytes)} (size S of nccl-tests, summed over ranks)"

@@ -13,13 +13,13 @@ from crossrank.atomic_file import join
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name
-from crossrank.text import percent, printable, rank_ranges
+from crossrank.text import percent, plural, rank_ranges
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import write_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.window_files import Inputs, RankInput, RankOutput, find_inputs, writing
-from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
+from crossrank.tools.output.console import Columns, print_counts, print_fact, print_json, table_of
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.param_comms import named_by_address
 
@@ -98,7 +98,7 @@ class LinkCommand:
         if arguments.json:
             print_json(_summary(results, groups, inputs))
         else:
-            _print(linked, groups, folder)
+            _print(results, linked, groups)
         complain(*inputs.problems, *inputs.notes)
         faults = [f"{result.name}: {text}" for result in results for text in _faults(result, arguments.min_match)]
         faults += [
@@ -191,8 +191,16 @@ def _faults(result: LinkedRank, least: float) -> Iterator[str]:
         yield f"matched {percent(rate)}, less than --min-match {percent(least)}; {count} {what}: {reason}"
 
 
-def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str) -> None:
-    table_of(linked, _RANKS, limit=_ROWS).print(f"Linked traces in {folder}")
+def _print(results: Sequence[LinkedRank], linked: Sequence[LinkedRank], groups: Sequence[GroupRow]) -> None:
+    operations = sum(result.report.host_nodes for result in linked)
+    matched = sum(sum(result.report.host_matched.values()) for result in linked)
+    share = percent(matched / operations if operations else None)
+    of_all = plural(len(results), "trace")
+    print_fact("linked", f"{len(linked)} of {of_all}: {share} of {operations:,} host operations matched")
+    if linked:
+        more = f" and {len(linked) - 1} more" if len(linked) > 1 else ""
+        print_fact("wrote", f"{linked[0].output}{more}; next: crossrank convert, simulate, or replay --compute")
+    table_of(linked, _RANKS, limit=_ROWS).print("Linked traces")
     for name, title in _COUNTED.items():
         total = sum((Counter(getattr(result.report, name)) for result in linked), Counter[str]())
         print_counts(title, sorted(total.items(), key=lambda item: (-item[1], item[0])))
@@ -206,9 +214,10 @@ def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str
         print(f"\nmissing    rank {rank_ranges(absent)}: in these groups, but not linked")
     warnings = _warnings(linked)
     for text, ranks in warnings[:_WARNINGS]:
-        print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
+        print()
+        print_fact("note", f"{text} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
     if len(warnings) > _WARNINGS:
-        print(f"\n… and {len(warnings) - _WARNINGS} more warnings (--json shows all)")
+        print(f"\n… and {len(warnings) - _WARNINGS} more notes (--json shows all)")
 
 
 def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:

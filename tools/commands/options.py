@@ -28,8 +28,10 @@ def rank_list(text: str) -> set[int]:
     ranks: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
+        if match is None:
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write it as 0-7,12")
+        if match[2] and int(match[2]) < int(match[1]):
+            raise argparse.ArgumentTypeError(f"{part!r} goes backwards; write the lower rank first")
         first, last = int(match[1]), int(match[2] or match[1])
         if last >= MOST_RANKS:
             raise argparse.ArgumentTypeError(f"{text!r} has a rank above {MOST_RANKS - 1}")

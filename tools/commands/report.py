@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, list_recording
-from crossrank.text import amount, milliseconds, percent, plural, printable
+from crossrank.text import amount, milliseconds, percent, plural
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Failure, failed, find_candidates, put_together, read_candidate
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
@@ -24,7 +24,7 @@ from crossrank.tools.commands.options import (
 )
 from crossrank.tools.job import sources
 from crossrank.tools.job.read_rank import RankSources
-from crossrank.tools.output.console import print_json
+from crossrank.tools.output.console import print_fact, print_json
 from crossrank.tools.parallel import map_ranks
 from crossrank.tools.traces.discover import FoundFile, discover
 from crossrank.tools.traces.kept import files_kept
@@ -153,17 +153,20 @@ def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -
 
 
 def _print(output: str, size: int, found: Figures) -> None:
-    print(f"report     {printable(output)}, {amount(size)}")
+    print_fact("report", f"{output}, {amount(size)}")
     verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
-    print(f"diagnosis  {printable(verdict)}")
-    print(
-        f"contents   {found.ranks} of {found.world_size} rank(s), {found.calls:,} calls "
-        f"({found.bandwidth.timed_calls:,} with times), {amount(found.bytes, found.unsized)}"
-    )
+    print_fact("diagnosis", verdict)
+    ranks, calls = f"{found.ranks} of {plural(found.world_size, 'rank')}", f"{found.calls:,} calls"
+    timed = f"{found.bandwidth.timed_calls:,} with a measured time"
+    print_fact("contents", f"{ranks}, {calls} ({timed}), {amount(found.bytes, found.unsized)}")
     if (exposed := found.exposed) is not None:
         shown = plural(exposed.waits, "wait")
         if exposed.steps:
             median = milliseconds(exposed.per_step_ms)
             least = "at least " if exposed.calls_without else ""
             shown = f"{least}{percent(exposed.share)} of step time, {median} per step (median)"
-        print(f"exposed    {shown}, measured on the hosts; {plural(exposed.calls_without, 'call')} without a wait")
+        print_fact(
+            "exposed",
+            f"{shown}: the waits of the hosts, in all recorded steps; {plural(exposed.calls_without, 'call')} without "
+            "a recorded wait",
+        )

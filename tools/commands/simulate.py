@@ -53,7 +53,7 @@ T = TypeVar("T")
 class SimulateCommand:
     """Simulate the windows of a recording: when each node runs if only dependencies delay it, how long it takes, and
     why. A communication takes its measured time, or the time of a modelled network (--network, --intra, --inter).
-    --compute scales computation. --ranks N simulates the job with N ranks. Exit code 1: a rank failed, lost part of a
+    --compute scales computation. --grow-to N simulates the job with N ranks. Exit code 1: a rank failed, lost part of a
     file or matched less than --min-match, or the ranks of a group made different collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ class SimulateCommand:
         add = parser.add_argument_group("another machine").add_argument
         meaning = (
             "measured: use measured times (default); recorded: use latency and bandwidth per operation, fitted to the "
-            "collectives of the recording (default with --ranks N)"
+            "collectives of the recording (default with --grow-to N)"
         )
         add("--network", choices=("measured", "recorded"), help=meaning)
         meaning = "bus bandwidth, and latency per round, inside a node: 300GB/s,2us"
@@ -83,7 +83,7 @@ class SimulateCommand:
         meaning = "write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
         parser.add_argument("--timeline", metavar="FILE", help=meaning)
         add_growing(parser)
-        add_shared(parser, "min-match", "json")
+        add_shared(parser, "ranks", "min-match", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.timeline is not None:
@@ -92,8 +92,8 @@ class SimulateCommand:
             raise CrossrankError(
                 "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware; give it, or set ASTRA_SIM"
             )
-        if arguments.astra_sim is not None and isinstance(arguments.ranks, set):
-            raise CrossrankError("--astra-sim simulates all ranks of a job; remove the list of --ranks")
+        if arguments.astra_sim is not None and arguments.ranks is not None:
+            raise CrossrankError("--astra-sim simulates all ranks of a job; remove --ranks")
         if arguments.astra_sim is not None and arguments.compute != 1:
             raise CrossrankError("--astra-sim uses measured computation; remove --compute")
         fleet = fleet_of(arguments)
@@ -170,7 +170,7 @@ def _network(arguments: argparse.Namespace, fleet: Fleet) -> tuple[Network | Non
         raise CrossrankError(
             f"--network {arguments.network} sets the time of communications; remove --intra and --inter"
         )
-    grows = isinstance(arguments.ranks, int) and arguments.network is None and not links
+    grows = arguments.grow_to is not None and arguments.network is None and not links
     recorded = arguments.network == "recorded" or grows
     kinds = _measured(arguments.recording, fleet) if recorded or arguments.leave_one_out else []
     if links:

@@ -9,13 +9,13 @@ from typing import get_args
 import msgspec
 
 from crossrank.atomic_file import compressed, join
-from crossrank.text import amount, printable
+from crossrank.text import amount, plural
 from crossrank.tools.commands.measured import add_measured_arguments, complain_of, read_measured
 from crossrank.tools.commands.options import folder_of, output_file
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.sources import CHOICES
 from crossrank.tools.output.bandwidth import alignment_text
-from crossrank.tools.output.console import print_json, print_notes
+from crossrank.tools.output.console import print_fact, print_json, print_notes
 from crossrank.tools.output.timeline.build import Flows, Written, write_timeline
 
 
@@ -52,12 +52,11 @@ class TimelineCommand:
 
 
 def _print(output: str, size: int, written: Written, found: JobTables) -> None:
-    print(f"timeline   {printable(output)}, {amount(size)}")
-    print("open it at https://ui.perfetto.dev, in a browser on your computer")
-    print(
-        f"contents   {written.ranks} rank(s), {written.steps:,} steps, {written.duration_ms:,.1f} ms, "
-        f"{written.calls:,} calls or batches,"
-    )
-    print(f"           {written.activities:,} measured times, {written.arrows:,} arrows")
-    print(f"clocks     {alignment_text(found.clocks)}")
+    print_fact("timeline", f"{output}, {amount(size)}")
+    print_fact("next", "open it at https://ui.perfetto.dev, in a browser on your computer")
+    steps = f"{written.steps:,} steps (of each rank)"
+    print_fact("contents", f"{plural(written.ranks, 'rank')}, {steps}, {written.duration_ms:,.1f} ms")
+    print_fact("", f"{written.calls:,} calls or batches, {written.activities:,} with a measured time")
+    print_fact("", f"{written.arrows:,} arrows from the first rank of a collective to the last")
+    print_fact("clocks", alignment_text(found.clocks))
     print_notes(found.job.notes)

@@ -46,7 +46,7 @@ class WatchCommand:
         folder = arguments.recording
         if is_url(folder) or not os.path.isdir(folder):
             raise CrossrankError(
-                f"{folder}: is not a folder; give the folder TRACING_DIR on a local or shared file system"
+                f"{folder}: is not a folder; give a recording (the folder TRACING_DIR) on a local or shared file system"
             )
         job, metrics = _Job(folder), Metrics()
         _serve(arguments, metrics)
@@ -86,7 +86,9 @@ class _Job:
             if file.rank not in self._files:
                 self._files[file.rank] = GrowingFile(file.path), LiveFile(len(found))
         if not self._files:
-            raise CrossrankError(f"{self.folder}: no rank has started to record here; give the folder TRACING_DIR")
+            raise CrossrankError(
+                f"{self.folder}: no rank has started to record here; give a recording (the folder TRACING_DIR)"
+            )
         for growing, rank in self._files.values():
             try:
                 rank.take(growing.look())

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from crossrank.text import amount, microseconds, percent, percents, printable, significant, size_text
+from crossrank.text import amount, microseconds, percent, percents, plural, significant, size_text
 from crossrank.tools.analysis.bandwidth import Bandwidth
+from crossrank.tools.analysis.diagnosis.findings import group_text
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.launches import TIMED_BY
-from crossrank.tools.output.console import Table, print_counts, print_notes, table_of
+from crossrank.tools.output.console import Table, print_counts, print_fact, print_notes, table_of
 from crossrank.tools.tables import Row
 
 _SHOWN = 24
 BOUNDS = "upper bounds include waiting time: ranks are missing, calls shared a launch, or only a wait shows the end"
 
 
-def group_text(row: Row) -> str:
-    name = f"{row['pg']} {row['desc'] or ''}".strip()
-    return "-" if row["pg"] is None else f"{name} ({row['ranks']})" if name else "unknown"
+def _group_of(row: Row) -> str:
+    name = (row["pg"], row["desc"] or "")
+    return "-" if row["pg"] is None else group_text(name) if any(name) else "unknown"
 
 
 Column = tuple[str, Callable[[Row], object]]
 KEYS: dict[str, Column] = {
     "op": ("operation", lambda row: row["op"]),
-    "group": ("group", group_text),
+    "group": ("group", _group_of),
     "size": ("size", lambda row: size_text(row["size_to"])),
     "locality": ("locality", lambda row: row["locality"]),
     "source": ("source", lambda row: row["source"] or "(C++)"),
@@ -53,28 +54,32 @@ def alignment_text(clocks: Clocks) -> str:
 
 def print_bandwidth(result: Bandwidth) -> None:
     """Print the time per rank and the table, then how the times were measured and what was not matched."""
-    print(
-        f"total      {result.total_ms:,.3f} ms in {result.timed_collectives:,} collectives or transfers "
-        f"({result.timed_calls:,} of {result.calls:,} calls have times)"
+    print_fact(
+        "total",
+        f"{result.total_ms:,.3f} ms in {result.timed_collectives:,} timed collectives and transfers "
+        f"({result.timed_calls:,} of {result.calls:,} calls have a measured time)",
     )
     if (overlap := result.overlap) is not None:
         computation, exposed, memory, idle = percents(
             (overlap.computation, overlap.exposed, overlap.memory, overlap.idle)
         )
-        print(
-            f"time       {computation} computation, {exposed} exposed communication, {memory} copies, {idle} idle\n"
-            f"           in {overlap.windows:,} steps or windows of {overlap.of_ranks:,} rank(s), measured on the "
-            f"{' and the '.join(overlap.measured_on)}"
-        )
+        print_fact("time", f"{computation} computation, {exposed} exposed communication, {memory} copies, {idle} idle")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json shows all")
     table.print("Collectives and transfers, most time first")
     if any(row["upper_bounds"] for row in result.rows):
         print(f"  {BOUNDS}")
     lacking = f", {len(result.missing_ranks)} missing" if result.missing_ranks else ""
-    print(f"\nranks      {len(result.ranks)} of {result.world_size}{lacking}")
+    print()
+    print_fact("ranks", f"{len(result.ranks)} of {result.world_size}{lacking}")
     for source, count in result.sources.items():
-        print(f"measured   {TIMED_BY[source]} ({count} rank(s))")
-    print(f"clocks     {printable(alignment_text(result.clocks))}")
+        print_fact("measured", f"{TIMED_BY[source]} ({plural(count, 'rank')})")
+    if overlap is not None:
+        print_fact(
+            "time",
+            f"over {overlap.windows:,} traced steps or windows of {plural(overlap.of_ranks, 'rank')}, measured on the "
+            f"{' and the '.join(overlap.measured_on)}",
+        )
+    print_fact("clocks", alignment_text(result.clocks))
     print_counts("Communication kernels with a call, by method of matching", result.attributed.items())
     print_counts("Not matched to a call", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())
@@ -88,16 +93,17 @@ def _of(column: str, name: str, text: Callable[[float | None], str]) -> Callable
 
 
 _MEASURED: tuple[Column, ...] = (
+    ("#ranks", lambda row: row["ranks"] or "-"),
     ("#collectives", lambda row: f"{row['collectives']:,}"),
-    ("#upper bounds", lambda row: row["upper_bounds"] or ""),
-    ("#total S", lambda row: amount(row["bytes"], row["unsized"])),
-    ("#time p50", _of("time_us", "p50", microseconds)),
-    ("#p95", _of("time_us", "p95", microseconds)),
-    ("#max us", _of("time_us", "max", microseconds)),
-    ("#waiting p50", _of("waiting_us", "p50", microseconds)),
-    ("#p95 us", _of("waiting_us", "p95", microseconds)),
-    ("#algbw p50", _of("algbw_gb_per_s", "p50", significant)),
-    ("#busbw p50", _of("busbw_gb_per_s", "p50", significant)),
-    ("#p5 GB/s", _of("busbw_gb_per_s", "p5", significant)),
-    ("#of line rate", _of("line_rate_share", "p50", percent)),
+    ("#upper\nbounds", lambda row: row["upper_bounds"] or ""),
+    ("#bytes", lambda row: amount(row["bytes"], row["unsized"])),
+    ("#time\np50 us", _of("time_us", "p50", microseconds)),
+    ("#time\np95 us", _of("time_us", "p95", microseconds)),
+    ("#time\nmax us", _of("time_us", "max", microseconds)),
+    ("#waiting\np50 us", _of("waiting_us", "p50", microseconds)),
+    ("#waiting\np95 us", _of("waiting_us", "p95", microseconds)),
+    ("#algbw\np50 GB/s", _of("algbw_gb_per_s", "p50", significant)),
+    ("#busbw\np50 GB/s", _of("busbw_gb_per_s", "p50", significant)),
+    ("#busbw\np5 GB/s", _of("busbw_gb_per_s", "p5", significant)),
+    ("#share of\nline rate", _of("line_rate_share", "p50", percent)),
 )

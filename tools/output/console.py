@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TextIO, TypeAlias, TypeVar
 
 from crossrank.text import printable
 
 Item = TypeVar("Item")
+_INDENT = 11
+"""Column in which the text of a fact starts."""
 Columns: TypeAlias = Sequence[tuple[str, Callable[[Item], object]]]
-"""(name of a column, function from an item to its cell). Columns whose name starts with `#` are right-aligned."""
+"""(name of a column, function from an item to its cell). Columns whose name starts with `#` are right-aligned. After a
+line end in a name, a second line starts on a terminal; on a page it is a space."""
 
 
 class Printable:
@@ -109,6 +114,16 @@ def print_json(value: object) -> None:
     sys.stdout.write(as_json(value))
 
 
+def print_fact(name: str, text: str) -> None:
+    """Print a name and text next to it. On a terminal, the text is wrapped below itself."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    lines = textwrap.wrap(
+        printable(text), max(width - _INDENT, 40), break_long_words=False, break_on_hyphens=False
+    ) or [""]
+    for number, line in enumerate(lines):
+        print(f"{'' if number else name:<{_INDENT}}{line}")
+
+
 def print_counts(title: str, counts: Iterable[tuple[str, int]]) -> None:
     """Print counts under a title; nothing if there are none."""
     for number, (text, count) in enumerate(counts):
@@ -121,7 +136,8 @@ def print_notes(notes: Iterable[str], most: int = 8) -> None:
     """Print each note once, at most `most`, and the number of the others."""
     different = list(dict.fromkeys(notes))
     for note in different[:most]:
-        print(f"\nnote       {printable(note)}")
+        print()
+        print_fact("note", note)
     if len(different) > most:
         print(f"\n… and {len(different) - most} more notes (--json shows all)")
 
@@ -151,16 +167,17 @@ def _cells(
     """Return (names, whether each column is right-aligned, text of the cells, widths of the columns)."""
     names = [column.removeprefix("#") for column in columns]
     cells = [[printable(str(cell)) for cell in row] for row in rows]
-    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    widths = [max(map(len, [*name.split("\n"), *(row[i] for row in cells)])) for i, name in enumerate(names)]
     return names, [column.startswith("#") for column in columns], cells, widths
 
 
 def _plain(names: list[str], right: list[bool], cells: list[list[str]], widths: list[int]) -> list[str]:
+    upwards = zip_longest(*(reversed(name.split("\n")) for name in names), fillvalue="")
     return [
         "  "
         + "  ".join(
             cell.rjust(width) if is_right else cell.ljust(width)
             for cell, width, is_right in zip(row, widths, right, strict=True)
         ).rstrip()
-        for row in [names, *cells]
+        for row in [*reversed(list(upwards)), *cells]
     ]

@@ -37,34 +37,34 @@ _ROWS: Columns[ReplayRow] = (
     ("#ranks", lambda row: row.ranks),
     ("size", lambda row: size_text(row.size_to)),
     ("#calls", lambda row: row.calls),
-    ("#time p50", lambda row: microseconds(row.time_us.p50)),
-    ("#p95", lambda row: microseconds(row.time_us.p95)),
-    ("#p99 us", lambda row: microseconds(row.time_us.p99)),
-    ("#issue us", lambda row: microseconds(row.issue_us.p50)),
-    ("#waiting us", lambda row: microseconds(row.waiting_us.p50)),
-    ("#algbw", lambda row: _median(row.algbw_gb_per_s)),
-    ("#busbw GB/s", lambda row: _median(row.busbw_gb_per_s)),
+    ("#time\np50 us", lambda row: microseconds(row.time_us.p50)),
+    ("#time\np95 us", lambda row: microseconds(row.time_us.p95)),
+    ("#time\np99 us", lambda row: microseconds(row.time_us.p99)),
+    ("#issue\np50 us", lambda row: microseconds(row.issue_us.p50)),
+    ("#waiting\np50 us", lambda row: microseconds(row.waiting_us.p50)),
+    ("#algbw\np50 GB/s", lambda row: _median(row.algbw_gb_per_s)),
+    ("#busbw\np50 GB/s", lambda row: _median(row.busbw_gb_per_s)),
 )
 _COMPARED: Columns[Compared] = (
     ("operation", lambda row: row.op),
     ("size", lambda row: size_text(row.size_to)),
     ("#calls", lambda row: row.calls),
-    ("#recorded us", lambda row: microseconds(row.recorded_us)),
-    ("#replayed us", lambda row: microseconds(row.replayed_us)),
-    ("#ratio", lambda row: f"{row.ratio:.2f}"),
-    ("#error p50", lambda row: percent(row.error_p50)),
-    ("#p95", lambda row: percent(row.error_p95)),
-    ("#collective recorded us", lambda row: microseconds(row.collective_recorded_us)),
-    ("#replayed us", lambda row: microseconds(row.collective_replayed_us)),
-    ("#error p50", lambda row: percent(row.collective_error_p50)),
+    ("#call\nrecorded us", lambda row: microseconds(row.recorded_us)),
+    ("#call\nreplayed us", lambda row: microseconds(row.replayed_us)),
+    ("#call\nratio", lambda row: f"{row.ratio:.2f}"),
+    ("#call\nerror p50", lambda row: percent(row.error_p50)),
+    ("#call\nerror p95", lambda row: percent(row.error_p95)),
+    ("#collective\nrecorded us", lambda row: microseconds(row.collective_recorded_us)),
+    ("#collective\nreplayed us", lambda row: microseconds(row.collective_replayed_us)),
+    ("#collective\nerror p50", lambda row: percent(row.collective_error_p50)),
 )
 _OPERATIONS: Columns[ComputedOperation] = (
     ("operation", lambda row: row.name),
     ("#per step", lambda row: f"{row.count:,.0f}"),
-    ("#recorded ms", lambda row: milliseconds_alone(row.recorded_us)),
-    ("#replayed ms", lambda row: milliseconds_alone(row.profiled_us)),
+    ("#recorded ms,\nprofiler on", lambda row: milliseconds_alone(row.recorded_us)),
+    ("#replayed ms,\nprofiler on", lambda row: milliseconds_alone(row.profiled_us)),
     ("#ratio", lambda row: "-" if row.ratio is None else f"{row.ratio:.2f}"),
-    ("#without profiler ms", lambda row: milliseconds_alone(row.replayed_us)),
+    ("#replayed ms,\nprofiler off", lambda row: milliseconds_alone(row.replayed_us)),
 )
 
 
@@ -73,11 +73,11 @@ def _block_columns(what: str) -> Columns[CallTimes]:
         (what, lambda block: block.name),
         ("#calls", lambda block: block.calls),
         ("#bytes", lambda block: amount(block.bytes)),
-        ("#time p50", lambda block: microseconds(block.time_us.p50)),
-        ("#p95", lambda block: microseconds(block.time_us.p95)),
-        ("#p99 us", lambda block: microseconds(block.time_us.p99)),
-        ("#waiting us", lambda block: microseconds(block.waiting_us.p50)),
-        ("#first start to last end us", lambda block: microseconds(block.span_us.p50)),
+        ("#time\np50 us", lambda block: microseconds(block.time_us.p50)),
+        ("#time\np95 us", lambda block: microseconds(block.time_us.p95)),
+        ("#time\np99 us", lambda block: microseconds(block.time_us.p99)),
+        ("#waiting\np50 us", lambda block: microseconds(block.waiting_us.p50)),
+        ("#first start to\nlast end us", lambda block: microseconds(block.span_us.p50)),
     )
 
 
@@ -191,7 +191,7 @@ def comparison_text(comparison: Comparison) -> str:
         if not comparison.calls
         else (
             f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
-            f"{percent(comparison.error_p95)} p95; {comparison.without_time:,} call(s) without a recorded time"
+            f"{percent(comparison.error_p95)} p95; {plural(comparison.without_time, 'call')} without a recorded time"
         )
     )
     if comparison.recorded_end_to_end_us is None:
@@ -208,7 +208,7 @@ def comparison_text(comparison: Comparison) -> str:
 def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     """Print the tables of one replay, with the blocks that `by` names."""
     for text, count in report.substitutes.items():
-        print(f"  changed: {count:,} call(s): {printable(text)}")
+        print(f"  changed: {plural(count, 'call')}: {printable(text)}")
     settings, found = report.settings, tables(report, _ON_CONSOLE)
     title = f"Replayed with {settings.backend}: {settings.repeats} passes after {settings.warmup} warm-up passes"
     if report.rows:
@@ -217,7 +217,8 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
         print(f"\n{title}; there is no communication")
     late = sum(row.late_ends for row in report.rows)
     if late:
-        print(f"  for {late:,} call(s) only a wait shows the end: time is an upper bound, no bandwidth")
+        only = f"for {plural(late, 'call')} only a wait shows the end"
+        print(f"  {only}: the time is an upper bound, and the bandwidth is unknown")
     for name in by:
         if found[name].rows:
             found[name].print(f"{_BLOCKS[name]}, all calls together, per pass")
@@ -239,7 +240,6 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
             f"Operations with most time, per step and rank ({report.step.coverage.operations:,} operations in total)"
         )
         table_of(report.step.operations[:_TOP], _OPERATIONS).print(title)
-        print("  recorded and replayed: with the profiler; the last column: in the measured passes, without it")
         for line in step_lines(report.step):
             print(f"\n{line}" if line.startswith("A step") else line)
     if report.comparison is not None:
@@ -263,7 +263,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if report.check is not None and report.check.failures:
         found["failures"].print(f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)")
     elif report.check is not None:
-        print(f"\nChecked: all {report.check.tensors:,} results are right")
+        print(f"\nChecked: all {report.check.tensors:,} results are correct")
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from crossrank.atomic_file import compressed
 from crossrank.text import amount, percent, plural
 from crossrank.tools.graph.chakra.chakra_graph import PAUSE
 from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation
-from crossrank.tools.output.console import Columns, table_of
+from crossrank.tools.output.console import Columns, print_fact, table_of
 from crossrank.tools.predict.astra_sim import AstraRun
 from crossrank.tools.predict.fit import MeasuredKind
 from crossrank.tools.predict.network import Network
@@ -23,30 +23,27 @@ _SHOWN = 24
 
 def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> None:
     """Print makespan, critical path, and busy times. `changed`: the simulated job differs from the measured one."""
-    print(f"\nSimulation{'' if window == 1 else f' of window {window}'}")
-    times = f"{simulation.makespan_ns / max(1, simulation.measured_ns):.3f} x"
-    compared = times if changed else f"{percent(simulation.error, signed=True)} of"
-    print(
-        f"  makespan   {_ms(simulation.makespan_ns)} ms, {compared} the measured {_ms(simulation.measured_ns)} ms\n"
-        "             (from the first start to the last end of all ranks)"
-    )
-    print(
-        f"  joined     {simulation.joined:,} communications matched across ranks, {simulation.alone:,} without a match"
-    )
+    ratio = f"{simulation.makespan_ns / max(1, simulation.measured_ns):.3f} x"
+    print(f"\nSimulation of window {window}")
+    print_fact("simulated", f"{_ms(simulation.makespan_ns)} ms from the first start to the last end of all ranks")
+    compared = ratio if changed else percent(simulation.error, signed=True)
+    print_fact("measured", f"{_ms(simulation.measured_ns)} ms; simulated {'is ' if changed else ''}{compared}")
+    matched = f"{plural(simulation.joined, 'communication')} across ranks, {simulation.alone:,} without a match"
+    print_fact("matched", matched)
     if not simulation.by_clocks:
-        print("  clocks     differ by more than the window is long, so all ranks start at 0")
+        print_fact("clocks", "differ by more than the window is long, so all ranks start at 0")
     for op, count in simulation.measured_ops.items():
-        print(f"  measured   {plural(count, 'call')} of {op} keep their measured time: no network model")
-    print("  critical path")
+        print_fact("unchanged", f"{plural(count, 'call')} of {op} keep their measured time: no network model")
+    print("\nWhere the simulated time goes (the critical path)")
     for category, spent in simulation.critical_ns.items():
-        print(f"    {_ms(spent):>12} ms  {category}")
+        print(f"  {_ms(spent):>12} ms  {category}")
     whole = max(1, simulation.makespan_ns)
     columns: Columns[tuple[tuple[int, str], int]] = (
         ("rank", lambda one: one[0][0]),
         ("thread or stream", lambda one: one[0][1]),
         ("#busy ms", lambda one: _ms(one[1])),
-        ("#of makespan", lambda one: percent(one[1] / whole)),
-        ("#rank waits ms", lambda one: _ms(simulation.waiting_ns[one[0][0]])),
+        ("#share of time", lambda one: percent(one[1] / whole)),
+        ("#rank waits\nms", lambda one: _ms(simulation.waiting_ns[one[0][0]])),
     )
     busiest = sorted(simulation.busy_ns.items(), key=lambda one: -one[1])
     table_of(busiest, columns, limit=_BUSIEST).print("Busiest threads and streams")
@@ -65,7 +62,8 @@ def print_beside(simulations: Mapping[int, Simulation], astra: Sequence[AstraRun
 
 
 def print_network(network: Network) -> None:
-    print(f"\nnetwork    {network.algorithm}; bus bandwidth, and latency per round")
+    print()
+    print_fact("network", f"{network.algorithm}; bus bandwidth, and latency per round")
     for locality, link in network.links.items():
         print(f"           {locality:<14} {link}")
     for (op, locality), (link, _) in network.of_operations.items():

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SILENT = 5.0
 """Seconds without a call, or without a write to its file, after which a rank is shown as silent."""
+_ENDED = {"exit": "the process exited", "disable": "it called disable()"}
+"""Reason in the file of a rank -> text."""
 
 _GROUPS: Columns[LiveGroup] = (
     ("group", lambda row: row.pg),
@@ -29,7 +31,7 @@ _GROUPS: Columns[LiveGroup] = (
     ("#busbw GB/s", lambda row: significant(row.busbw_gb_per_s)),
     ("#last rank", lambda row: "-" if row.last_rank is None else f"rank {row.last_rank}"),
     ("#share", lambda row: percent(row.last_share)),
-    ("#first-last", lambda row: milliseconds(row.late_ms)),
+    ("#wait p50", lambda row: milliseconds(row.late_ms)),
 )
 _RANKS: Columns[LiveRank] = (
     ("#rank", lambda row: row.rank),
@@ -46,7 +48,7 @@ _RANKS: Columns[LiveRank] = (
 def state_of(rank: LiveRank) -> str:
     """Return the state of a rank, as its file shows it."""
     if rank.ended:
-        return f"ended: {rank.ended}"
+        return f"ended: {_ENDED.get(rank.ended, rank.ended)}"
     if rank.unheard_s is not None and rank.unheard_s > SILENT:
         return f"no data for {rank.unheard_s:,.0f} s"
     if rank.silent_s is not None and rank.silent_s > SILENT:

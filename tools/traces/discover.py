@@ -190,6 +190,10 @@ def discover(paths: Iterable[str]) -> list[FoundFile]:
     for path in paths:
         for file in _walk(path, 0):
             found.setdefault(file.path, file)
+    if not found and not any(list_recording(path).folders for path in paths):
+        raise CrossrankError(
+            f"{', '.join(paths)}: the folder is empty; give a recording (the folder TRACING_DIR), traces or dumps"
+        )
     return _without_doubles(_adopted(sorted(found.values(), key=lambda file: file.path)))
 
 

@@ -14,7 +14,7 @@ from crossrank.instrument.config import Config
 from crossrank.instrument.facts import Facts
 from crossrank.instrument.hang import response, verdict
 from crossrank.instrument.hang.response import _Silence
-from crossrank.tools.traces.discover import discover
+from crossrank.recording import list_recording
 from tests.unit.analysis.diagnosis.moments import Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Programs, SimulatedJob
 
@@ -55,7 +55,7 @@ def test_one_process_of_a_node_diagnoses_also_where_each_has_a_container(
     one, other = silence(0, None, tmp_path), silence(1, None, tmp_path)
     with one._alone_on_node() as is_alone, other._alone_on_node() as is_alone_too:
         assert (is_alone, is_alone_too) == (True, False)
-        assert discover([str(tmp_path)]) == []  # the lock is no file of the job
+        assert not list_recording(str(tmp_path)).unrecognized  # the lock is no file of the job
     with other._alone_on_node() as is_alone:
         assert is_alone
     assert list(tmp_path.iterdir()) == []

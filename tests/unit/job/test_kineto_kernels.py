@@ -109,9 +109,9 @@ def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: p
     trace.write(tmp_path / "rank-0.json")
     out = bandwidth(tmp_path, capsys)
     lines = [line.split() for line in out.splitlines() if line.startswith("  all_reduce")]
-    assert sorted(" ".join(line[:9]) for line in lines) == [
-        "all_reduce 0 default_pg (2) ≤1 KiB unknown 1 1",
-        "all_reduce unknown unknown unknown 1 1 unknown 40.0 40.0",
+    assert sorted(" ".join(line[:10]) for line in lines) == [
+        "all_reduce default_pg [0] ≤1 KiB unknown 2 1 1 1.02",
+        "all_reduce unknown unknown unknown 1 1 1 unknown 40.0 40.0",
     ]
     out = bandwidth(tmp_path, capsys, "--by", "op")
     assert "1.02 kB + 1 unknown" in out
@@ -122,7 +122,7 @@ def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: p
         assert label.encode() in content
     capsys.readouterr()
     main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])
-    assert "2 calls (2 with times), 1.02 kB + 1 unknown" in capsys.readouterr().out
+    assert "2 calls (2 with a measured time), 1.02 kB + 1 unknown" in capsys.readouterr().out
 
 
 def test_a_call_without_elements_has_0_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,15 +118,15 @@ def lacking(html: str, *texts: str) -> list[str]:
 def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
     assert not lacking(
         diagnosis_page(a_diagnosis()),
-        "Verdict: error 2 of 2 ranks read; 3 collectives, 6 calls on 1 group(s) compared. Culprit: rank 1.",
+        "Verdict: error 2 of 2 ranks read; 6 calls on 1 group (3 collectives) compared. Culprit: rank 1.",
         "1. missing_rank: a rank has not made a collective, and other ranks wait in it",
         "call all_reduce #4 of group world [0] (rank 0-1)",
         "culprit rank 1",
         "rank 1, culprit its last call step (train.py:1)",
-        "1 more call(s) in which ranks wait as a result",
+        "More calls in which ranks wait as a result: 1",
         "recv p2p #2 world [0] 0 ?",
         "straggler on world [0]: rank 1 comes last",
-        "world [0] 0-1 3 rank 1 66.6 % 1 ms 1 ms 1 ms 1 ms rank 1",
+        "world [0] 0-1 3 rank 1 in 66.6 % 1 ms 1 ms 1 ms rank 1 1 ms",
     )
 
 

@@ -55,7 +55,7 @@ def test_a_recording_says_its_own_network(capsys: pytest.CaptureFixture[str]) ->
 
 @needs_traces
 def test_sizes_and_times_of_different_iterations_say_no_network(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", dlrm, "--ranks", "16", "--jobs", "1"]) == 2
+    assert main(["simulate", dlrm, "--grow-to", "16", "--jobs", "1"]) == 2
     said = capsys.readouterr().err
     assert "no collective of several ranks has both a size and a time, so its network is unknown" in said
     assert main(["simulate", dlrm, "--leave-one-out", "--jobs", "1"]) == 0
@@ -66,7 +66,7 @@ def test_sizes_and_times_of_different_iterations_say_no_network(dlrm: str, capsy
 
 @needs_traces
 def test_what_grows_says_by_how_much(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = simulated(capsys, dlrm, "--ranks", "16", "--network", "measured")
+    answer = simulated(capsys, dlrm, "--grow-to", "16", "--network", "measured")
     assert (answer["grown"]["recorded"]["dp"]["size"], answer["grown"]["written"]) == (8, {"dp": 16})
     assert answer["grown"]["sizes"] == {
         "of all_to_all on groups of 16 instead of 8 keep their size": 8,
@@ -85,12 +85,12 @@ def test_the_ranks_of_a_node_say_which_link_a_group_has(dlrm: str, capsys: pytes
 
 @needs_traces
 def test_what_it_prints(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", dlrm, "--ranks", "16", "--intra", "300GB/s", "--compute", "0.5", "--jobs", "1"]) == 0
+    assert main(["simulate", dlrm, "--grow-to", "16", "--intra", "300GB/s", "--compute", "0.5", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "ranks      8 ranks (dp=8) as 16 (dp=16): dp from 8 to 16\n" in out
     assert "groups are inside a node, or cross nodes, as recorded; --per-node N changes this\n" in out
     assert "           intra_node     300 GB/s, 0 us\n" in out
-    assert "  measured   24 calls of all_reduce keep their measured time: no network model\n" in out
+    assert "unchanged  24 calls of all_reduce keep their measured time: no network model\n" in out
 
 
 def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,11 +107,11 @@ def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pyt
         (("--compute", "-1"), "'-1' is not a number above 0"),
         (("--compute", "nan"), "'nan' is not a number above 0"),
         (("--dims", "dp"), "'dp' is not a list of dimensions; write it as dp=8,tp=4"),
-        (("--ranks", "3-1"), "'3-1' is not a list of ranks"),
+        (("--ranks", "3-1"), "'3-1' goes backwards; write the lower rank first"),
         (("--network", "measured", "--inter", "1GB/s"), "remove --intra and --inter"),
         (("--per-node", "2"), "give --intra and --inter, or --network recorded"),
         (("--algorithm", "tree"), "give --intra and --inter, or --network recorded"),
-        (("--grow", "tp"), "--grow needs --ranks N"),
+        (("--grow", "tp"), "--grow needs --grow-to N"),
         (("--ranks", "0-1", "--astra-sim", "x"), "--astra-sim simulates all ranks of a job"),
         (("--astra-sim",), "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware"),
     ],

@@ -19,7 +19,7 @@ from tests.unit.command import Command
 from tests.unit.replay.plans import built, record
 
 RECORDING = Path(__file__).parents[2] / "fuzz" / "seeds" / "recording"
-_ON_TWO = "are replayed, on 2 rank(s) and 1 group(s)\n"
+_ON_TWO = ", on 2 ranks and 1 group\n"
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_dry_run_says_what_would_be_replayed(plan: str, run: Command) -> None:
     code, out, err = run(plan, "--dry-run")
     assert (code, err) == (0, "")
     assert out == (
-        f"job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %) {_ON_TWO}"
+        f"job: the replay covers 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %){_ON_TWO}"
         "  memory for tensors: up to 16 B per rank\n"
     )
 
@@ -61,9 +61,9 @@ def test_strict_makes_anything_left_out_a_fault(plan: str, run: Command) -> None
     code, out, _ = run(plan, "--dry-run", "--strict", "--ops", "barrier")
     assert code == 1
     assert out == (
-        f"job: 2 of 4 recorded calls (50.0 %) and 0 B of 32 B (0.0 %) {_ON_TWO}"
+        f"job: the replay covers 2 of 4 recorded calls (50.0 %) and 0 B of 32 B (0.0 %){_ON_TWO}"
         "  memory for tensors: up to 0 B per rank\n"
-        "  left out: 2 call(s): not in --ops\n"
+        "  left out: 2 calls: not in --ops\n"
     )
 
 
@@ -71,8 +71,8 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, run: Comm
     saved = str(tmp_path / "saved.json.zst")
     assert run(plan, "--dry-run", "--nproc", "4", "--scale-bytes", "2", "--save-plan", saved)[0] == 0
     _, out, _ = run(saved, "--dry-run")
-    assert out.startswith("job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %)")
-    assert "on 4 rank(s)" in out
+    assert out.startswith("job: the replay covers 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %)")
+    assert "on 4 ranks" in out
     assert "  changed to 8 calls and 128 B per pass\n" in out
 
 

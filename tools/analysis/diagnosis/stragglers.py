@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.text import percent
+from crossrank.text import percent, plural
 from crossrank.tools.analysis.diagnosis.findings import ClockAlignment, Finding, GroupStragglers
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
@@ -83,7 +83,8 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
     """Return (offset of each rank in ns, summary)."""
     offsets: dict[int, int] = {}
     if not any(one.ends.any() for one in times):
-        return {}, ClockAlignment(aligned=False, note="clocks not aligned: no dump has end times of calls")
+        note = "the clocks are used as they are: no dump has end times of calls to align them"
+        return {}, ClockAlignment(aligned=False, note=note)
     by_size = sorted(times, key=lambda one: -len(one.ranks))
     for first in sorted(job.ranks):
         before = len(offsets)
@@ -101,7 +102,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
         excess = np.where(one.ends > 0, (one.arrivals + added).max(axis=0) - added - one.ends, 0)
         residual = max(residual, int(excess.max()))
     moved = {str(rank): offset / 1e6 for rank, offset in sorted(offsets.items()) if offset}
-    note = f"the clocks of {len(moved)} rank(s) were aligned" if moved else "the clocks agree"
+    note = f"the clocks of {plural(len(moved), 'rank')} were aligned" if moved else "the clocks agree"
     return offsets, ClockAlignment(aligned=True, offset_ms=moved, residual_ms=residual / 1e6, note=note)
 
 

@@ -227,7 +227,7 @@ def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) 
     dimension = mesh.dimensions[place]
     others = mesh.size // dimension.size
     if not 0 < ranks <= MOST_RANKS:
-        raise CrossrankError(f"--ranks {ranks} is not a number of ranks; a job has 1 to {MOST_RANKS:,}")
+        raise CrossrankError(f"--grow-to {ranks} is not a number of ranks; a job has 1 to {MOST_RANKS:,}")
     if ranks % others:
         raise CrossrankError(
             f"{ranks} ranks are no multiple of the {others} that {mesh} has for one of {name}; ask for {others}, "

@@ -171,7 +171,7 @@ def _describe_runs_on(runs_on: RunsOn) -> str:
     kind, place = runs_on
     if isinstance(place, tuple):
         return f"device {place[0]} stream {place[1]}"
-    return f"thread {place}" if kind == "thread" else "communication outside streams"
+    return f"thread {place}" if kind == "thread" else "communication without a stream"
 
 
 def in_group_order(nodes: Iterable[ChakraNode]) -> list[tuple[ChakraNode, Comm]]:

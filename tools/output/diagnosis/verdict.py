@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from crossrank.text import milliseconds, percent, printable, rank_ranges
+from crossrank.text import milliseconds, percent, plural, printable, rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import (
     KINDS,
     Diagnosis,
@@ -19,7 +19,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
     group_text,
     rank_text,
 )
-from crossrank.tools.output.console import Table, table_of
+from crossrank.tools.output.console import Table, print_fact, print_notes, table_of
 
 _ROWS = 12
 _FRAMES = 16
@@ -97,12 +97,13 @@ def finding_group(finding: Finding) -> str:
 
 def compared_text(diagnosis: Diagnosis) -> str:
     counts = diagnosis.counts
-    return f"{counts['collectives']:,} collectives, {counts['calls']:,} calls on {counts['groups']} group(s)"
+    collectives = plural(counts["collectives"], "collective")
+    return f"{plural(counts['calls'], 'call')} on {plural(counts['groups'], 'group')} ({collectives})"
 
 
 def clocks_text(diagnosis: Diagnosis) -> str:
     """Return how exact the waiting times in the table of stragglers are."""
-    text = "wait: from the call of the first rank to the call of the last rank, on the host"
+    text = "from the first rank's call to the last rank's, in every recorded collective, by the clocks of the hosts"
     if diagnosis.clocks is None:
         return text
     residual = diagnosis.clocks.residual_ms
@@ -118,13 +119,12 @@ def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
             ("group", lambda row: group_text(row.pg)),
             ("ranks", lambda row: rank_ranges(row.pg_ranks)),
             ("#collectives", lambda row: row.collectives),
-            ("last most often", lambda row: f"rank {row.last_rank}"),
-            ("#of them", lambda row: percent(row.last_share)),
-            ("#wait p50", lambda row: milliseconds(row.wait_ms["p50"])),
-            ("#p95", lambda row: milliseconds(row.wait_ms["p95"])),
-            ("#total", lambda row: milliseconds(row.wait_ms["total"])),
-            ("#max", lambda row: milliseconds(row.wait_ms["max"])),
-            ("by", lambda row: f"rank {row.max_rank}"),
+            ("most often last", lambda row: f"rank {row.last_rank} in {percent(row.last_share)}"),
+            ("#wait\np50", lambda row: milliseconds(row.wait_ms["p50"])),
+            ("#wait\np95", lambda row: milliseconds(row.wait_ms["p95"])),
+            ("#wait\nmax", lambda row: milliseconds(row.wait_ms["max"])),
+            ("last at\nmax", lambda row: f"rank {row.max_rank}"),
+            ("#wait\ntotal", lambda row: milliseconds(row.wait_ms["total"])),
         ),
         limit=limit,
     )
@@ -136,9 +136,9 @@ def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
 def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     """Print the findings that `chosen` selects directly or by a consequence, with all their consequences."""
     chosen = chosen or Filter()
-    print(f"verdict    {diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
+    print_fact("verdict", f"{diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
     if diagnosis.suspect_ranks:
-        print(f"culprit    rank {rank_ranges(diagnosis.suspect_ranks)}")
+        print_fact("culprit", f"rank {rank_ranges(diagnosis.suspect_ranks)}")
     shown = {index for index, finding in enumerate(diagnosis.findings) if chosen.takes_finding(finding)}
     shown |= {
         one.because_of for one in diagnosis.consequences if one.because_of is not None and chosen.takes_finding(one)
@@ -146,19 +146,20 @@ def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     for index in sorted(shown):
         _print_root(index, diagnosis.findings[index], diagnosis)
     if len(shown) < len(diagnosis.findings):
-        print(f"\n{len(diagnosis.findings) - len(shown)} finding(s) do not match {printable(chosen.text)}")
+        hidden = plural(len(diagnosis.findings) - len(shown), "finding")
+        print(f"\nnot shown: {hidden} about other ranks or groups")
     for finding in list(filter(chosen.takes_finding, diagnosis.advisory))[:_ROWS]:
-        print(f"\nnote       {finding.kind} on {printable(finding_group(finding))}: {printable(finding.text)}")
+        print()
+        print_fact("note", f"{finding.kind} on {finding_group(finding)}: {finding.text}")
     stragglers = [row for row in diagnosis.stragglers if chosen.takes(row.pg, row.pg_ranks)]
     if stragglers:
         stragglers_table(stragglers, _ROWS).print("Last ranks to arrive")
-        print(f"  {clocks_text(diagnosis)}")
-    for note in diagnosis.notes[:_ROWS]:
-        print(f"\nnote       {printable(note)}")
-    if len(diagnosis.notes) > _ROWS:
-        print(f"\n… and {len(diagnosis.notes) - _ROWS} more notes (--json shows all)")
-    print(f"\nread       {len(diagnosis.ranks)} of {diagnosis.world_size} ranks ({rank_ranges(diagnosis.ranks)})")
-    print(f"compared   {compared_text(diagnosis)}")
+    print_notes(diagnosis.notes, _ROWS)
+    print()
+    print_fact("read", f"{len(diagnosis.ranks)} of {diagnosis.world_size} ranks ({rank_ranges(diagnosis.ranks)})")
+    print_fact("compared", compared_text(diagnosis))
+    if stragglers:
+        print_fact("waits", clocks_text(diagnosis))
 
 
 def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
@@ -169,7 +170,7 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
     follow = [one for one in diagnosis.consequences if one.because_of == index]
     if follow:
         waiting = rank_text({rank for one in follow for rank in one.waiting_ranks})
-        print(f"   {'follows':<12} {len(follow)} more call(s) in which {waiting} waits as a result:")
+        print(f"   {'follows':<12} {plural(len(follow), 'more call')} in which {waiting} waits as a result:")
     for one in follow[:_ROWS]:
         print(
             f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {printable(finding_call(one))} of "

@@ -93,7 +93,7 @@ def test_clocks_are_brought_together_over_groups_that_share_a_rank() -> None:
     assert find_stragglers(job(*ranks))[1] == ClockAlignment(
         aligned=True,
         offset_ms={"1": -70.0, "2": -170.0, "3": -269.0},
-        note="the clocks of 3 rank(s) were aligned",
+        note="the clocks of 3 ranks were aligned",
     )
 
 
@@ -103,10 +103,10 @@ def test_what_no_clock_explains_is_told_and_without_ends_no_clock_is_moved() -> 
 
     drifts = job(rank(0, *made(10, 20, 30, 40, 50)), rank(1, *made(10, 20, 30, 40, 60)))
     assert find_stragglers(drifts)[1] == ClockAlignment(
-        aligned=True, offset_ms={"1": -5e-6}, residual_ms=3e-6, note="the clocks of 1 rank(s) were aligned"
+        aligned=True, offset_ms={"1": -5e-6}, residual_ms=3e-6, note="the clocks of 1 rank were aligned"
     )
     unknown = job(*(rank(one, *made(1, 2, 3, 4, 5, ends=False)) for one in (0, 1)))
-    note = "clocks not aligned: no dump has end times of calls"
+    note = "the clocks are used as they are: no dump has end times of calls to align them"
     assert find_stragglers(unknown)[1] == ClockAlignment(aligned=False, note=note)
 
 

@@ -74,7 +74,7 @@ def test_a_graph_has_times_from_its_begin_and_tells_communications_apart() -> No
     for node_id, (op, seq, p2p_seq) in enumerate(numbers, start=4):
         record = CommRecord(id=0, op=op, c10d="", pg="x", bytes=8, t=0, seq=seq, p2p_seq=p2p_seq, peer=1)
         nodes.append(ChakraNode(node_id, op, ("communication", node_id), 130 + node_id, 5, comm=Comm(record, group)))
-    outside = ("communication outside streams", COMMUNICATION)
+    outside = ("communication without a stream", COMMUNICATION)
 
     def carried(op: str) -> Transfer:
         return Transfer(op, 8, (0, 1), "unknown")
@@ -215,7 +215,8 @@ def test_computation_on_gpus_is_scaled_and_on_the_host_where_there_are_none() ->
 def test_the_simulation_of_dlrm_is_the_one_that_the_documentation_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", public("dlrm_8gpu")]) == 0
     page = (Path(__file__).parents[4] / "docs" / "commands" / "simulate.md").read_text()
-    shown = "Simulation\n" + page.partition("\nSimulation\n")[2].partition("  …\n")[0]
+    title = "\nSimulation of window 1\n"
+    shown = title + page.partition(title)[2].partition("  …\n")[0]
     assert shown.count("\n") > 10
     assert shown in capsys.readouterr().out
 
@@ -227,10 +228,10 @@ def test_the_command_prints_the_simulation_and_writes_the_timeline(
     timeline = tmp_path / "t.json"
     assert main(["simulate", str(tmp_path), "--timeline", str(timeline)]) == 0
     out = capsys.readouterr().out
-    assert "  makespan   0.445 ms, -1.1 % of the measured 0.450 ms\n" in out
-    assert "             (from the first start to the last end of all ranks)\n" in out
-    assert "  joined     0 communications matched across ranks, 1 without a match\n" in out
-    assert "           0.270 ms  computation on a GPU\n" in out
+    assert "\nsimulated  0.445 ms from the first start to the last end of all ranks\n" in out
+    assert "\nmeasured   0.450 ms; simulated -1.1 %\n" in out
+    assert "\nmatched    0 communications across ranks, 1 without a match\n" in out
+    assert "         0.270 ms  computation on a GPU\n" in out
     assert timeline.exists()
 
 

@@ -48,8 +48,11 @@ def test_every_rank_of_a_folder_is_linked_and_summed_up(folder: Path, capsys: py
     assert run(folder) == 0
     assert (
         capsys.readouterr().out
-        == f"""
-Linked traces in {folder}
+        == f"""\
+linked     2 of 2 traces: 100.0 % of 24 host operations matched
+wrote      {folder}/rank-0.linked.json.zst and 1 more; next: crossrank convert, simulate, or replay --compute
+
+Linked traces
   rank  host ops  matched  GPU   linked  skipped  comms  edges
   0           12  100.0 %    2  100.0 %        0      2     29
   1           12  100.0 %    2  100.0 %        0      2     29
@@ -287,7 +290,7 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
     ("words", "message"),
     [
         (["{folder}/gone"], "gone: no such file or folder"),
-        (["{folder}/empty"], "has no execution trace with its Kineto trace; record a window"),
+        (["{folder}/empty"], "the folder is empty; give a recording (the folder TRACING_DIR), traces or dumps"),
         (
             ["{folder}/rank-0.et.json", "{folder}/rank-1.et.json"],
             "one Kineto trace, but {folder}/rank-0.et.json is an execution trace, {folder}/rank-1.et.json is an",
