@@ -100,7 +100,7 @@ def is_destroying_groups(ending: Ending) -> bool:
 
 
 def _frames(ending: Ending, called: int) -> list[Frame]:
-    """Of the main thread of a rank that hung, innermost first; none where it did not hang or nothing shows it."""
+    """Frames of the main thread of a rank that hung, innermost first; empty if it did not hang or nothing shows it."""
     stack = main_stack(ending)
     hung = ending.reason == "hang" or (ending.was_terminated and (ending.taken_at or 0) - called > _LONG)
     if stack is None or ending.error is not None or not hung:
