@@ -126,7 +126,7 @@ def make(*, again: bool = False) -> Path:
 def start() -> None:
     """Have a process of low priority build the kernel for the next job, unless one does so already.
 
-    Nobody waits for it, and it goes on when this job ends. It inherits the lock that is taken here.
+    No process waits for it, and it continues when this job ends. It inherits the lock that is taken here.
     """
     built = _place()
     with _lock(built) as descriptor:

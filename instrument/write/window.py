@@ -297,7 +297,8 @@ class Windows:
     def _close(self) -> None:
         """End the window that is open, if any. Its files are compressed and put in place in the background.
 
-        Whatever fails, the others are ended: an observer or a profiler that is left open crashes the process at exit.
+        If one part fails, the others are ended: an observer or a profiler that is left open crashes the process at
+        exit.
         """
         if not self._is_open:
             return

@@ -81,12 +81,10 @@ _STEADY = 0.1
 def _on_device(
     steps: Sequence[tuple[int, int]], launches: Spans, main: Spans, first: int, last: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (step, start, end) on a GPU. `steps` has the starts of the steps on the host; the GPU may run behind. For
-    `launches` and `main` see `Busy.add`.
+    """Yield (step, start, end) on a GPU. `steps` has the starts on the host; for `launches` and `main` see `Busy.add`.
 
-    If the GPU's lag is constant, its steps are those of the host, shifted by the lag: the first kernel of a step is
-    then not a reliable start. Otherwise the host runs ahead, and a step starts on the GPU with the first kernel
-    launched in it.
+    If the GPU's lag is constant, its steps are those of the host, shifted by the lag: the first kernel of a step is no
+    reliable start. Otherwise the host runs ahead, and a step starts on the GPU with the first kernel launched in it.
     """
     if len(steps) < 2:
         return
@@ -109,8 +107,8 @@ def _on_device(
 
 
 def _first_begins(moments: Ints, launches: Spans, last: int) -> tuple[Ints, Ints]:
-    """For each moment: (first start of the kernels launched from then on, `last` if there are none; number of kernels
-    launched before)."""
+    """For each moment: (first start of a kernel launched from then on, or `last`; number of kernels launched
+    before)."""
     launches = launches[np.argsort(launches[:, 0], kind="stable")]
     begins = np.append(np.minimum.accumulate(launches[::-1, 1])[::-1], last)
     place = np.searchsorted(launches[:, 0], moments)
@@ -130,8 +128,8 @@ class Busy:
     """What one rank did in its windows. Times are ns since 1970; spans of one kind do not overlap."""
 
     where: Literal["device", "host", ""] = ""
-    """`device`: kernels and copies of a GPU. `host`: operations of the host, and Works of its backend. Empty: nothing
-    was traced."""
+    """`device`: kernels and copies of a GPU. `host`: operations of the host, and Works of its backend. Empty: no
+    trace."""
     observed: Spans = field(default_factory=spans_of)
     """From the first start to the last end in each window."""
     computation: Spans = field(default_factory=spans_of)

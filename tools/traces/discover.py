@@ -1,12 +1,10 @@
 """Finds the kind and rank of the files at a path, in one way for every command.
 
 File names of a recording have both (`rank-3.w2.kineto.json.zst`). For files of other tools, the first bytes show the
-kind. Their rank is the number after `rank` in the name, else the rank in the first bytes, else another number in the
-name: see `rank_in_name`.
+kind. Their rank is the number after `rank` in the name, else that in the first bytes, else another number in the name.
 
 Folders are searched with all subfolders, because many jobs write one folder per node. Hidden folders are skipped. So
-are folders of other jobs: earlier recordings (`earlier-K`), and recordings of processes that ranks started
-(`spawned-K`).
+are other jobs: earlier recordings (`earlier-K`), and those of processes that ranks started (`spawned-K`).
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
     (FLIGHT, (rb"\A\s*\{", rb'"pg_status"\s*:')),
 )
 """(kind, patterns that the first bytes must all match). The first matching row decides. Patterns start with plain text
-or at the first byte, to be fast on thousands of files."""
+or at the first byte, because there may be thousands of files."""
 _COMPILED = tuple((kind, tuple(map(re.compile, signs))) for kind, signs in _SIGNS)
 _BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep": REPORT}
 """Kinds that the first bytes may not show: reports, and exports that are cut off."""
@@ -160,8 +158,7 @@ def _valid(text: str | bytes) -> int | None:
 
 
 def look(path: str) -> FoundFile:
-    """Find the kind and rank of one file from its first bytes and its name. A file that cannot be read has a
-    `problem`."""
+    """Find kind and rank of a file from its first bytes and its name. A file that cannot be read has a `problem`."""
     name = PurePosixPath(path).name
     issues = ReadIssues(path)
     head = b""
@@ -178,7 +175,7 @@ def look(path: str) -> FoundFile:
     rank = _named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
         rank = _valid(found[1])
-    if rank is None and kind != INSPECTOR:  # its file names have a process id
+    if rank is None and kind != INSPECTOR:  # names of its files have a process id
         rank = _numbered_rank(name)
     problem = "" if head else [*issues.problems, "is empty"][0]
     return FoundFile(path=path, kind=kind, rank=rank, problem=problem)
@@ -231,8 +228,7 @@ def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:
 
 
 def _adopted(files: list[FoundFile]) -> list[FoundFile]:
-    """Give files without a rank the rank of the others, if those are of one rank and no two files have the same kind
-    and window."""
+    """Set the rank of files without one, if the others are of one rank and no two files have one kind and window."""
     known = {file.rank for file in files if file.kind and file.rank is not None}
     unnamed = [file for file in files if file.kind and file.rank is None and not file.problem]
     kinds = [(file.kind, file.window) for file in files if file.kind and not file.problem]

@@ -389,7 +389,7 @@ def is_group_node(name: str) -> bool:
 
 
 def _groups_of(nodes: list[HostOp], budget: Budget) -> tuple[Group, ...]:
-    """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` where their members are too many."""
+    """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` if they have too many members."""
     # The observer limits the length of strings, so a text may be cut off; others may have another format.
     configs = (value for node in nodes if is_group_node(node.name) for value in io(node.inputs).values)
     groups = (group for config in configs for group in read_groups(parse(config, list[Any]), budget))

@@ -50,7 +50,7 @@ class GrowingFile:
         self._inode = 0
 
     def look(self) -> Growth:
-        """Return what is new. Raises `OSError` if the file cannot be read, and `BudgetError` if a small one has no
+        """Return what is new. Raises `OSError` if the file is unreadable, and `BudgetError` if a small one has no
         end."""
         growth = Growth()
         with open(self.path, "rb") as file:

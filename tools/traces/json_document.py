@@ -45,7 +45,7 @@ class Shape(Generic[Content]):
     """What the file should be, for messages."""
     content: type[Content]
     rows: str
-    """Name of the field that holds the long list."""
+    """Name of the field with the long list."""
     row: type[Any]
     bare_list: bool = False
     """Whether the list alone, without the object around it, is accepted."""

@@ -24,8 +24,7 @@ def files_kept() -> Iterator[None]:
 
 
 def shared(read: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make a reader return its last result for equal arguments, within `files_kept`. To change a result, copy it
-    first."""
+    """Make a reader return its last result for equal arguments within `files_kept`. Copy a result to change it."""
 
     @wraps(read)
     def read_once(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:

@@ -1,4 +1,4 @@
-"""Finds GPU kernels that communicate by their names. One row per library; the first match counts."""
+"""Recognizes communication kernels of GPUs by their names. One row per library; the first match counts."""
 
 from __future__ import annotations
 
@@ -63,14 +63,13 @@ COMPUTATION = re.compile(
     r"|elementwise|vectorized|reduce_kernel|fbgemm|Cijk_|sm\d\d_|ampere|volta|hopper|aten::|Memset|Memcpy",
     re.IGNORECASE,
 )
-"""Names of kernels that compute: cuBLAS, cuDNN, CUTLASS, rocBLAS' Tensile, Triton as Inductor names it, ATen,
-FBGEMM."""
+"""Kernels that compute: cuBLAS, cuDNN, CUTLASS, rocBLAS' Tensile, Triton as Inductor names it, ATen, FBGEMM."""
 _also: ContextVar[str] = ContextVar("also", default="")
 
 
 @contextmanager
 def also_communicate(pattern: str) -> Iterator[None]:
-    """Within the block, kernels also communicate if the regular expression `pattern` matches their name; empty =
+    """Within the block, kernels with names that match the regular expression `pattern` also communicate; empty =
     none."""
     token = _also.set(pattern)
     try:

@@ -50,14 +50,13 @@ class HostEvent(msgspec.Struct, gc=False):
     """Id of the RecordFunction, the same as in the execution trace; None before 2024."""
     external_id: int | None
     seq_id: int
-    """Autograd's sequence number; -1 where there is none."""
+    """Autograd's sequence number; -1 = none."""
     args: msgspec.Raw
     """As in the file if they describe a collective, else empty."""
 
 
 class RuntimeCall(msgspec.Struct, gc=False):
-    """A call of the GPU's runtime or driver API. Any of them may launch a kernel; the correlation id shows whether it
-    did."""
+    """A call of the GPU's runtime or driver API. Any of them may launch: the correlation id shows it."""
 
     name: str
     pid: Id
@@ -177,8 +176,7 @@ class KinetoTrace:
 
 
 def profiler_iterations(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[int, int]]:
-    """(step, start) for each step that torch's profiler marks on the host, and a last row with the end of the last
-    step.
+    """(step, start) as torch's profiler marks steps on the host. The last row is the end of the last step.
 
     `ranges` are (name, start, end).
     """

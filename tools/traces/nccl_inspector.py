@@ -87,8 +87,7 @@ class _Line(msgspec.Struct):
 
 
 def read_inspector(path: str) -> RankTrace:
-    """Read the operations of one process. `number_ranks` adds its rank, the members of its groups, and peers as global
-    ranks.
+    """Read the operations of one process. `number_ranks` adds its rank, members of groups, and global ranks of peers.
 
     Raises `CrossrankError` if no line can be read.
     """
@@ -163,8 +162,8 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
 def number_ranks(traces: Sequence[RankTrace]) -> None:
     """Set the global ranks of processes, the members of groups, and the peers of transfers.
 
-    torch makes the communicator of all ranks in order of rank. It is the largest one, if each process has a rank of its
-    own in it. Without one (if only skipped calls used it), processes are numbered by host and process id, as launchers
+    torch makes the communicator of all ranks, ordered by rank. It is the largest one, if each process has a different
+    rank in it. Without one (if only skipped calls used it), processes are numbered by host and process id, as launchers
     start them, and a note says so.
     """
     places: dict[str, dict[int, RankTrace]] = {}

@@ -394,8 +394,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
 
 
 def read_report(folder: str) -> ReplayReport:
-    """Read the report in the folder of a replay, or in the file `….json`. Raises `CrossrankError` if it is not a
-    report."""
+    """The report in the folder of a replay, or in the file `….json`. Raises `CrossrankError` if it is not a report."""
     path = folder if folder.endswith(".json") else join(folder, JSON)
     issues = ReadIssues(path)
     content = b"".join(read_chunks(path, issues))

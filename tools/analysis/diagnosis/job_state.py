@@ -50,8 +50,8 @@ def reports_ends(trace: RankTrace) -> bool:
 
 
 def ends_unknown(trace: RankTrace) -> bool:
-    """Whether it is unknown which calls of a rank have finished: with NCCL they return before, and torch has no
-    record."""
+    """Whether it is unknown which calls of a rank have finished: with NCCL they return before, and torch does not show
+    it."""
     return "nccl" in trace.backend and (trace.source == "comms" or trace.dump.ends_frozen)
 
 
@@ -144,8 +144,7 @@ class JobState(Job):
 
     def waits_for_none(self, rank: int) -> bool:
         """Whether a rank is known to wait for none of its calls. On gloo its threads show it, because hosts wait for
-        communication themselves. With NCCL it is known if the only unfinished calls are sends and receives that the
-        rank has not waited for."""
+        communication themselves. With NCCL, all its unfinished calls must be sends and receives without a wait."""
         trace = self.ranks[rank]
         if trace.backend == GLOO:
             # Another thread may do all of the training. One that only receives listens.
@@ -173,8 +172,7 @@ class JobState(Job):
         return {group.index: self._released(group) for group in self.groups}
 
     def _released(self, group: ProcessGroup) -> int:
-        """The last collective that has finished on every rank, because one that no rank leaves early has ended
-        somewhere.
+        """The last collective that finished on every rank, because one that no rank leaves early has ended somewhere.
 
         Collectives of one group end in order, so all before it have finished as well.
         """
@@ -212,8 +210,7 @@ class JobState(Job):
 
     @cached_property
     def unnoticed(self) -> dict[int, list[int]]:
-        """Rank -> rows of its collectives that have finished without the rank noticing it; only ranks with such
-        rows."""
+        """Rank -> rows of its finished collectives whose end it has not noticed; only ranks with such rows."""
         found: dict[int, list[int]] = {}
         for rank, trace in self.ranks.items():
             calls, own, taken_at = trace.calls, self.group_of[rank], trace.ending.taken_at

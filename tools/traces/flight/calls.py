@@ -84,8 +84,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
 
     gloo's recorder records the operations that a call consists of, and no sends. A dump of crossrank also has the calls
     that crossrank recorded. With `own_calls` these replace gloo's entries; otherwise they complete them. With `last`,
-    read only the unfinished calls and that many calls before them. Raises `NoDumpError` if nothing of the file can be
-    used.
+    read only the unfinished calls and that many calls before them. Raises `NoDumpError` if the file is unusable.
     """
     dump = read_flight_dump(path, last)
     moment = dump.moment
@@ -145,7 +144,7 @@ def _written_at(path: str, dump: FlightDump) -> int | None:
 
 
 def _was_off(moment: Moment) -> bool:
-    """Whether a recorder without an entry was off: the rank made calls that it records (with NCCL, also sends and
+    """Whether a recorder without entries was off: the rank made calls that it records (on NCCL also sends and
     receives)."""
     backend_of = {group.pg: group.backend for group in moment.groups}
     return any(_is_noted(record) or "nccl" in backend_of.get(record.pg, "") for record in moment.calls)
@@ -296,8 +295,7 @@ class _Reading:
         return found
 
     def _kind(self, entry: Entry) -> tuple[int, int, bool, bool]:
-        """What entries of this kind share: group, signature, whether it is P2P, whether it is gloo's in a group with
-        another backend."""
+        """What entries of this kind share: group, signature, is P2P, is gloo's in a group with another backend."""
         on_gloo = self._is_mixed and entry.profiling_name.startswith(_OF_GLOO)
         # Each backend of a group counts its own calls.
         group = self._group(entry.process_group, GLOO if on_gloo else "")
@@ -383,8 +381,8 @@ class _Reading:
         )
 
     def _stacks(self) -> list[int]:
-        """Number of the stack of each entry. Entries of one call site share their frames; otherwise stacks with equal
-        text are equal."""
+        """Number of the stack of each entry. Entries of one call site share their frames; others are compared as
+        text."""
         number_of: dict[tuple[int, ...], int] = {}
         number_of_list: dict[int, int] = {}
         frame_of: dict[int, Frame | None] = {}
@@ -405,8 +403,7 @@ class _Reading:
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:
-    """Entries with the same group and sequence numbers: a single call, or the members of a launch and its closing
-    entry."""
+    """Entries with the same group and sequence numbers: one call, or the members of a launch and its closing entry."""
     runs: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
         runs[entry.pg_id, entry.collective_seq_id, entry.p2p_seq_id].append(index)
@@ -430,8 +427,8 @@ def _launches(entries: Sequence[Entry], runs: list[list[int]]) -> dict[int, list
 
 
 def _over(dump: FlightDump, entries: Sequence[Entry], runs: list[list[int]]) -> set[int]:
-    """Finished entries of a dump of active calls. These are members of batches, which never have the state "completed";
-    other finished calls are left out of the dump.
+    """Finished entries of a dump of active calls: members of batches, which never have the state "completed". Other
+    finished calls are left out of the dump.
 
     A batch is finished if the status of its group has its number, or if its closing entry is missing although later
     entries exist.
@@ -462,8 +459,7 @@ def is_closing(entry: Entry) -> bool:
 
 
 def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None) -> int | None:
-    """The root of a gather or scatter. The recorder lacks it, but only the root has the outputs or inputs of all
-    ranks."""
+    """The root of a gather or scatter, from the shapes: only the root has the outputs or inputs of all ranks."""
     if members is None or len(members) < 2:
         return None
     side = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op, ())

@@ -163,8 +163,7 @@ def _opcodes(size: int, numbered: bool) -> bytes:
 
 
 def long_put(size: int) -> bytes:
-    """An expression for a put with a memo index of four bytes, at most as large as a pickle of `size` bytes may
-    need."""
+    """An expression for a put with a memo index of four bytes that a pickle of `size` bytes may need."""
     most = size + MARGIN
     if most < 1 << 24:
         return rb"r..[\x00-%s]\x00" % re.escape(bytes([most >> 16]))

@@ -5,6 +5,5 @@ joins kernels with the ranges around their launches. `rows` makes the calls of t
 times of every rank in the export.
 
 Facts about the format: docs.nvidia.com/nsight-systems/UserGuide, "SQLite Schema Reference". Columns differ between
-versions, and tables without rows are not written. So the readers check that a table or column exists before they read
-it.
+versions, and tables without rows are not written. So the readers first check that a table or column exists.
 """

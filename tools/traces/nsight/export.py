@@ -99,8 +99,7 @@ class Export:
         return self._columns.get(table, set())
 
     def value(self, table: str, column: str, name: str | None = None, *, select: str = "") -> object:
-        """The first value of a column, or the value in the row with this `name`; None if the export does not have
-        it."""
+        """The first value of a column, or the value in the row with this `name`; None if the export lacks it."""
         where = "" if name is None else "WHERE name = ?"
         if not {column} | ({"name"} if where else set()) <= self.columns(table):
             return None

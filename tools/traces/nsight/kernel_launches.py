@@ -55,8 +55,7 @@ _ACTIVITY = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId
 
 
 def communication_operations(export: Export) -> tuple[str | None, dict[int, str | None]]:
-    """(column with the names of kernels, None if there is none; id of a communication kernel's name -> operation in the
-    name)."""
+    """(column with kernel names, or None; id of the name of a communication kernel -> operation in the name)."""
     there = export.columns(KERNEL)
     column = next((name for name in ("demangledName", "shortName", "mangledName") if name in there), None)
     if column is None:
@@ -147,8 +146,7 @@ def innermost(ranges: Ranges, thread: Column, moment: Column) -> Column:
 
 
 def _ends(ranges: Ranges, mine: Column) -> Column:
-    """Ends of a thread's ranges. An instant marker reaches to the next one; other ranges without an end have no
-    limit."""
+    """Ends of a thread's ranges. An instant marker reaches to the next one; other open ranges have no limit."""
     end = np.where(ranges.end[mine] == NONE, _FOREVER, ranges.end[mine])
     instant = np.flatnonzero(ranges.instant[mine])
     if len(instant):

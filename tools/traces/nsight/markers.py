@@ -1,8 +1,7 @@
 """Reads the NVTX ranges of crossrank, the older shim, torch and NCCL.
 
 * crossrank's ranges have the JSON of a call as text, and its id as payload. Other markers of this domain have the rank
-  and groups of the process. A text that would be too long for a tool has ranks as runs, and in `left_out` how much it
-  lacks.
+  and groups of the process. A text that is too long for a tool has ranks as runs; `left_out` counts what it lacks.
 * The older shim wrote one JSON text per call, with `name`, `message_size` and `group_ranks`, without an id.
 * NCCL's ranges have the name of a function as text, and its arguments as an extended payload.
 """
@@ -176,9 +175,9 @@ class Ranges(Columns):
     meaning: Column
     """Index into `meanings`."""
     id: Column
-    """Id of the record; `NONE` where the marker has none."""
+    """Id of the record; `NONE` if the marker has none."""
     row: Column
-    """rowid, for what is looked up later."""
+    """rowid, for later queries."""
     instant: Mask
     meanings: list[Meaning] = field(default_factory=list)
 

@@ -68,8 +68,7 @@ class NcclRanges:
                     self.ranks[payload.name] = payload.rank
 
     def _groups(self) -> dict[int, list[int]]:
-        """Range of an outermost `ncclGroupEnd` -> ranges of its thread since the start of the group, or of the
-        capture."""
+        """Range of an outermost `ncclGroupEnd` -> ranges of its thread since the start of the group or the capture."""
         grouped: dict[int, list[int]] = {}
         depth: Counter[int] = Counter()
         since: dict[int, list[int]] = defaultdict(list)

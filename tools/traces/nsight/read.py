@@ -61,9 +61,9 @@ _SEND_RECV_KERNEL = ("send", "recv", _SEND_RECV, "all_to_all", "gather", "scatte
 def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[RankTrace]:
     """One `RankTrace` per process that communicates.
 
-    `rank` is the rank in the file's name, for an export of one process. `comms` has the comms files of the run by rank:
-    these have whole calls, while markers only have what equal calls share. Raises `CrossrankError` if the file cannot
-    be used, or if it has kernels and none of them has a call.
+    `rank` is the rank in the name of an export of one process. `comms` has the comms files of the run by rank: these
+    have whole calls, while markers only have what equal calls share. Raises `CrossrankError` if the file cannot be
+    used, or if it has kernels and none of them has a call.
     """
     with open_export(path) as export:
         require_tables(export)
@@ -197,8 +197,7 @@ class _Process:
         return max(((nccl.sizes[name], rank) for name, rank in nccl.ranks.items()), default=None) if nccl else None
 
     def read(self, kernels: Activities, copies: Activities, comms: Mapping[int, str]) -> RankTrace:
-        """Find the times of all communication of the process, whose rank is already set: kernels, and copies between
-        GPUs."""
+        """Find the times of all communication of the process, whose rank is set: kernels, and copies between GPUs."""
         times, calls, epoch = self.times, self._calls, self._epoch
         unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in self._meanings)
         if unnamed:
@@ -298,8 +297,8 @@ class _Process:
     def _by_graph_nodes(self, row_of: Column, left: Activities) -> tuple[Activities, int]:
         """Match kernels of CUDA graphs, by the marker around the creation of their node.
 
-        Every launch of the graph repeats the call and adds a row. Returns the other kernels, and the number of captured
-        calls.
+        Every launch of the graph repeats the call and adds a row. Returns the other kernels, and how many calls were
+        captured.
         """
         columns = ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
         table = next((name for name in GRAPH_NODES if {*columns[:3]} <= self._export.columns(name)), None)
