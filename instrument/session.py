@@ -1,8 +1,8 @@
 """The life of one `enable()`: what begins, what is open and what ends, in which order.
 
-`enable()` installs the hooks at once. The files begin when this rank is known, which is at `enable()` where
-the process group exists already, and at its first communication otherwise. Whatever fails in here is logged
-once and costs that part of the recording; it never reaches the training loop.
+`enable()` installs the hooks at once. The files start when this rank is known: at `enable()` if the process group
+already exists, otherwise at its first communication. An error here is logged once and costs that part of the recording;
+it never reaches the training loop.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _run(argv: Sequence[str] | None) -> int:
         # Files name themselves in errors of ours: this is a terminal or a pipe, or a disk behind it that is full.
         _silence_stdout()
         return _end(f"cannot be written: {error.filename or 'stdout'} ({error.strerror or error})", 2)
-    except Exception as error:  # a file that nobody thought of ends in one line, like any other
+    except Exception as error:  # an unforeseen error ends in one line, like any other
         return _end(str(error if isinstance(error, CrossrankError) else unforeseen(error)), 2)
 
 
@@ -117,7 +117,7 @@ class _Terminated(BaseException):
 
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
-    """Makes SIGTERM unwind the stack while the block runs, where nobody handles it otherwise."""
+    """Makes SIGTERM unwind the stack while the block runs, unless it already has a handler."""
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise _Terminated

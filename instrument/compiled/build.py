@@ -1,7 +1,7 @@
 """Builds the compiled kernel once per version of torch and Python on a machine, into a folder of the user's.
 
-The sources are compiled with the machine's own compiler against the headers that torch and Python ship, because the
-dispatcher's boxed kernels and the process groups among their arguments are no part of an ABI that torch keeps stable.
+The sources are compiled with the machine's own compiler against the headers that torch and Python ship. The reason: the
+dispatcher's boxed kernels, and the process groups among their arguments, are not part of a stable ABI of torch.
 
 A job never waits for that: it takes the kernel that is there (`load`). Where there is none, a process of low priority
 builds one for the next job (`start`); `crossrank build-kernel` does so beforehand (`make`). Why a build failed is
@@ -38,7 +38,7 @@ from crossrank.instrument.locks import lock_file
 
 _HERE = Path(__file__).parent
 _PATIENCE = 180.0
-"""Seconds that a build may take that somebody waits for. One that nobody waits for may go on for as long as a job."""
+"""Seconds that a build may take if a process waits for it. A build in the background may take as long as a job."""
 _CUT_OFF = ("signal terminated program", "memory exhausted", "Cannot allocate memory", "No space left on device")
 """What a compiler says of a part of itself that was ended, or that lacked memory or space."""
 _MODULE = "_crossrank_recorder"
@@ -51,7 +51,7 @@ _UNTRIED = (3, 14)
 
 
 class NotBuiltError(CrossrankError):
-    """There is no kernel yet, and nothing says that it cannot be built."""
+    """There is no kernel yet, and no known reason why it cannot be built."""
 
 
 class _CutOffError(CrossrankError):
@@ -59,7 +59,7 @@ class _CutOffError(CrossrankError):
 
 
 _loaded: ModuleType | None = None
-"""The kernel of this process, whatever was built since."""
+"""The kernel of this process; a later build does not replace it."""
 
 
 def load() -> ModuleType:
@@ -85,8 +85,8 @@ def load() -> ModuleType:
 
 
 def _opened(built: Path) -> int | None:
-    """The descriptor of the kernel, which nobody else may have written; None where there is none yet. What is checked
-    is what is loaded, whatever the name stands for a moment later."""
+    """The descriptor of the kernel, which no other user may have written; None if there is none yet. The checked file
+    is the one that is loaded, even if its name points to another file later."""
     try:
         descriptor = os.open(built, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def make(*, again: bool = False) -> Path:
 def start() -> None:
     """Have a process of low priority build the kernel for the next job, unless one does so already.
 
-    Nobody waits for it, and it goes on when this job ends. It inherits the lock that is taken here.
+    No process waits for it, and it continues when this job ends. It inherits the lock that is taken here.
     """
     built = _place()
     with _lock(built) as descriptor:
@@ -204,8 +204,8 @@ def _folder() -> Path:
 
 
 def _refuse_others_file(path: Path, found: os.stat_result) -> None:
-    """Raise for what another user may have written: it would run in this process. In a folder with the sticky bit
-    nobody may take the place of what is another user's."""
+    """Raise if another user may have written the file or folder: it would run in this process. In a folder with the
+    sticky bit, users cannot replace files of other users."""
     is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (
         stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     )
@@ -307,7 +307,7 @@ def _compile(compiler: list[str], built: Path, patience: float | None) -> None:
         sources = (str(_HERE / "recorder.cpp"), str(frames))
         libraries = ("-shared", f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10")
         _run([*compiler, *options, "-std=c++20", *sources, *libraries, "-o", str(made)], patience)
-        made.chmod(0o755)  # whatever the umask: one that a group may write is refused
+        made.chmod(0o755)  # for any umask: a kernel that a group may write is refused
         try:
             os.link(made, built)  # never over one that another node runs
         except FileExistsError:

@@ -63,8 +63,9 @@ def node_of_this_machine() -> str:
 class Topology:
     """The places of the ranks, read from the store during training.
 
-    Keys in the store: `published` counts the ranks that have published, each its place under its number. `places` has
-    all places that the collector knows. `collector K` counts the ranks that want to be the collector after K others.
+    Keys in the store: `published` counts the ranks that have published their place, each under its number. The key
+    `places` has all places that the collector knows. The key `collector K` counts the ranks that want to be the
+    collector after K others.
     """
 
     def __init__(self, rank: int, world_size: int, node: str, domain: str | None = None) -> None:
@@ -101,8 +102,8 @@ class Topology:
         """Publish this rank and read the others until all are known. Runs on its own thread.
 
         `find_store` returns the job's store, or None once its process group is destroyed. No reference to the store is
-        kept between two looks: it may host the job's rendezvous, and would block the next process group.
-        `epoch` counts the process groups of this job that were destroyed and created again. `domain` returns the
+        kept between two looks: the store may host the job's rendezvous, and would block the next process group. The
+        number `epoch` counts the process groups of this job that were destroyed and created again. `domain` returns the
         NVLink domain of this rank if it is unknown; it may be slow.
         """
 

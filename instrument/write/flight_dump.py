@@ -4,9 +4,9 @@ last calls of every group with their state, and the records of crossrank.
 The file is JSON with the fields of torch's recorder: `read_flight_dump` of the tools and every reader of
 `_dump_fr_trace_json` can read it. torch's JSON has no stack frames, so crossrank converts torch's pickle to JSON. The
 pickle has frames only if torch has loaded its compiler, because only then are they free. Calls always have source
-lines. The field `crossrank` adds data for the diagnosis of a hang that torch does not record: time and reason of the
-dump, members of the groups (missing on gloo), last calls with their peers (torch does not record P2P on gloo), and the
-position of every thread.
+lines. The field `crossrank` adds data that torch does not record, for the diagnosis of a hang. It has the time and
+reason of the dump, members of the groups (missing on gloo), last calls with their peers (torch does not record P2P on
+gloo), and the position of every thread.
 
 All dumps of one rank use one file. The dump of a hang is kept until communication continues, because after gloo's
 timeout the failed call looks completed. So a hang must be noticed before it: see `crossrank.instrument.hang`.

@@ -127,8 +127,8 @@ def _domain_of_process() -> Any:
         import nvtx
 
         domain = nvtx.get_domain(DOMAIN)
-        # The package returns a stand-in that drops everything if no tool is attached, or if the tool is older than
-        # the package's extensions of NVTX (Nsight Systems up to 2023).
+        # The package returns a dummy that drops everything if no tool is attached, or if the tool is older than the
+        # package's extensions of NVTX (Nsight Systems up to 2023).
         real = type(domain).__name__ == "Domain"
         attached = attached or real
         if attached:

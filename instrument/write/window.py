@@ -1,10 +1,9 @@
 """Execution trace and Kineto over a window of iterations, each window its own pair of whole files.
 
-A window is one that the configuration names or a block of the script's own. Inside it every recorded call runs in a
-profiler range `crossrank#<id>`, so that it is found by its id in both traces, and every iteration in a range
-`ProfilerStep#<number>`, by which Chakra's linker and HolisticTraceAnalysis find iterations, as `torch.profiler` makes
-it. A window costs (a small CPU op takes about 13 times as long under the execution trace), so keep it to a few
-iterations.
+A window comes from the configuration or from a block in the script. Inside it every recorded call runs in a profiler
+range `crossrank#<id>`, so both traces have its id. Every step runs in a range `ProfilerStep#<number>`, as
+`torch.profiler` makes it: Chakra's linker and HolisticTraceAnalysis find steps by it. A window costs time (a small CPU
+op takes about 13 times as long under the execution trace), so keep it to a few steps.
 
 torch has one execution-trace observer and one Kineto session per process. Where the user has either, it is left
 alone and one line says what the window therefore lacks; where the user's profiler starts inside a window, ours
@@ -229,7 +228,7 @@ class Windows:
         if is_capturing():
             log.warning("crossrank: cannot open a window while a CUDA graph is captured; open it before or after")
             return False
-        with self._reported("a window is incomplete"):  # whatever has begun by then is part of it
+        with self._reported("a window is incomplete"):  # what has started by then is part of it
             session.find_groups()
             self._number += 1
             self._is_open = True
@@ -298,7 +297,8 @@ class Windows:
     def _close(self) -> None:
         """End the window that is open, if any. Its files are compressed and put in place in the background.
 
-        Whatever fails, the others are ended: an observer or a profiler that is left open crashes the process at exit.
+        If one part fails, the others are ended: an observer or a profiler that is left open crashes the process at
+        exit.
         """
         if not self._is_open:
             return
@@ -336,8 +336,8 @@ class Windows:
                 self._number,
             )
         path = files.temporary(file_name(KINETO, self._session.facts.rank, self._number))
-        # Kineto writes to a file beside it, and renames that. Both are ours before it opens them: a link would be
-        # followed, and the other end of a pipe waited for.
+        # Kineto writes another file, and renames it. crossrank makes both first, because Kineto would follow a link,
+        # and wait for the other end of a pipe.
         for one in (path, path.with_name(f"{path.name}.tmp")):
             os.close(create(one))
         with _named_for_torch(path) as name:

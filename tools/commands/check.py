@@ -17,10 +17,10 @@ from crossrank.tools.output.console import Columns, print_counts, print_json, ta
 
 
 class CheckCommand:
-    """Check that ASTRA-sim can read and run Chakra traces of any tool: every dependency is a node of the file, there is
-    no cycle, communication nodes have the required attributes, and groups are integers in the group file. With several
-    files, also check that the ranks of a group give the same amounts to its collectives. Exit code 1: a trace breaks a
-    rule. 2: a file cannot be read to its end."""
+    """Check that ASTRA-sim can read and run Chakra traces of any tool. Every dependency must be a node of the file,
+    cycles are not allowed, communication nodes need the required attributes, and groups must be integers in the group
+    file. With several files, also check that the ranks of a group give the same amounts to its collectives. Exit code
+    1: a trace breaks a rule. 2: a file cannot be read to its end."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("traces", nargs="+", metavar="FILE.et", help="Chakra traces, plain, gzip or zstd")

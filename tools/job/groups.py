@@ -71,7 +71,7 @@ class ProcessGroup:
     eager: bool = False
     """As in `Group`."""
     local_index: dict[int, int] = field(default_factory=dict)
-    """Rank -> index of the group in that rank's list."""
+    """Rank -> index of the group in the list of this rank."""
     lanes: dict[int, Lane] = field(default_factory=dict)
     """Rank -> its collectives."""
     has_p2p: bool = False

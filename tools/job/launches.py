@@ -276,8 +276,8 @@ class _LaunchBuilder:
         )
 
     def _build(self, ranks: Sequence[int]) -> pl.DataFrame:
-        """Return one row per launch, rank after rank: kind, number of calls, and columns of its file. `running` is its
-        number, from 1, among the rank's launches on the group, or on the pair of ranks.
+        """Return one row per launch, rank after rank: kind, number of calls, and columns of its file. The column
+        `running` counts the rank's launches on the group, or on the pair of ranks, from 1.
 
         A batch takes the position of its first call. Its time is from the first start to the last end.
         """

@@ -1,7 +1,7 @@
 """Reads what the files of one rank say into a `RankTrace`. Runs in worker processes, without torch.
 
-A comms file says what was called; the windows that were traced, linked here where nobody has linked them yet, or a dump
-of the flight recorder beside it say how long that took.
+A comms file has the calls. Their durations are from a dump of the flight recorder next to it, or from traced windows,
+which are linked here if necessary.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, waits_of
 
 @dataclass(frozen=True, kw_only=True)
 class RankSources:
-    """One file, with those beside it that say how long its calls took, or what they were."""
+    """One file, and the files next to it that have the durations of its calls, or the calls themselves."""
 
     kind: str
     """A key of `READERS`, or `NSIGHT`."""
@@ -46,16 +46,16 @@ class RankSources:
     """Windows that are not linked yet; linked here, in memory."""
     flight: str | None = None
     comms: tuple[tuple[int, str], ...] = ()
-    """(rank, comms file) beside an export of Nsight Systems, which may hold several ranks."""
+    """(rank, comms file) for an export of Nsight Systems, which may have several ranks."""
     world_size: int | None = None
     also: str = ""
-    """What the names of kernels match that communicate beside those that are known, a regular expression."""
+    """Regular expression for the names of other kernels that communicate."""
     steps: tuple[int, int] | None = None
     """Iterations from the first to before the second; None = all. Comms files alone know them."""
 
 
 def comms_with_times(rank: int | None, files: Files) -> RankSources:
-    """The comms file of a rank, with what beside it says how long its calls took."""
+    """The comms file of a rank, with the files next to it that have the durations of its calls."""
     linked = tuple(one.path for one in files.get(LINKED, ()))
     flight = files[FLIGHT][0].path if FLIGHT in files else None
     pairs = pairs_of_rank(rank, files)
@@ -63,7 +63,7 @@ def comms_with_times(rank: int | None, files: Files) -> RankSources:
 
 
 def pairs_of_rank(rank: int | None, files: Files) -> tuple[RankInput, ...]:
-    """The windows of a rank that nobody has linked yet."""
+    """The windows of a rank that are not linked yet."""
     linked = {one.window for one in files.get(LINKED, ())}
     kinetos = {one.window: one.path for one in files.get(KINETO, ()) if one.window not in linked}
     comms = files[COMMS][0].path if COMMS in files else None
@@ -75,7 +75,7 @@ def pairs_of_rank(rank: int | None, files: Files) -> tuple[RankInput, ...]:
 
 
 def read_comms_and_times(given: RankSources) -> RankTrace:
-    """Our own records: every call, on groups with names, and the times that the files beside them have."""
+    """crossrank's own records: every call, on groups with names, and the times in the files next to them."""
     trace = read_comms(given.path, given.rank, steps=given.steps)
     calls = trace.calls
     # Times that are added here are not for others who read the file.
@@ -155,7 +155,7 @@ def _give_times(window: LinkedTrace, trace: RankTrace, calls_of: Iterable[tuple[
             calls.began[row] = base + work.start_ns
             calls.ended[row] = calls.began[row] + work.duration_ns
         has_times |= bool(kernels) or (work is not None and work.start_ns is not None)
-        # The host goes on while a GPU communicates, but for a barrier.
+        # The host continues while a GPU communicates, except in a barrier.
         follows = not kernels or communication.record.op == "barrier"
         if follows and host is not None and host.start_ns is not None and host.duration_ns is not None:
             waits_of(trace).returned[row] = base + host.start_ns + host.duration_ns
@@ -236,8 +236,8 @@ def read_execution_trace_alone(given: RankSources) -> RankTrace:
 
 
 def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamComms]]) -> None:
-    """`recorded`: (number of calls begun before it, what is waited for). In a trace that has any, a call without one
-    did not return before it was over; but torch writes no wait for a barrier."""
+    """`recorded`: (number of calls started before the wait, the call that it is for). In a trace with waits, a call
+    without one returned only after it had finished; but torch writes no wait for a barrier."""
     calls, waits = trace.calls, waits_of(trace)
     for before, wait in recorded:
         # The last call of that number before the wait: numbers repeat between groups in old traces.
@@ -260,7 +260,7 @@ def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamC
         )
 
 
-# --- durations of the flight recorder, beside a comms file ------------------------------------------------------------
+# --- durations of the flight recorder, for a comms file ---------------------------------------------------------------
 
 
 def _time_by_dump(trace: RankTrace, path: str) -> None:

@@ -1,4 +1,4 @@
-"""When a rank computed, communicated and copied, in the windows in which all it did was traced."""
+"""When a rank computed, communicated and copied, in windows that trace everything it did."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Spans = NDArray[np.int64]
-"""Rows of (begin, end), in ns."""
+"""Rows of (start, end), in ns."""
 
 
 def spans_of(pairs: Iterable[tuple[int, int]] = ()) -> Spans:
@@ -21,7 +21,7 @@ def spans_of(pairs: Iterable[tuple[int, int]] = ()) -> Spans:
 
 
 def union(*parts: Spans) -> Spans:
-    """The same time as spans that do not overlap, in order.
+    """The same time as ordered spans that do not overlap.
 
     >>> union(spans_of([(5, 9), (1, 3)]), spans_of([(2, 4)])).tolist()
     [[1, 4], [5, 9]]
@@ -50,7 +50,7 @@ def difference(some: Spans, without: Spans) -> Spans:
 
 
 def _within(spans: Spans, moments: Ints) -> NDArray[np.bool_]:
-    """Whether each moment lies in one of `spans`, which do not overlap."""
+    """Whether each moment is inside one of `spans`, which do not overlap."""
     place = np.searchsorted(spans[:, 0], moments, side="right") - 1
     inside: NDArray[np.bool_] = place >= 0
     inside[inside] = moments[inside] < spans[place[inside], 1]
@@ -58,7 +58,7 @@ def _within(spans: Spans, moments: Ints) -> NDArray[np.bool_]:
 
 
 def covered(spans: Spans, windows: Spans) -> Ints:
-    """ns of each window that lie in `spans`, which do not overlap and are in order.
+    """How many ns of each window `spans` cover. The spans are in order and do not overlap.
 
     >>> covered(spans_of([(1, 4), (5, 9)]), spans_of([(0, 2), (3, 6), (9, 9)])).tolist()
     [1, 2, 0]
@@ -75,17 +75,16 @@ def covered(spans: Spans, windows: Spans) -> Ints:
 
 
 _STEADY = 0.1
-"""Share of an iteration by which a device's lag behind its host may vary where iterations take as long on both."""
+"""How much a device's lag behind its host may vary, as a share of a step, if steps take equally long on both."""
 
 
 def _on_device(
     steps: Sequence[tuple[int, int]], launches: Spans, main: Spans, first: int, last: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(iteration, begin, end) on a GPU, of `steps`, which say when the host began each. The GPU may run behind.
-    `launches` and `main` are as `Busy.add` has them.
+    """Yield (step, start, end) on a GPU. `steps` has the starts on the host; for `launches` and `main` see `Busy.add`.
 
-    A GPU that stays behind by one time has the host's iterations, later by that time: what it did first in one says
-    little. Elsewhere the host runs ahead, and an iteration begins on the GPU with what was launched first in it.
+    If the GPU's lag is constant, its steps are those of the host, shifted by the lag: the first kernel of a step is no
+    reliable start. Otherwise the host runs ahead, and a step starts on the GPU with the first kernel launched in it.
     """
     if len(steps) < 2:
         return
@@ -99,7 +98,7 @@ def _on_device(
         lag = int(np.median(lags))
         for one in ran.tolist():
             (number, begin), (_, end) = steps[one], steps[one + 1]
-            # The last one may have been cut off, or have an end in which the GPU did nothing.
+            # The last step may be cut off, or the GPU may be idle at its end.
             is_cut = one == ran[-1] and 2 * (last - begin - lag) < end - begin
             yield number, begin + lag, last if is_cut else end + lag
         return
@@ -108,8 +107,8 @@ def _on_device(
 
 
 def _first_begins(moments: Ints, launches: Spans, last: int) -> tuple[Ints, Ints]:
-    """(when what was launched from each moment on began first, `last` where nothing was; how many were launched before
-    it)"""
+    """For each moment: (first start of a kernel launched from then on, or `last`; number of kernels launched
+    before)."""
     launches = launches[np.argsort(launches[:, 0], kind="stable")]
     begins = np.append(np.minimum.accumulate(launches[::-1, 1])[::-1], last)
     place = np.searchsorted(launches[:, 0], moments)
@@ -117,7 +116,7 @@ def _first_begins(moments: Ints, launches: Spans, last: int) -> tuple[Ints, Ints
 
 
 def _seen(steps: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """(iteration, begin, end) of those of which at least half lies between `first` and `last`."""
+    """Yield (step, start, end) of the steps with at least half of their time between `first` and `last`."""
     for (number, begin), (_, end) in pairwise(steps):
         seen = min(end, last) - max(begin, first)
         if seen > 0 and 2 * seen >= end - begin:
@@ -126,24 +125,24 @@ def _seen(steps: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[t
 
 @dataclass(eq=False)
 class Busy:
-    """What one rank did, over its windows. Times are ns since 1970; spans of one kind do not overlap."""
+    """What one rank did in its windows. Times are ns since 1970; spans of one kind do not overlap."""
 
     where: Literal["device", "host", ""] = ""
-    """A GPU's kernels and copies, or the operations of the host and the Works of its backend; empty where nothing was
-    traced."""
+    """`device`: kernels and copies of a GPU. `host`: operations of the host, and Works of its backend. Empty: no
+    trace."""
     observed: Spans = field(default_factory=spans_of)
-    """From the first to the last of each window."""
+    """From the first start to the last end in each window."""
     computation: Spans = field(default_factory=spans_of)
     communication: Spans = field(default_factory=spans_of)
     memory: Spans = field(default_factory=spans_of)
     """Copies and memsets of a GPU."""
     iterations: list[tuple[int, int, int]] = field(default_factory=list)
-    """(iteration, begin, end) on what the spans are of: see `_on_device`."""
+    """(step, start, end) on the device or host, as `where` says: see `_on_device`."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Busy):
             return NotImplemented
-        # Arrays that are compared give arrays.
+        # A comparison of arrays returns an array.
         return all(np.array_equal(one, vars(other)[name]) for name, one in vars(self).items())
 
     def add(
@@ -157,9 +156,11 @@ class Busy:
         launches: Spans,
         main: Spans | None = None,
     ) -> None:
-        """Take in a window, whose times are ns since `base_ns`. `steps` are iterations and when they began on the host,
-        `launches` when each kernel was launched and when it began, `main` the same of the stream that computes most
-        (default: of all). A window on hosts says nothing beside one on a GPU.
+        """Add a window, with times in ns since `base_ns`. Windows of hosts are ignored if there is one of a GPU.
+
+        * `steps`: (step, start on the host in ns since 1970).
+        * `launches`: (time of the launch, start) of each kernel.
+        * `main`: the same for the stream that computes most (default: for all).
         """
         every = np.concatenate([computation, communication, memory]) + base_ns
         if not len(every) or (self.where == "device" and where == "host"):

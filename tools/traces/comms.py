@@ -1,8 +1,8 @@
-"""A rank's comms file as a `RankTrace`: every call, without its state.
+"""Reads a rank's comms file into a `RankTrace`: every call, without its state.
 
-What had become of a call follows from what the rank did afterwards. A rank that ended its recording itself was done
-with all; elsewhere its last call may be the one that it hangs in. A send or receive that did not block (`isend`, a
-batch) is left open: whether it was answered shows when it is matched with the other rank's.
+The state of a call follows from what the rank did next. A rank that ended its recording itself had finished all calls.
+Any other rank may hang in its last call. A send or receive that does not block (`isend`, a batch) counts as unfinished:
+matching it with the other rank's call shows whether it finished.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _MOST = 1 << 62
 
 @shared
 def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | None = None) -> RankTrace:
-    """The comms file of `rank`, and of it the iterations from the first of `steps` to before the second.
+    """Read the comms file of `rank`; with `steps`, only the steps from the first to before the second.
 
-    Raises `CrossrankError` where the file has no header.
+    Raises `CrossrankError` if the file has no header.
     """
     file = CommsFile(path, rank)
     trace = RankTrace(rank=rank, path=path, source="comms", numbered_pairs=True)
     builder = TraceBuilder(trace)
-    # The header is the first line, so it is there when the first record is.
+    # The header is the first line, so it is read before the first record.
     records = list(file.records())
     header = file.header
     if header is None:
@@ -78,7 +78,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         trace.skipped = len(others), sum(others)
         trace.until = next((clock.at(record.t) for record in records if record.step >= steps[1]), None)
     add_records(builder, wanted, clock, last.id if last is not None and is_cut else None, is_cut=is_cut)
-    # The file says up to when it lacks nothing; those of earlier versions end with a call.
+    # The file notes up to when it is complete; files of earlier versions end with a call.
     if last is not None and is_cut:
         until = max([last.t, *(line["t"] for line in file.clocks if "t" in line)])
         if last.t < until and clock.at(until) < _MOST:
@@ -94,24 +94,24 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     if file.end is None:
         trace.notes.append(f"{path}: has no last line: the process died, or still runs")
     elif "wall" in header.clock:
-        # Of a file without an end nobody knows how long the run went on.
+        # The duration of the run is unknown if the file has no end.
         ends = [line["wall"] for line in clocks if "wall" in line] + ([clock.at(last.t)] if last else [])
         trace.span = header.clock["wall"], max(ends)
     return trace
 
 
 class WallClock:
-    """Turns a process's monotonic times into ns since 1970, by the moments at which both clocks were read.
+    """Converts monotonic times of a process to ns since 1970, from moments at which both clocks were read.
 
-    Between two of them the offset goes from the one's to the other's, as far as the clocks drift: NTP slews a clock by
-    500 ppm at most. A larger difference is a clock that was set; times go on as if it had not been.
+    Between two moments the offset is interpolated, because the clocks drift: NTP slews a clock by at most 500 ppm. A
+    larger difference means that the wall clock was set; that change is ignored.
     """
 
     def __init__(self, moments: Iterable[dict[str, int]]) -> None:
         self._times: list[int] = []
         self._offsets: list[int] = []
         self.set_by = 0
-        """ns by which the clock was set while the process ran, in all."""
+        """ns by which the wall clock was set while the process ran, in total."""
         for moment in moments:
             t, wall = moment.get("t"), moment.get("wall")
             if t is None or wall is None or (self._times and t <= self._times[-1]):
@@ -124,7 +124,7 @@ class WallClock:
             self._offsets.append(offset)
 
     def at(self, t: int) -> int:
-        """ns since 1970 of the moment `t`."""
+        """`t` as ns since 1970."""
         times, offsets = self._times, self._offsets
         if not times:
             return t
@@ -137,11 +137,11 @@ class WallClock:
 
 _MOST_DRIFT = 0.001
 _JITTER = 1_000_000
-"""ns that may pass between reading one clock and reading the other."""
+"""Maximum ns between reading one clock and the other."""
 
 
 def _span(trace: RankTrace, one: Ran | Wait, clock: WallClock) -> tuple[int, int] | None:
-    """Between which moments a time of a call lay; None, and counted, where that cannot be."""
+    """Start and end of a wait or of a call's communication. Impossible times are counted, and None is returned."""
     began, ended = clock.at(one.t), clock.at(one.t + one.took)
     if 0 <= began <= ended < _MOST:
         return began, ended
@@ -150,7 +150,7 @@ def _span(trace: RankTrace, one: Ran | Wait, clock: WallClock) -> tuple[int, int
 
 
 def _add_times(trace: RankTrace, ran: Sequence[Ran], clock: WallClock, row_of: Mapping[int, int]) -> None:
-    """Set the times of the calls that were followed to their ends."""
+    """Set the times of the calls whose ends were recorded."""
     calls = trace.calls
     for one in ran:
         row = row_of.get(one.id)
@@ -162,7 +162,7 @@ def _add_times(trace: RankTrace, ran: Sequence[Ran], clock: WallClock, row_of: M
 
 
 def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of: Mapping[int, int]) -> None:
-    """Note when the rank waited, and, for replay, before which of its later calls it had waited for each."""
+    """Add the times of waits, and for replay, the later call before which the rank waited for each call."""
     if not waits:
         return
     calls, host, places = trace.calls, trace.host_waits, waits_of(trace)
@@ -175,7 +175,7 @@ def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of
         host.began.append(began)
         host.ended.append(ended)
         host.stood.append(STOOD.index(wait.stood))
-        # A thread beside may have called while this one waited: what it called came before the end.
+        # Another thread may have made calls during this wait: they come before its end.
         if row >= 0 and places.before[row] < 0 and wait.stood in ("wait", "wait_tensor"):
             places.before[row] = max(row + 1, bisect_right(calls.called, ended))
             places.recorded += 1
@@ -184,11 +184,11 @@ def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of
 def add_records(
     builder: TraceBuilder, records: Sequence[CommRecord], clock: WallClock, last: int | None, *, is_cut: bool
 ) -> None:
-    """Append recorded calls, whose times are on `clock`; `last` is the id of a call that the rank
-    may not have returned from; `is_cut`: the recording may end before a call that its rank did not wait for is over."""
+    """Append recorded calls with times on `clock`. `last` is the id of a call that may not have returned. `is_cut`: the
+    recording may end before a call finishes that the rank did not wait for."""
     trace = builder.trace
     ending, awaited = trace.ending, trace.ending.awaited
-    # A launch of NCCL may block, and is no wait.
+    # A launch of NCCL may block, and is not a recorded wait.
     waits_known = trace.backend == GLOO and ending.waits is not None and ending.reason in ("hang", "SIGUSR1")
     state = []
     for row, record in enumerate(records, len(trace)):
@@ -214,7 +214,7 @@ def _exceptions(value: object) -> list[Raised]:
 
 
 def stack_of(record: CommRecord) -> tuple[Frame, ...]:
-    """The one frame that a record names, as a stack."""
+    """The source line of a record, as a stack of one frame."""
     if record.source is None:
         return ()
     name, _, line = record.source.rpartition(":")

@@ -1,10 +1,10 @@
-"""What the files at a path are, and of which rank each is: one answer for every command.
+"""Finds the kind and rank of the files at a path, in one way for every command.
 
-The names of a recording say both (`rank-3.w2.kineto.json.zst`). Of other people's files the first bytes say the kind.
-The rank is what the name calls `rank`, else what the first bytes say, else what the name numbers: `rank_in_name`.
+File names of a recording have both (`rank-3.w2.kineto.json.zst`). For files of other tools, the first bytes show the
+kind. Their rank is the number after `rank` in the name, else that in the first bytes, else another number in the name.
 
-A folder is searched with all below it, for many jobs write one folder per node. Hidden folders, what an earlier
-recording left (`earlier-K`) and what processes that ranks started recorded (`spawned-K`) are not: those are other jobs.
+Folders are searched with all subfolders, because many jobs write one folder per node. Hidden folders are skipped. So
+are other jobs: earlier recordings (`earlier-K`), and those of processes that ranks started (`spawned-K`).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from crossrank.recording import (
 
 PLAN = "plan"
 TIMELINE = "timeline"
-"""What `convert --timeline` writes, which looks like a Kineto trace."""
+"""Output of `convert --timeline`; it looks like a Kineto trace."""
 INSPECTOR = "inspector"
-"""What NCCL Inspector writes: one process, of an unknown rank."""
+"""Output of NCCL Inspector: one process, of an unknown rank."""
 NSIGHT = "nsight"
-"""An export of Nsight Systems, which is no record of calls but has their times."""
+"""An export of Nsight Systems: not a record of calls, but it has their times."""
 REPORT = "report"
-"""A report of Nsight Systems, which has to be exported first."""
+"""A report of Nsight Systems; it must be exported first."""
 DATABASE = "database"
-"""What `crossrank diagnose --database` writes."""
+"""Output of `crossrank diagnose --database`."""
 
 WHAT = {
     COMMS: "a comms file",
@@ -59,7 +59,7 @@ WHAT = {
 }
 
 _OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
-"""Kinds of which a rank has one, for each window."""
+"""Kinds with one file per rank and window."""
 _HEAD = 1 << 16
 _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
     (FLIGHT, (rb"\A\x80",)),
@@ -77,21 +77,21 @@ _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
     (FLIGHT, (rb"\A\s*\{", rb'"entries"\s*:')),
     (FLIGHT, (rb"\A\s*\{", rb'"pg_status"\s*:')),
 )
-"""What the first bytes of a kind have, all that stands in a row; the first row that fits says the kind. Patterns begin
-with plain text or at the first byte, for there may be thousands of files."""
+"""(kind, patterns that the first bytes must all match). The first matching row decides. Patterns start with plain text
+or at the first byte, because there may be thousands of files."""
 _COMPILED = tuple((kind, tuple(map(re.compile, signs))) for kind, signs in _SIGNS)
 _BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep": REPORT}
-"""Kinds of files whose first bytes say nothing: a report, and an export that is cut off."""
+"""Kinds that the first bytes may not show: reports, and exports that are cut off."""
 
 _SUFFIX = re.compile(r"(?:\.(?:pt|trace|json|jsonl|pickle|pkl|bin|dump|et|zst|gz|sqlite3?|nsys-rep|qdrep))+\Z", re.I)
 _RANK = re.compile(r"(?P<of>[a-z]*)[-_.]?rank[-_. ]?(?P<number>\d+)", re.I)
 _NOT_GLOBAL = frozenset(("tp", "pp", "dp", "cp", "ep", "mp", "sp", "node"))
-"""A rank of these is one within a part of the job."""
+"""Prefixes of ranks within a part of the job, such as `tp_rank`."""
 _NUMBERED = re.compile(r"(?<![a-z])(?:worker|dump|trace|et|kineto|flight|device)[-_.]?(\d+)(?![\da-z])", re.I)
 _DATE = re.compile(r"(?<!\d)20\d\d([-_.]?)[01]\d\1[0-3]\d(?!\d)")
 _NUMBER = re.compile(r"(\d+)(?![\da-z])", re.I)
 _PROCESS = re.compile(r"_\d+\.\d{13,}(?:\.pt\.trace\.json|\Z)")
-"""How torch's tensorboard_trace_handler ends the name of a file by default: process and time."""
+"""End of the default file names of torch's tensorboard_trace_handler: process id and time."""
 _RANK_IN_HEAD = {
     KINETO: re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
     COMMS: re.compile(rb'\A\s*\{"header"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
@@ -106,19 +106,19 @@ class FoundFile:
 
     path: str
     kind: str
-    """Empty where it is a file of unknown type."""
+    """Empty = unknown type."""
     rank: int | None
     window: int = 1
     size: int = 0
     """Bytes on disk."""
     depth: int = 0
-    """Folders between it and the path that was named; those that a recording has for a few ranks each do not count."""
+    """Number of folders between the given path and the file, without a recording's own folders for a few ranks each."""
     problem: str = ""
     """Why it cannot be used."""
     partial: bool = False
     """It was cut off during writing."""
     left_out: bool = False
-    """It can be used, but another one is nearer to the path that was named."""
+    """It can be used, but another file is nearer to the given path."""
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ class FoundFile:
 
 
 def rank_in_name(name: str) -> int | None:
-    """The rank that a file of this name belongs to; None where it does not say.
+    """The rank in a file name; None if it has none.
 
     >>> [rank_in_name(name) for name in ("host7_dump_0.json", "nccl_trace_host7_rank_3.pkl", "trace-gpu1-2.json.gz")]
     [0, 3, 2]
@@ -138,13 +138,13 @@ def rank_in_name(name: str) -> int | None:
 
 
 def _named_rank(name: str) -> int | None:
-    """The last number that is called a rank of the job."""
+    """The last number that the name marks as a rank of the job."""
     found = [one["number"] for one in _RANK.finditer(name) if one["of"].lower() not in {*_NOT_GLOBAL, "local"}]
     return _valid(found[-1]) if found else None
 
 
 def _numbered_rank(name: str) -> int | None:
-    """The number of what a rank writes one of, else the last number that is no part of a word, a date or a time."""
+    """The last number after a word such as `trace`, else the last one that is not part of a word, a date or a time."""
     if _PROCESS.search(name):
         return None
     stem = _RANK.sub(lambda one: " " if one["of"].lower() in _NOT_GLOBAL else one[0], _SUFFIX.sub("", name))
@@ -158,7 +158,7 @@ def _valid(text: str | bytes) -> int | None:
 
 
 def look(path: str) -> FoundFile:
-    """The kind and rank of one file by its first bytes and its name. What cannot be opened has a `problem`."""
+    """Find kind and rank of a file from its first bytes and its name. A file that cannot be read has a `problem`."""
     name = PurePosixPath(path).name
     issues = ReadIssues(path)
     head = b""
@@ -175,16 +175,16 @@ def look(path: str) -> FoundFile:
     rank = _named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
         rank = _valid(found[1])
-    if rank is None and kind != INSPECTOR:  # whose names have a process id
+    if rank is None and kind != INSPECTOR:  # names of its files have a process id
         rank = _numbered_rank(name)
     problem = "" if head else [*issues.problems, "is empty"][0]
     return FoundFile(path=path, kind=kind, rank=rank, problem=problem)
 
 
 def discover(paths: Iterable[str]) -> list[FoundFile]:
-    """Every file at `paths` (folders with all below them, files or URLs), in the order of their paths.
+    """Every file at `paths` (folders with all subfolders, files or URLs), sorted by path.
 
-    Raises `CrossrankError` where there is nothing at a path.
+    Raises `CrossrankError` if there is nothing at a path.
     """
     found: dict[str, FoundFile] = {}
     for path in paths:
@@ -232,7 +232,7 @@ def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:
 
 
 def _adopted(files: list[FoundFile]) -> list[FoundFile]:
-    """Files of one rank of which not all say it: those that do not are of it too, if none is of the same kind."""
+    """Set the rank of files without one, if the others are of one rank and no two files have one kind and window."""
     known = {file.rank for file in files if file.kind and file.rank is not None}
     unnamed = [file for file in files if file.kind and file.rank is None and not file.problem]
     kinds = [(file.kind, file.window) for file in files if file.kind and not file.problem]
@@ -243,8 +243,8 @@ def _adopted(files: list[FoundFile]) -> list[FoundFile]:
 
 
 def _without_doubles(files: list[FoundFile]) -> list[FoundFile]:
-    """Of a kind, rank and window the files nearest to the path that was named: what a command wrote into a folder below
-    a recording does not contradict it."""
+    """Skip a file if another one of the same kind, rank and window is nearer to the given path: a command may have
+    written it into a subfolder of the recording."""
     best: dict[tuple[str, int | None, int], FoundFile] = {}
     for file in sorted(files, key=lambda file: (file.depth, file.path)):
         if file.kind in _OF_RANKS and file.rank is not None and not file.problem:
@@ -254,25 +254,25 @@ def _without_doubles(files: list[FoundFile]) -> list[FoundFile]:
         nearest = best.get((file.kind, file.rank, file.window), file)
         if file.problem or nearest.depth == file.depth:
             found.append(file)
-        elif file.kind != LINKED:  # which `link` and `convert --keep-linked` wrote there themselves
+        elif file.kind != LINKED:  # `link` and `convert --keep-linked` write these there
             text = f"is of rank {file.rank}, as {nearest.path} is, and was skipped"
             found.append(replace(file, problem=text, left_out=True))
     return found
 
 
 def other_jobs(path: str) -> list[str]:
-    """Names of the folders at a path that hold recordings of other jobs."""
+    """Names of the folders at a path with recordings of other jobs."""
     return [name for name in list_recording(path).folders if _OTHER_JOBS.fullmatch(name)]
 
 
 Files = dict[str, list[FoundFile]]
-"""Kind -> files, in the order of their windows."""
+"""Kind -> files, ordered by window."""
 
 
 def files_by_rank(files: Iterable[FoundFile], kinds: Collection[str]) -> dict[int | None, Files]:
-    """The usable files of these kinds by rank, ranks in their order and what has none last.
+    """The usable files of these kinds by rank, in ascending order; files without a rank are last.
 
-    Raises `CrossrankError` where two files are of one kind, rank and window.
+    Raises `CrossrankError` if two files have the same kind, rank and window.
     """
     found: dict[int | None, Files] = defaultdict(dict)
     usable = [file for file in files if file.kind in kinds and not file.problem]

@@ -1,4 +1,4 @@
-"""How a rank's process ended, or was found when its dump was taken: by its own doing, by others', or not at all."""
+"""How a rank's process ended (by itself or by others), or what it did when its dump was taken."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from crossrank.recording import OF_A_BACKEND
 from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised, WaitUnderWay
 
 CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
-"""Reasons of our dumps that end a rank wherever it is, so that its last call may not be over: `abort` is that of
+"""Reasons of crossrank's dumps that end a rank at any point, so its last call may be unfinished. `abort` comes from
 `TRACING_ON_HANG`."""
 
 LEFT = ("exit", "disable", *CUT_SHORT)
-"""Reasons after which a rank makes no more calls that are seen."""
+"""Reasons after which no more calls of a rank are recorded."""
 
 MAIN_THREAD = "MainThread"
 
 _GOES_ON = ("", "hang", "SIGUSR1", "window", "disable")
-"""Reasons after which a rank may still make calls, seen or not."""
+"""Reasons after which a rank may still make calls, recorded or not."""
 
 RECORDER = "/crossrank/instrument/"
 """Part of the paths of the recorder's own frames."""
@@ -31,30 +31,30 @@ _COMMUNICATION_FAILED = re.compile(
     r"|monitoredBarrier|ncclRemoteError|remote process exited|(was|been) aborted)",
     re.IGNORECASE | re.DOTALL,
 )
-"""An exception that a rank gets because another one has left, or never came."""
+"""An exception that a rank gets because another rank left or never arrived."""
 
 _COMMUNICATES = re.compile(r"[/\\]torch[/\\](distributed|autograd|nn[/\\]parallel)[/\\]|[/\\]torch[/\\]_tensor\.py$")
-"""Files whose functions communicate, or wait for communication."""
+"""Files with functions that communicate or wait for communication."""
 
 
 @dataclass
 class Ending:
-    """What is known of the end of a rank's process, or of the moment when its dump was taken."""
+    """What is known about the end of a rank's process, or about the moment of its dump."""
 
     taken_at: int | None = None
-    """ns since 1970 when the dump was taken, or up to which the comms file lacks nothing; None = unknown."""
+    """ns since 1970 when the dump was taken, or up to which the comms file is complete; None = unknown."""
     written_at: int | None = None
-    """ns since 1970 when the file of a dump that does not say when it was taken was last changed: it is no younger."""
+    """ns since 1970 of the last change of the file, if the dump has no time of its own: it was taken before."""
     reason: str = ""
-    """Why: `hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`; empty where that is unknown."""
+    """Reason of the dump or the end: `hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`; empty = unknown."""
     ended: bool = False
     """The rank ended its recording properly."""
     unseen: bool = False
-    """Nothing but an unfinished comms file is left: its last calls may not have reached the disk."""
+    """The only file is a comms file without an end: the last calls may not have reached the disk."""
     went_on: bool = False
-    """The rank left the job by itself after this dump of a hang: what it waited in has ended."""
+    """The rank left the job by itself after this dump of a hang: the call in which it waited has ended."""
     was_ended: bool = False
-    """Somebody ended the process after this dump of a hang, as its comms file says."""
+    """According to the comms file, the process was ended from outside after this dump of a hang."""
     error: str | None = None
     """The exception that ended the process."""
     causes: tuple[str, ...] = ()
@@ -62,18 +62,18 @@ class Ending:
     traceback: tuple[Frame, ...] = ()
     """Where the exception that ended the process was raised, innermost frame first."""
     of_threads: list[Raised] = field(default_factory=list)
-    """Exceptions that ended other threads than the main one; the process goes on."""
+    """Exceptions that ended threads other than the main one; the process continues."""
     stacks: list[OwnStack] = field(default_factory=list)
     """Where the threads were when the dump was taken."""
     waits: list[WaitUnderWay] | None = None
-    """What they waited for; None = not known whether they did."""
+    """Waits of these threads; None = unknown."""
     moves: bool = False
-    """The main thread was seen to move since the last call."""
+    """The main thread has moved since the last call."""
     busy: float | None = None
-    """Share of the time since then in which it had a processor; None = unknown."""
+    """Share of the time since then in which it ran on a CPU; None = unknown."""
 
     def take_exceptions(self, exceptions: Sequence[Raised], error: str | None = None) -> None:
-        """Note what ended the process and its threads; `error` is what is known of a file that lists none."""
+        """Set the exceptions that ended the process and its threads. `error` is used if the file lists none."""
         main = next((one for one in exceptions if one.thread == MAIN_THREAD), None)
         if main is not None:
             self.error, self.traceback, self.causes = main.error, tuple(main.frames), tuple(main.causes)
@@ -83,58 +83,58 @@ class Ending:
 
     @property
     def awaited(self) -> set[int]:
-        """Ids of the calls that the main thread waited for; where it waited for none, those of the other threads."""
+        """Ids of the calls that the main thread waited for, or if it waited for none, those of the other threads."""
         waits = self.waits or []
         of_main = [one for one in waits if one.thread == MAIN_THREAD]
         return {one.id for one in of_main or waits if one.id is not None}
 
     @property
     def taken_by(self) -> int | None:
-        """ns since 1970 when the dump had been taken at the latest; None = unknown."""
+        """Latest possible time of the dump, in ns since 1970; None = unknown."""
         return self.written_at if self.taken_at is None else self.taken_at
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process ended: what it had not done by then it never did."""
+        """Whether its process ended, so that it made no later calls."""
         return self.reason not in _GOES_ON or self.was_ended or self.error is not None
 
     @property
     def is_final(self) -> bool:
-        """Whether it made no call after its dump, as far as its dump goes: it ended, or hangs."""
+        """Whether it made no call after its dump, as far as the dump shows: it ended, or hangs."""
         return self.is_gone or self.reason == "hang"
 
     @property
     def was_terminated(self) -> bool:
-        """Whether somebody outside ended its process: a scheduler, the launcher, its user."""
+        """Whether a scheduler, the launcher or the user ended its process."""
         return self.reason in ("SIGTERM", "SIGINT") and not self.has_raised
 
     @property
     def has_raised(self) -> bool:
-        """Whether its process ended by an exception of its own."""
+        """Whether an exception of its own ended its process."""
         error = self.error
         return error is not None and not self.has_failed and _STOPPED_BY_USER.match(error) is None
 
     @property
     def has_failed(self) -> bool:
-        """Whether its process ended by a communication that failed: because of others, as far as is known."""
+        """Whether failed communication ended its process: as far as is known, because of other ranks."""
         if self.error is None:
             return False
         if any(_is_of_communication(text) for text in (self.error, *self.causes)):
             return True
-        # Other libraries' connections break and time out as well.
+        # Connections of other libraries also break and time out.
         inner = next((frame for frame in self.traceback if RECORDER not in frame.filename), None)
         in_torch = inner is None or _COMMUNICATES.search(inner.filename) is not None
         return in_torch and _COMMUNICATION_FAILED.search(self.error) is not None
 
     @property
     def has_left(self) -> bool:
-        """Whether its process ended by its own doing, not because others had ended it or theirs."""
+        """Whether its process ended by itself: not from outside, and not because other ranks ended."""
         return self.has_raised or (self.reason == "exit" and self.error is None)
 
     @property
     def ended_itself(self) -> bool:
-        """Whether its process ended before any launcher ended it: it left, or gloo aborted it, which was sent more than
-        it asked for."""
+        """Whether its process ended before a launcher could end it: it left, or gloo aborted it because it received
+        more than it asked for."""
         return self.has_left or self.reason == "SIGABRT"
 
 

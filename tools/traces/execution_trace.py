@@ -1,8 +1,8 @@
 """Execution traces of PyTorch (`torch.profiler.ExecutionTraceObserver`), schemas 1.0.1 to 1.1.1.
 
-Up to 1.0.1 a node is flat (`parent`, `rf_id`, `input_shapes`, …); from 1.0.2 on it has `ctrl_deps`, `inputs`,
-`outputs` and a list `attrs`. A node's fields show which of the two it is. Inputs, outputs and attributes are
-kept as JSON text, because most of them are passed on unread.
+Up to 1.0.1 a node is flat (`parent`, `rf_id`, `input_shapes`, …); from 1.0.2 on it has `ctrl_deps`, `inputs`, `outputs`
+and a list `attrs`. The fields of a node show its layout. Inputs, outputs and attributes are kept as JSON text, because
+most of them are passed on without decoding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from crossrank.tools.traces.json_document import Document, Shape, parse
 FLAT_SCHEMA = "1.0.1"
 NEWEST_SCHEMA = "1.1.1-chakra.0.0.4"
 FIRST_NESTED_SCHEMA = "1.0.2-chakra.0.0.4"
-"""The oldest schema with nested nodes; a flat node carries no more than this one says."""
+"""The oldest schema with nested nodes. It has every field of a flat node."""
 KNOWN_SCHEMAS = (FLAT_SCHEMA, "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 
 _EMPTY_LIST = msgspec.Raw(b"[]")
@@ -38,19 +38,19 @@ _NO_SCHEMA = msgspec.Raw(b'""')
 
 
 class HostOp(msgspec.Struct, gc=False):
-    """One operation on the host, in the terms of the newest schema. Its times come from a Kineto trace."""
+    """One operation on the host, described as in the newest schema. Its times come from a Kineto trace."""
 
     id: int
     name: str
     caller: int
-    """Id of the calling node; 0 where there is none. May be larger than `id`. In a linked trace another one than in the
-    file where that is impossible."""
+    """Id of the calling node; 0 if there is none. It may be larger than `id`. A linked trace replaces the caller in the
+    file if that is impossible."""
     rf_id: int
     """Id of the RecordFunction, in the order of starts; 0 for the roots, which have none."""
     tid: int
-    """Thread, numbered by the observer from 1; not the system's."""
+    """Thread number of the observer, from 1; not the system's thread id."""
     seq_id: int = -1
-    """Autograd's sequence number: a backward node has that of its forward operation. -1 where there is none."""
+    """Autograd's sequence number: a backward node has the number of its forward operation. -1 if there is none."""
     fw_parent: int = 0
     fw_tid: int = 0
     scope: int = 0
@@ -60,15 +60,14 @@ class HostOp(msgspec.Struct, gc=False):
     attributes: msgspec.Raw = _NO_SCHEMA
     """As in the file: see `attribute_text`."""
     start_ns: int | None = None
-    """None where no Kineto event matched; then it has no other time either."""
+    """None if no Kineto event matched; the other times are then unknown too."""
     duration_ns: int = 0
     exclusive_ns: int = 0
-    """Duration without the operations called on the same thread."""
+    """Duration without the operations that it called on the same thread."""
     blocked_ns: int = 0
-    """Part of the exclusive time in which it stood in a runtime call that waited for the GPU, as far as an edge says
-    for what."""
+    """Part of the exclusive time in a runtime call that waited for the GPU, if an edge shows what it waited for."""
     is_work: bool = False
-    """The range of a Work (`gloo:all_reduce`): begun by its thread, but not run by it."""
+    """The range of a Work (`gloo:all_reduce`): started by its thread, but run elsewhere."""
 
     @property
     def end_ns(self) -> int:
@@ -77,7 +76,7 @@ class HostOp(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionTrace:
-    """The host's side of one rank."""
+    """Operations of one rank on the host."""
 
     path: str
     sha256: str
@@ -89,12 +88,12 @@ class ExecutionTrace:
     """Milliseconds of the steady clock."""
     finish_ts: int | None
     nodes: list[HostOp]
-    """In ascending order of ids, which are unique; every caller exists or is 0."""
+    """Ordered by id. Ids are unique; every caller exists or is 0."""
     groups: tuple[Group, ...]
-    """What `## process_group:init ##` nodes say."""
+    """Groups that `## process_group:init ##` nodes list."""
     warnings: tuple[str, ...]
     damage: tuple[str, ...]
-    """What of the file could not be read."""
+    """Parts of the file that could not be read."""
 
 
 class IO(msgspec.Struct, gc=False):
@@ -113,7 +112,7 @@ class _Attribute(msgspec.Struct, gc=False):
 
 
 class TraceNode(msgspec.Struct, gc=False):
-    """A node of either layout as it stands in the file."""
+    """A node of either layout as in the file."""
 
     id: Annotated[Amount, Privacy.NUMBER]
     name: Annotated[str, Privacy.EVENT]
@@ -146,7 +145,7 @@ class TraceFile(msgspec.Struct):
 
 _SHAPE = Shape(what="an execution trace", content=TraceFile, rows="nodes", row=TraceNode)
 _DEEPEST = 64
-"""More callers than lie between two nodes that are kept."""
+"""More callers than there are between two nodes that are kept."""
 _FLAT_ATTRIBUTES = (
     b'[{"name":"rf_id","type":"uint64","value":%d},{"name":"fw_parent","type":"uint64","value":%d},'
     b'{"name":"seq_id","type":"int64","value":%d},{"name":"scope","type":"uint64","value":%d},'
@@ -158,10 +157,10 @@ _decode_attributes = msgspec.json.Decoder(list[_Attribute]).decode
 
 
 def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) -> ExecutionTrace:
-    """Read one rank's execution trace; of a large one perhaps only the nodes whose name `keeps` accepts, each under
-    its nearest caller that is kept.
+    """Read one rank's execution trace. With `keeps`, read only the nodes with names that it accepts; the nearest of
+    these above a node becomes its caller.
 
-    Raises `CrossrankError` where nothing of it can be used.
+    Raises `CrossrankError` if nothing of it can be used.
     """
     nodes = _Nodes(keeps)
     document = Document(path, _SHAPE, nodes.take)
@@ -188,7 +187,7 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
 
 
 class _Nodes:
-    """The nodes of a file, as they come."""
+    """Collects the nodes of a file."""
 
     def __init__(self, keeps: Callable[[str], bool] | None) -> None:
         self.nodes: list[HostOp] = []
@@ -211,7 +210,7 @@ class _Nodes:
                 node.attributes = self._schemas.setdefault(bytes(row.op_schema), row.op_schema.copy())
             elif not read_attributes(node):
                 self.odd.append(node.id)
-            if self._keeps is not None:  # as they come, the texts are views that keep all the text around them
+            if self._keeps is not None:  # decoded texts are views that keep the whole text in memory
                 node.inputs, node.outputs = node.inputs.copy(), node.outputs.copy()
                 node.attributes = node.attributes.copy()
             self.nodes.append(node)
@@ -257,7 +256,7 @@ def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> ms
 
 
 def read_attributes(node: HostOp) -> bool:
-    """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
+    """Set the fields that nested nodes have as attributes. Return False if one does not fit the schema."""
     try:
         given = _decode_attributes(node.attributes)
     except BROKEN:
@@ -279,7 +278,7 @@ def attributes(node: HostOp) -> dict[str, Any]:
 
 
 def io(text: msgspec.Raw) -> IO:
-    """`inputs` or `outputs` of a node, decoded; empty where they are not as the schema has them."""
+    """`inputs` or `outputs` of a node, decoded; empty if they do not fit the schema."""
     return parse(text, IO) or IO()
 
 
@@ -329,7 +328,7 @@ def _schema_warnings(schema: str) -> list[str]:
 
 
 def _repair(nodes: list[HostOp]) -> list[str]:
-    """Make ids unique and let every parent exist, in place, and say what was changed."""
+    """Make ids unique, and every caller an existing node, in place. Return a warning for each change."""
     warnings = []
     nodes.sort(key=_id_of)
     ids = {node.id for node in nodes}
@@ -359,7 +358,7 @@ def _repair(nodes: list[HostOp]) -> list[str]:
 
 def _break_cycles(nodes: list[HostOp]) -> list[str]:
     if all(node.caller < node.id for node in nodes):
-        return []  # a chain of ever smaller ids ends
+        return []  # no cycle: ids become smaller from caller to caller
     by_id = {node.id: node for node in nodes}
     settled: set[int] = {0}
     broken = []
@@ -390,8 +389,8 @@ def is_group_node(name: str) -> bool:
 
 
 def _groups_of(nodes: list[HostOp], budget: Budget) -> tuple[Group, ...]:
-    """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` where their members are too many."""
-    # A text may be cut short by the observer's limit on strings, or be of another make.
+    """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` if they have too many members."""
+    # The observer limits the length of strings, so a text may be cut off; others may have another format.
     configs = (value for node in nodes if is_group_node(node.name) for value in io(node.inputs).values)
     groups = (group for config in configs for group in read_groups(parse(config, list[Any]), budget))
     return tuple({group.pg: group for group in groups}.values())

@@ -19,16 +19,16 @@ class ListedGroup(msgspec.Struct):
     pg_desc: Annotated[str, Privacy.GROUP] = ""
     backend_config: Annotated[str, Privacy.BACKEND] = ""
     group_size: Number | None = None
-    """Of an execution trace, which lists no ranks for a group of the whole world."""
+    """In execution traces, which list no ranks for a group of all ranks."""
     pg_size: Number = 0
-    """Of a Kineto trace."""
+    """In Kineto traces."""
     ranks: Annotated[list[Int] | str, Privacy.NUMBER] = []
 
 
 def read_groups(config: Any, budget: Budget) -> Iterator[Group]:
-    """The groups of a list of them, or of an object by name as some versions of torch write it.
+    """Yield the groups in a list, or in an object with their names as keys, as some versions of torch write it.
 
-    One that is not described as torch does is left out. Raises `BudgetError` where their members are too many.
+    Groups in another format are skipped. Raises `BudgetError` if they have too many members.
     """
     rows = list(config.values()) if isinstance(config, dict) else config
     for row in rows if isinstance(rows, Sequence) else ():

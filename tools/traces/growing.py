@@ -1,7 +1,7 @@
-"""A comms file that its rank still writes: what is new in it since the last look, and when its last call was.
+"""Reads a comms file that its rank still writes: what is new since the last look, and the time of its last call.
 
-The file is zstd frames that stand for good, one or two that the next write replaces at their place, and maybe a torn
-one. So what the last two frames hold is read anew at every look, and what lies before them once.
+The file has final zstd frames, then one or two that the next write replaces, and maybe an incomplete one. So every look
+reads the last two frames again, and the frames before them once.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from crossrank.errors import BROKEN
 _REPLACED = 2
 """Frames at the end that may still be replaced."""
 _MOST = 16 << 20
-"""Bytes of a file that are read at one look: the next one goes on where a long recording was left."""
+"""Maximum bytes that one look reads. In a long recording, the next look continues there."""
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _MOST_MAGICS = 64
-"""Places that are tried: compressed bytes rarely look like the begin of a frame."""
+"""Maximum number of places to try: compressed bytes rarely look like the start of a frame."""
 _END = 1 << 16
-"""Bytes at the end of a file that are looked at first for its last call."""
+"""Bytes at the end of a file that are searched first for its last call."""
 _PIECE = 1 << 13
-"""Bytes that are decompressed at once: zstd makes up to 32,768 times as much of them."""
+"""Bytes that are decompressed at once: zstd expands them up to 32,768 times."""
 
 
 @dataclass(kw_only=True)
 class Growth:
-    """What a look at a file gave: whole lines."""
+    """What one look at a file found: whole lines."""
 
     settled: bytes = b""
-    """New since the last look, for good."""
+    """Final lines that are new since the last look."""
     recent: bytes = b""
-    """What may be otherwise at the next look."""
+    """Lines that may change until the next look."""
     begins_anew: bool = False
-    """The file is not the one of the last look: another run writes to the folder."""
+    """The file is not the same as at the last look: another run writes to the folder."""
 
 
 class GrowingFile:
-    """A file that is looked at again and again."""
+    """A file that is read repeatedly while it grows."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -50,7 +50,8 @@ class GrowingFile:
         self._inode = 0
 
     def look(self) -> Growth:
-        """What is new. Raises `OSError` where the file cannot be read, `BudgetError` where a small one has no end."""
+        """Return what is new. Raises `OSError` if the file is unreadable, and `BudgetError` if a small one has no
+        end."""
         growth = Growth()
         with open(self.path, "rb") as file:
             found = os.fstat(file.fileno())
@@ -78,10 +79,9 @@ _decode = msgspec.json.Decoder(_EndLine).decode_lines
 
 
 def last_call_at(path: str) -> int | None:
-    """When the last call in a comms file was made, ns since 1970, without reading all of a long one. None where that
-    cannot be seen.
+    """Time of the last call in a comms file, in ns since 1970, without reading all of a long file; None = unknown.
 
-    Raises `OSError` where the file cannot be read.
+    Raises `OSError` if the file cannot be read.
     """
     size = os.path.getsize(path)
     if not path.endswith(".zst"):
@@ -105,7 +105,7 @@ def last_call_at(path: str) -> int | None:
 
 
 def _last_frames(path: str, data: bytes) -> list[bytes]:
-    """The contents of the frames from the first one that begins in `data` on."""
+    """Contents of the frames from the first one that starts in `data`."""
     at = -1
     for _ in range(_MOST_MAGICS):
         at = data.find(_MAGIC, at + 1)
@@ -117,7 +117,7 @@ def _last_frames(path: str, data: bytes) -> list[bytes]:
 
 
 def _frames(data: bytes, budget: Budget) -> list[tuple[int, bytes]]:
-    """(bytes in the file, content) of the whole frames at the begin of `data`."""
+    """(bytes in the file, content) of the complete frames at the start of `data`."""
     frames: list[tuple[int, bytes]] = []
     at = 0
     while at < len(data):
@@ -128,7 +128,7 @@ def _frames(data: bytes, budget: Budget) -> list[tuple[int, bytes]]:
                 at += len(data[at : at + _PIECE]) - len(stream.unused_data)
                 budget.spend(BYTES, len(made))
                 content += made
-        except zstandard.ZstdError:  # it is being written: the next look will see it whole
+        except zstandard.ZstdError:  # it is being written: the next look finds it complete
             break
         if not stream.eof:
             break

@@ -1,8 +1,8 @@
-"""Large JSON files of the kind that PyTorch's profilers write: an object with a few fields and one long list of rows.
+"""Reads large JSON files of PyTorch's profilers: an object with a few fields and one long list of rows.
 
-The file is read as a stream: the rows of a few megabytes at a time are decoded into structs and handed on. From a
-place on where that does not work (cut off, NaN, numbers in quotes, bytes that are no UTF-8), the rest is read row by
-row: every whole row is kept, the others are counted in `Document.damage`.
+The file is read as a stream: rows of a few megabytes at a time are decoded into structs and passed on. If that fails
+(cut off, NaN, numbers in quotes, bytes that are not UTF-8), the rest is read row by row. Every valid row is kept; the
+others are counted in `Document.damage`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BATCH = 4 << 20
 """Bytes of rows that are decoded at a time."""
 _LONGEST_ROW = 64 << 20
 _TAIL = 1 << 16
-"""Bytes at the end of a batch in which the begin of its last row is looked for."""
+"""Bytes at the end of a batch that are searched for the start of its last row."""
 _FIRST_KEY = re.compile(rb'\s*\{\s*("[^"\\]*")')
 _BETWEEN = re.compile(r"[\s,]*")
 _NEXT_ROW = re.compile(r"\}\s*,\s*\{")
@@ -39,22 +39,22 @@ _NEXT_ROW = re.compile(r"\}\s*,\s*\{")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape(Generic[Content]):
-    """How a kind of file is laid out."""
+    """The layout of a kind of file."""
 
     what: str
     """What the file should be, for messages."""
     content: type[Content]
     rows: str
-    """Name of the field that holds the long list."""
+    """Name of the field with the long list."""
     row: type[Any]
     bare_list: bool = False
     """Whether the list alone, without the object around it, is accepted."""
     hashed: bool = True
-    """Whether anyone asks for the SHA-256."""
+    """Whether the SHA-256 is needed."""
 
 
 def parse(text: Any, content: type[Content]) -> Content | None:
-    """JSON text that stands inside another file, or None where it is not what it should be."""
+    """JSON text from inside another file, decoded; None if it does not fit `content`."""
     try:
         return msgspec.json.decode(text, type=content, strict=False)
     except BROKEN:
@@ -62,11 +62,10 @@ def parse(text: Any, content: type[Content]) -> Content | None:
 
 
 class Document(Generic[Content]):
-    """What can be read of one file, plain, gzip or zstd, at a path or an fsspec URL.
+    """Reads all that is readable of one file, plain, gzip or zstd, at a path or an fsspec URL.
 
-    `take` gets the rows in their order, some at a time; the list in `content` is empty. Raw fields of a row are views
-    of the text around it, which stays in memory with them.
-    Raises `CrossrankError` where nothing of the file can be used.
+    `take` gets the rows in their order, some at a time; the list in `content` is empty. Raw fields of a row are views,
+    which keep the text around the row in memory. Raises `CrossrankError` if nothing of the file can be used.
     """
 
     def __init__(self, path: str, shape: Shape[Content], take: Callable[[list[Any]], object]) -> None:
@@ -77,31 +76,31 @@ class Document(Generic[Content]):
         self._hand_on = take
         self._count = 0
         self._head = b""
-        """Up to the list."""
+        """The text before the list."""
         self._closing = b""
-        """What a bare list lacks at its end."""
+        """The text that a bare list lacks at its end."""
         self._rest = bytearray()
-        """From the bracket before the first row that was not handed on."""
+        """The text from the bracket before the first row that was not passed on."""
         self._boundary: re.Pattern[bytes] | None = None
-        """Between two rows."""
+        """What is between two rows."""
         self._streams = True
-        """Whether the end of a row is found without decoding."""
+        """Whether the ends of rows can be found without decoding."""
         self.content = self._read()
         setattr(self.content, shape.rows, [])
 
     @property
     def sha256(self) -> str:
-        """Of the uncompressed content, where the shape is hashed."""
+        """SHA-256 of the uncompressed content, if the shape is hashed."""
         return self._digest.hexdigest()
 
     @property
     def budget(self) -> Budget:
-        """What reading has used, for what the content asks for."""
+        """The budget of reading, for those who decode more of the content."""
         return self.issues.budget
 
     @property
     def damage(self) -> list[str]:
-        """What could not be read."""
+        """Parts of the file that could not be read."""
         return self.issues.problems
 
     def _read(self) -> Content:
@@ -126,7 +125,7 @@ class Document(Generic[Content]):
         return content
 
     def _stream(self) -> None:
-        """Hand on the rows, and leave the last ones and the part after the list in `_rest`."""
+        """Pass on the rows. The last ones and the part after the list stay in `_rest`."""
         memory = machine.memory()
         size = 0
         for chunk in read_chunks(self.path, self.issues):
@@ -158,13 +157,13 @@ class Document(Generic[Content]):
             del self._rest[: start.end() - 1]
 
     def _decode_batch(self, boundary: re.Pattern[bytes]) -> None:
-        # Where none is near the end, after the next chunk there may be.
+        # If there is no boundary near the end, there may be one after the next chunk.
         *_, cut = None, *boundary.finditer(self._rest, len(self._rest) - _TAIL)
         if cut is None:
             self._streams = len(self._rest) <= _LONGEST_ROW
             return
         end, start = cut.start() + 1, cut.end() - 1
-        del cut  # which would keep `_rest` from changing its size
+        del cut  # a match keeps `_rest` from changing its size
         after = self._rest[end]
         self._rest[end] = ord("]")
         try:
@@ -183,7 +182,7 @@ class Document(Generic[Content]):
         self._hand_on(rows)
 
     def _salvage(self) -> Content | None:
-        """Read row by row what does not decode as a whole. None where there is no row."""
+        """Read row by row what does not decode as a whole. None if there is no row."""
         problems, name = self.issues.problems, self._shape.rows
         text = self._rest[1:].decode(errors="replace")
         decoder = msgspec.json.Decoder(self._shape.row, strict=False)
@@ -208,7 +207,7 @@ class Document(Generic[Content]):
         return self._salvage_head(self._head.decode(errors="replace") + "[", after + self._closing.decode())
 
     def _salvage_head(self, before: str, after: str) -> Content:
-        """The other fields of the object: all, or those before the list, or their defaults."""
+        """The other fields of the object: all, else those before the list, else their defaults."""
         name = self._shape.rows
         fields: dict[str, Any] = {}
         for candidate, problem in (
@@ -233,8 +232,8 @@ class Document(Generic[Content]):
 
 
 def _split(text: str) -> tuple[list[Any], int]:
-    """The rows from the start of `text`, and where the list ends or breaks."""
-    # Not strict: control characters stand in strings as they are. A number that no field holds is as good as none.
+    """The rows at the start of `text`, and the position where the list ends or breaks."""
+    # Not strict: strings may have control characters. A number that is too large for every field becomes infinite.
     decode = json.JSONDecoder(strict=False, parse_int=_number).raw_decode
     rows: list[Any] = []
     position = 0

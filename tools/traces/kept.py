@@ -1,4 +1,4 @@
-"""Readers whose results several questions share: within `files_kept` a file is read once, whoever asks for it."""
+"""Shares the results of readers between analyses: within `files_kept`, a file is read only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _kept: ContextVar[dict[Any, Any] | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def files_kept() -> Iterator[None]:
-    """Keep what `shared` readers read until the block ends."""
+    """Keep the results of `shared` readers until the block ends."""
     token = _kept.set({})
     try:
         yield
@@ -24,8 +24,7 @@ def files_kept() -> Iterator[None]:
 
 
 def shared(read: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """A reader that gives its last result again, for equal arguments, within `files_kept`. Who changes a result makes a
-    copy first."""
+    """Make a reader return its last result for equal arguments within `files_kept`. Copy a result to change it."""
 
     @wraps(read)
     def read_once(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:

@@ -1,4 +1,4 @@
-"""Which GPU kernels communicate, by their names. One row per library; the first that matches is taken."""
+"""Recognizes communication kernels of GPUs by their names. One row per library; the first match counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crossrank.comm import operation_of
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """Kernels of one library. A group `op` in the pattern names the operation, where the name has it."""
+    """Kernels of one library. A group `op` in the pattern is the operation, if the kernel's name has it."""
 
     library: str
     pattern: re.Pattern[str]
@@ -43,7 +43,7 @@ FAMILIES = (
         re.compile(r"\b(?:allreduce_fusion_kernel|(?:one|two)ShotAllReduceKernel|lamportStyle\w*AllReduce)\w*"),
         "all_reduce",
     ),
-    # DeepEP, and DeepSeek's own build of it: what moves tokens, and what tells the ranks how many will come
+    # DeepEP, and DeepSeek's own build of it: kernels that move tokens, and those that exchange their numbers
     KernelFamily("deep_ep", re.compile(r"\b(?:deep_ep|dpsk::ep)::\w+::(?:dispatch|combine)\b"), "all_to_all"),
     KernelFamily("deep_ep", re.compile(r"\b(?:deep_ep|dpsk::ep)::\w+::\w+")),
     # NVSHMEM's collectives on a stream (src/host/stream/coll), with the names of OpenSHMEM
@@ -55,7 +55,7 @@ FAMILIES = (
     ),
     # Huawei's HCCL, as torch_npu names its work: hcom_allReduce__428_0_1
     KernelFamily("hccl", re.compile(r"\bhcom_(?P<op>[A-Za-z]+)_")),
-    # MSCCL++: its kernels take channels of this namespace, whatever they are called
+    # MSCCL++: its kernels have any name, and channels of this namespace as arguments
     KernelFamily("mscclpp", re.compile(r"\bmscclpp::")),
 )
 COMPUTATION = re.compile(
@@ -63,13 +63,14 @@ COMPUTATION = re.compile(
     r"|elementwise|vectorized|reduce_kernel|fbgemm|Cijk_|sm\d\d_|ampere|volta|hopper|aten::|Memset|Memcpy",
     re.IGNORECASE,
 )
-"""Of kernels that compute: cuBLAS, cuDNN, CUTLASS, rocBLAS' Tensile, Triton as Inductor names it, ATen, FBGEMM."""
+"""Kernels that compute: cuBLAS, cuDNN, CUTLASS, rocBLAS' Tensile, Triton as Inductor names it, ATen, FBGEMM."""
 _also: ContextVar[str] = ContextVar("also", default="")
 
 
 @contextmanager
 def also_communicate(pattern: str) -> Iterator[None]:
-    """Kernels whose names the regular expression `pattern` finds communicate as well; none where it is empty."""
+    """Within the block, kernels with names that match the regular expression `pattern` also communicate; empty =
+    none."""
     token = _also.set(pattern)
     try:
         yield
@@ -78,7 +79,7 @@ def also_communicate(pattern: str) -> Iterator[None]:
 
 
 def communication_kernel(name: str) -> tuple[str, str | None] | None:
-    """(library, operation) of a kernel that communicates; the operation is None where its name does not say.
+    """(library, operation) of a kernel that communicates; the operation is None if the name does not have it.
 
     >>> communication_kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)")
     ('nccl', 'all_reduce')

@@ -1,8 +1,8 @@
 """Kineto traces (the JSON that `torch.profiler` exports), of 2023 to now, for CUDA and for ROCm.
 
-Times in the file are microseconds with up to three decimals, since 1970 or, where `baseTimeNanoseconds` stands in
-the file, since that. Here all times are whole nanoseconds on the file's own clock. Of a time since 1970 with decimals
-a double holds a quarter of a microsecond.
+Times in the file are microseconds with up to three decimals, since `baseTimeNanoseconds` or, without that field, since
+1970. Here all times are whole nanoseconds on the file's own clock. For times since 1970, a double has a precision of a
+quarter of a microsecond.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from crossrank.tools.traces.json_document import Document, Shape
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
 ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 _KERNELS = frozenset(("mtia_ccp_events", "hpu_op", "collective_comm"))
-"""What other makers' devices ran: Kineto's `ActivityType`s for Meta's and Intel's. Here they are kernels."""
+"""Kineto's `ActivityType`s for devices of Meta and Intel. Here they are kernels."""
 _NO_WORK = frozenset(
     ("Trace", "ac2g", "cpu_instant_event", "cuda_profiler_range", "external_correlation", "fwdbwd", "gpu_pm_counter")
     + ("gpu_user_annotation", "mtia_counters", "mtia_insight", "overhead", "python_function")
 )
-"""What else Kineto writes, of which no device ran anything."""
+"""Other categories of Kineto: no device ran anything for their events."""
 SYNC_CATEGORY = "cuda_sync"
 _CALL_SUFFIXES = ("_runtime", "_driver")
 _STEP = "ProfilerStep#"
@@ -50,13 +50,13 @@ class HostEvent(msgspec.Struct, gc=False):
     """Id of the RecordFunction, the same as in the execution trace; None before 2024."""
     external_id: int | None
     seq_id: int
-    """Autograd's sequence number; -1 where there is none."""
+    """Autograd's sequence number; -1 = none."""
     args: msgspec.Raw
-    """As in the file where they describe a collective, else empty."""
+    """As in the file if they describe a collective, else empty."""
 
 
 class RuntimeCall(msgspec.Struct, gc=False):
-    """A call of the GPU's runtime or driver API. Any of them may launch; its correlation id shows which did."""
+    """A call of the GPU's runtime or driver API. Any of them may launch: the correlation id shows it."""
 
     name: str
     pid: Id
@@ -81,7 +81,7 @@ class DeviceEvent(msgspec.Struct, gc=False):
 
 
 class SyncEvent(msgspec.Struct, gc=False):
-    """A synchronisation as CUPTI saw it; `tools/graph/linking/waits.py` says what each kind means."""
+    """A synchronisation that CUPTI recorded; `tools/graph/linking/waits.py` explains its kinds."""
 
     kind: str
     device: Id
@@ -89,15 +89,15 @@ class SyncEvent(msgspec.Struct, gc=False):
     start: int
     end: int
     correlation: int | None
-    """Of the runtime call that waits."""
+    """Correlation id of the runtime call that waits."""
     wait_on_stream: Id
     record_correlation: int | None
-    """Of the call that recorded the event which is waited for."""
+    """Correlation id of the call that recorded the awaited event."""
 
 
 @dataclass(kw_only=True)
 class KinetoTrace:
-    """The profiler's side of one rank; events in the order of the file."""
+    """The Kineto trace of one rank; events are in the order of the file."""
 
     path: str
     sha256: str = ""
@@ -108,14 +108,14 @@ class KinetoTrace:
     device: list[DeviceEvent] = field(default_factory=list)
     syncs: list[SyncEvent] = field(default_factory=list)
     groups: tuple[Group, ...] = ()
-    """What `distributedInfo` says."""
+    """Groups in `distributedInfo`."""
     rank: int | None = None
     world_size: int | None = None
     unread: Counter[str] = field(default_factory=Counter)
-    """Number of events of each category that is not read."""
+    """Category that is not read -> number of its events."""
     warnings: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
-    """What of the file could not be read."""
+    """Parts of the file that could not be read."""
     _untimed: list[str] = field(default_factory=list)
     _bad_durations: list[str] = field(default_factory=list)
     _bad_args: list[str] = field(default_factory=list)
@@ -126,11 +126,11 @@ class KinetoTrace:
         return profiler_iterations((event.name, event.start, event.end) for event in self.host)
 
     def take(self, rows: list[Event]) -> None:
-        """Put every event where it belongs."""
+        """Add every event to the list for its kind."""
         for event in rows:
             if event.ph == "X":
                 self._take(event)
-            # Metadata and arrows say nothing that correlation ids and sequence numbers do not.
+            # Metadata and arrows only repeat correlation ids and sequence numbers.
             elif event.ph not in ("M", "s", "t", "f"):
                 self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
 
@@ -176,9 +176,9 @@ class KinetoTrace:
 
 
 def profiler_iterations(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[int, int]]:
-    """(iteration, when it began) as torch's profiler marks them on the host, and the end of the last one.
+    """(step, start) as torch's profiler marks steps on the host. The last row is the end of the last step.
 
-    `ranges` are (name, begin, end).
+    `ranges` are (name, start, end).
     """
     marked = []
     for name, begin, end in ranges:
@@ -241,7 +241,7 @@ _device_args = msgspec.json.Decoder(DeviceArgs, strict=False).decode
 
 
 def read_kineto(path: str) -> KinetoTrace:
-    """Read one rank's Kineto trace. Raises `CrossrankError` where nothing of it can be used."""
+    """Read one rank's Kineto trace. Raises `CrossrankError` if nothing of it can be used."""
     trace = KinetoTrace(path=path)
     document = Document(path, _SHAPE, trace.take)
     if not (trace.host or trace.calls or trace.device or trace.unread):
@@ -260,13 +260,13 @@ def read_kineto(path: str) -> KinetoTrace:
 def _nanoseconds(us: float) -> int:
     if type(us) is int:
         return us * 1000
-    # The product of the whole number would be rounded once more.
+    # A product of the whole number would be rounded once more.
     whole = int(us)
     return whole * 1000 + round((us - whole) * 1000)
 
 
 def _ran_on_device(event: Event) -> bool:
-    """Whether a device ran it: events of a category that is not known name the stream then."""
+    """Whether a device ran the event. In an unknown category, only such events have a stream."""
     if event.cat in ACTIVITY_CATEGORIES or event.cat in _KERNELS:
         return True
     return bool(event.cat) and event.cat not in _NO_WORK and _device_args(event.args).stream is not None

@@ -1,10 +1,10 @@
-"""Reads what NCCL Inspector writes, the profiler plug-in of NCCL: a line of JSON for each operation of a process.
+"""Reads the output of NCCL Inspector, a profiler plug-in of NCCL: a line of JSON for each operation of a process.
 
-Of plugins/profiler/inspector in NCCL's repository, format v4.0. A line names the communicator by a hash, and the
-process by its place in it: global ranks are nowhere, so `number_ranks` finds them when all processes are read. A
-collective has its number among those of its operation on the communicator; its size is that of the tensor that a rank
-gives to NCCL (`count` times the type), of which S of nccl-tests is made here. Times are whole microseconds. Lines have
-no begin but with NCCL_INSPECTOR_DUMP_VERBOSE=1.
+The source is plugins/profiler/inspector in NCCL's repository, format v4.0. A line has a hash of the communicator, and
+the rank of the process within it. Global ranks are missing: `number_ranks` finds them after all processes are read.
+Collectives are numbered separately for each operation on a communicator. Their size is that of the tensor that a rank
+gives to NCCL (`count` times the type); here it is converted to S of nccl-tests. Times are whole microseconds. Lines
+have start times only with NCCL_INSPECTOR_DUMP_VERBOSE=1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAVES_OUT = (
     "among it, and has times of whole microseconds"
 )
 _SIZE_OF_ONE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""Operations whose count NCCL takes for one rank's part, where S is that of all."""
+"""Operations for which NCCL counts one rank's part, while S is that of all ranks."""
 _TIMED_BY = {
     "kernel_gpu": "NCCL Inspector: the kernel, by the GPU's clock",
     "kernel_cpu": "NCCL Inspector: the kernel, by the CPU's clock",
@@ -36,7 +36,7 @@ class _Header(msgspec.Struct):
     id: str
     """Hash of the communicator."""
     rank: Count
-    """Of the process within the communicator."""
+    """Rank of the process within the communicator."""
     n_ranks: Count
     comm_name: str = ""
 
@@ -53,7 +53,7 @@ class _Kernel(msgspec.Struct):
 
 
 class _Times(msgspec.Struct):
-    """us since 1970, by the CPU."""
+    """us since 1970, on the CPU's clock."""
 
     coll_start_ts: Count = 0
     p2p_start_ts: Count = 0
@@ -87,9 +87,9 @@ class _Line(msgspec.Struct):
 
 
 def read_inspector(path: str) -> RankTrace:
-    """The operations of one process. Its rank, the members of its groups, and peers as global ranks: `number_ranks`.
+    """Read the operations of one process. `number_ranks` adds its rank, members of groups, and global ranks of peers.
 
-    Raises `CrossrankError` where no line can be read.
+    Raises `CrossrankError` if no line can be read.
     """
     issues = ReadIssues(path)
     trace = RankTrace(rank=None, path=path, source="inspector", timed_by="inspector", placed=False, backend="nccl")
@@ -133,7 +133,7 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
     size = min(header.n_ranks, MOST_RANKS)
     pg = header.id
     desc = header.comm_name if header.comm_name != "unknown" else ""
-    # Of a communicator each operation is counted apart.
+    # On a communicator, each operation is counted separately.
     group = builder.define(Group(pg=pg, size=size, desc=desc, backend="nccl"), "" if is_p2p else op)
     if trace.group_rank.setdefault(group, header.rank) != header.rank and not trace.notes:
         trace.notes.append(f"{trace.path}: is of a process of several ranks; all its lines count as lines of one rank")
@@ -160,11 +160,11 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
 
 
 def number_ranks(traces: Sequence[RankTrace]) -> None:
-    """Give processes their global ranks, groups their members, and transfers the ranks of their peers.
+    """Set the global ranks of processes, the members of groups, and the peers of transfers.
 
-    torch makes the communicator of all ranks in their order: the largest one, if each process has a place of its own in
-    it. Without such a one (it was only used for what is left out) processes are numbered by host and process id, which
-    is how launchers start them, and that is noted.
+    torch makes the communicator of all ranks, ordered by rank. It is the largest one, if each process has a different
+    rank in it. Without one (if only skipped calls used it), processes are numbered by host and process id, as launchers
+    start them, and a note says so.
     """
     places: dict[str, dict[int, RankTrace]] = {}
     sizes: dict[str, int] = {}
@@ -197,7 +197,7 @@ def number_ranks(traces: Sequence[RankTrace]) -> None:
 
 
 def _with_peer(record: CommRecord, members: list[int] | None) -> CommRecord:
-    """A record whose peer is a global rank; None where that is not known."""
+    """A record whose peer is a global rank; None = unknown."""
     if record.peer is None:
         return record
     known = members is not None and 0 <= record.peer < len(members)

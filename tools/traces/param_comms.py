@@ -1,11 +1,11 @@
-"""Communication as execution traces and Kineto describe it, read into one struct.
+"""Reads communication calls of execution traces and Kineto traces into one struct.
 
-`record_param_comms` has its arguments by position: [tensors], sequence number, group, rank, name, input splits,
-output splits and, from schema 1.0.3 on, start, stride and size of the group. The tensors are absent for calls that
-have none. The group is a pointer up to 1.0.1, then a name or a (name, description) pair; newer torch has a
-(number, is P2P) pair for the sequence number; from 1.1.0 on attributes say most of it by name. `rank` is the root
-or the peer within the group for ops that have one. Kineto says the same by other names; `c10d::` and functional
-ops say it by the arguments of their schema.
+`record_param_comms` has positional arguments: [tensors], sequence number, group, rank, name, input splits, output
+splits and, from schema 1.0.3 on, start, stride and size of the group. Calls without tensors lack the first ones. The
+group is a pointer up to 1.0.1, then a name or a (name, description) pair. In newer torch the sequence number is a
+(number, is P2P) pair. From 1.1.0 on, attributes have most of this by name. `rank` is the root or the peer within the
+group, for ops that have one. Kineto has the same data under other names; `c10d::` and functional ops have it as
+arguments of their schema.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ParamComms(msgspec.Struct, kw_only=True):
     name: str
     """As recorded: `allreduce`, `_allgather_base`, `c10d::send`, `wait`, …"""
     pg: str = ""
-    """Name of the group; the text of a pointer in old traces, empty where it is not recorded."""
+    """Name of the group; in old traces the text of a pointer; empty if it is not recorded."""
     desc: str = ""
     ranks: list[int] | range | None = None
-    """Global ranks of the group, where they are recorded with the call; a range where it counts them."""
+    """Global ranks of the group, if they are recorded with the call; a range if only start, stride and size are."""
     group_size: int = 0
     seq: int | None = None
     is_p2p: bool = False
@@ -77,7 +77,7 @@ _ARGUMENT = re.compile(r"[\w\])?!] (\w+)(?:=[^,]*)?$")
 
 
 def from_node(node: HostOp) -> ParamComms | None:
-    """What a `record_param_comms` node says; None where its arguments have no layout that is known."""
+    """Read a `record_param_comms` node; None if the layout of its arguments is unknown."""
     given, result = io(node.inputs), io(node.outputs)
     values = given.values
     at = max((i for i in range(3, len(values)) if isinstance(values[i], str) and _is_int(values[i - 1])), default=None)
@@ -103,7 +103,7 @@ def from_node(node: HostOp) -> ParamComms | None:
         group_size=size or 0,
         ranks=_strided(start, stride, size),
     )
-    named = attributes(node)  # what they say by name is surer than a position
+    named = attributes(node)  # names are more reliable than positions
     for name, value in named.items():
         _set(comms, _ATTRIBUTES.get(name), value)
     start, stride = _int(named.get("global_rank_start")), _int(named.get("global_rank_stride"))
@@ -112,7 +112,7 @@ def from_node(node: HostOp) -> ParamComms | None:
 
 
 def from_kineto(args: msgspec.Raw) -> ParamComms | None:
-    """What the arguments of a Kineto event say; None where they name no collective."""
+    """Read the arguments of a Kineto event; None if they have no collective."""
     given = parse(args, CollectiveArgs)
     if given is None or not given.collective:
         return None
@@ -131,7 +131,7 @@ def from_kineto(args: msgspec.Raw) -> ParamComms | None:
 
 
 def from_op(node: HostOp) -> ParamComms | None:
-    """What a `c10d::` or functional op says by the arguments of its schema; None without a schema."""
+    """Read a `c10d::` or functional op by the arguments of its schema; None without a schema."""
     given, result = io(node.inputs), io(node.outputs)
     schema = _SCHEMA.search(str(attributes(node).get("op_schema") or ""))
     names = [match[1] for one in schema[1].split(", ") if (match := _ARGUMENT.search(one))] if schema else []
@@ -156,7 +156,7 @@ def from_op(node: HostOp) -> ParamComms | None:
 
 
 def shapes_from_elements(comms: ParamComms) -> None:
-    """Kineto and PARAM count elements: one tensor of that many, on each side that has any."""
+    """Kineto and PARAM only count elements: make one tensor with that number on each side that has any."""
     if not comms.inputs and comms.in_elements:
         comms.inputs = [[comms.in_elements]]
     if not comms.outputs and comms.out_elements:
@@ -166,14 +166,14 @@ def shapes_from_elements(comms: ParamComms) -> None:
 
 
 def to_record(comms: ParamComms, group: Group | None, *, number: int, time: int, c10d: str) -> CommRecord:
-    """`comms` as a record; `group` is the one it names, if that is known. `time` is in ns on the trace's clock."""
+    """`comms` as a record. `group` is its group, if known. `time` is in ns on the trace's clock."""
     operation = operation_of(comms.name)
     dtype = dtype_of(comms.dtype) if comms.dtype else None
     size = (group.size if group else 0) or comms.group_size or 1
     item = dtype.size if dtype else 0
     in_bytes = total_bytes(comms.inputs, item) if comms.inputs else (comms.in_elements or 0) * item
     out_bytes = total_bytes(comms.outputs, item) if comms.outputs else (comms.out_elements or 0) * item
-    # Calls that work in place, and receives, may name their tensors on one side only.
+    # Calls in place, and receives, may have their tensors on one side only.
     in_bytes, out_bytes = (
         in_bytes or out_bytes * (size if operation is OPERATIONS["reduce_scatter"] else 1),
         out_bytes or in_bytes * (size if operation is OPERATIONS["all_gather"] else 1),
@@ -207,7 +207,7 @@ def to_record(comms: ParamComms, group: Group | None, *, number: int, time: int,
 
 
 def _tensors(values: Sequence[Any], shapes: Sequence[Any]) -> Iterator[tuple[list[Any], Any]]:
-    """Every tensor in `values`, however deep in lists, with what stands in its place in `shapes`."""
+    """Every tensor in `values`, at any depth of lists, with the value at its position in `shapes`."""
     todo = list(zip(values, shapes, strict=False))[::-1]
     while todo:
         value, shape = todo.pop()
@@ -225,7 +225,7 @@ def _shapes(values: Sequence[Any], shapes: Sequence[Any], types: Sequence[str]) 
 
 
 def tensor_bytes(values: Sequence[Any]) -> int:
-    """Bytes of all tensors in `values`, however deep in lists, by their number of elements."""
+    """Bytes of all tensors in `values`, at any depth of lists, by their number of elements."""
     return sum(tensor[3] * tensor[4] for tensor, _ in _tensors(values, values) if _is_int(tensor[4]))
 
 
@@ -243,7 +243,7 @@ def _strided(start: int | None, stride: int | None, size: int | None) -> range |
 
 
 def _ints(value: Any) -> list[int] | None:
-    """A list of numbers, or the text of one as newer schemas have it; None where it is empty or cut short."""
+    """A list of numbers, or the text of one as in newer schemas; None if it is empty or cut off."""
     if isinstance(value, str):
         return parse(value, list[Int]) or None
     if isinstance(value, list) and value and all(_is_int(number) for number in value):
@@ -268,7 +268,7 @@ def _is_int(value: Any) -> bool:
 
 
 _Field = tuple[str, Callable[[Any], Any]]
-"""A field of `ParamComms`, and how its value is read; None = it is not known."""
+"""A field of `ParamComms`, and the function that reads its value; None = unknown."""
 
 
 def _set(comms: ParamComms, field: _Field | None, value: Any) -> None:

@@ -1,8 +1,8 @@
-"""One rank, from any kind of file: its calls in columns, its groups, how far it came, what could not be read.
+"""One rank, from any kind of file: its calls in columns, its groups, its progress, and what could not be read.
 
-A job has millions of calls. What calls have in common (operation, sizes, peer, source line) stands once, as a
-`CommRecord` without number and times; a call is a row over arrays. Readers make a `RankTrace` in a worker process and
-send it to the process that matches the ranks.
+A job has millions of calls. What calls share (operation, sizes, peer, source line) is stored once, as a `CommRecord`
+without number and times. A call is a row of arrays. Readers make a `RankTrace` in a worker process and send it to the
+process that matches the ranks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
-"""State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
+"""State of a call. RETIRED: its rank has finished it, or on gloo, it may have timed out."""
 STATES = ("scheduled", "started", "retired", "completed")
 
 GLOO = "gloo"
 
 
 class _Columns:
-    """Arrays of one length: a row over all of them is one thing."""
+    """Arrays of one length: one row of all arrays is one object."""
 
     def take(self, rows: Sequence[int]) -> Self:
-        """Those of `rows`, in that order."""
+        """These rows, in their order."""
         columns = {name: column for name, column in vars(self).items() if isinstance(column, array)}
         taken = {name: array(column.typecode, [column[row] for row in rows]) for name, column in columns.items()}
         return replace(self, **taken)  # type: ignore[type-var]
@@ -46,9 +46,9 @@ class _Columns:
 
 @dataclass
 class Calls(_Columns):
-    """Calls in the order in which their rank made them; one row over all columns is one call.
+    """Calls in the order in which their rank made them; one row of all columns is one call.
 
-    Times are ns since 1970 on the rank's own clock, 0 = not known.
+    Times are ns since 1970 on the rank's own clock, 0 = unknown.
     """
 
     group: array[int] = field(default_factory=lambda: array("I"))
@@ -56,25 +56,25 @@ class Calls(_Columns):
     signature: array[int] = field(default_factory=lambda: array("I"))
     """Index into the rank's signatures."""
     number: array[int] = field(default_factory=lambda: array("q"))
-    """n-th collective of the group, or n-th send or receive (see `RankTrace.numbered_pairs`); 0 = not known, -1 = it
-    has none that can be compared with those of other calls."""
+    """n-th collective of the group, or n-th send or receive (see `RankTrace.numbered_pairs`); 0 = unknown, -1 = no
+    number that can be compared with those of other calls."""
     id: array[int] = field(default_factory=lambda: array("q"))
     """Id of the comms record, record_id of the dump, or a running number."""
     batch: array[int] = field(default_factory=lambda: array("q"))
-    """Id of the first call of the launch that it went out with; -1 = it went out alone."""
+    """Id of the first call of its launch; -1 = it was launched alone."""
     step: array[int] = field(default_factory=lambda: array("i"))
     state: array[int] = field(default_factory=lambda: array("B"))
     called: array[int] = field(default_factory=lambda: array("q"))
-    """The CPU made the call."""
+    """When the CPU made the call."""
     began: array[int] = field(default_factory=lambda: array("q"))
-    """The communication began: its kernel, or on a backend without kernels its Work."""
+    """When the communication started: its kernel, or on a backend without kernels, its Work."""
     ended: array[int] = field(default_factory=lambda: array("q"))
     took: array[int] = field(default_factory=lambda: array("q"))
-    """ns from begin to end where that was measured apart from the two; 0 = it was not."""
+    """ns from start to end, if measured separately; 0 = it was not."""
     stack: array[int] = field(default_factory=lambda: array("I"))
     """Index into the rank's stacks."""
     thread: array[int] = field(default_factory=lambda: array("q"))
-    """The system's number of the thread that made the call, as the process has it; 0 = not known."""
+    """System id of the thread that made the call, as the process has it; 0 = unknown."""
 
     def __len__(self) -> int:
         return len(self.signature)
@@ -111,7 +111,7 @@ class Calls(_Columns):
         self.thread.append(thread)
 
     def extend(self, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Append calls that are columns already; the columns that are not given say nothing of them."""
+        """Append calls that are already columns. Columns that are not given are 0."""
         count = len(columns["signature"])
         for one in fields(self):
             column = getattr(self, one.name)
@@ -132,10 +132,10 @@ Thing = TypeVar("Thing")
 
 
 class Interned(Generic[Thing]):
-    """Things, each once, numbered in the order in which they are first met."""
+    """Distinct things, numbered in the order of their first occurrence."""
 
     def __init__(self, *first: Thing, key: Callable[[Thing], Hashable] = lambda thing: thing) -> None:
-        """`key` is what equal things have in common, where they cannot be compared themselves."""
+        """`key` returns what equal things share, for things that cannot be compared themselves."""
         self.rows: list[Thing] = list(first)
         self._key = key
         self._numbers = {key(thing): number for number, thing in enumerate(first)}
@@ -150,18 +150,18 @@ class Interned(Generic[Thing]):
 
 
 _OWN: dict[str, Any] = {"id": 0, "t": 0, "seq": None, "p2p_seq": None, "batch": None, "step": 0, "thread": None}
-"""What differs between equal calls."""
+"""Fields that may differ between equal calls."""
 
 
 class Signatures(Interned[CommRecord]):
-    """Records without `_OWN`. They hold lists, so they are compared as encoded."""
+    """Records without `_OWN`. They have lists, so they are compared as encoded bytes."""
 
     def __init__(self, *first: CommRecord) -> None:
         super().__init__(*first, key=msgspec.msgpack.Encoder().encode)
 
     def of(self, record: CommRecord) -> int:
-        """Number of a recorded call's signature. A size that none has, reckoned from the extents in a damaged file, is
-        `MOST + 1`, of no extents: that still fits into 64 bits, and is left out of every sum as impossible."""
+        """Number of a call's signature. An impossible size, from the extents in a damaged file, becomes `MOST + 1`
+        without extents: it fits into 64 bits, and every sum skips it."""
         if not -1 <= record.bytes <= MOST:
             nothing: dict[str, Any] = {"in_split": None, "out_split": None, "inputs": [], "outputs": []}
             record = msgspec.structs.replace(record, bytes=MOST + 1, **nothing)
@@ -170,16 +170,15 @@ class Signatures(Interned[CommRecord]):
 
 @dataclass
 class Waits(_Columns):
-    """What the host did about its calls, by row. Sources that know of waits have it, for replay."""
+    """How the host waited for its calls, by row, for replay. Only sources that record waits have it."""
 
     before: array[int] = field(default_factory=lambda: array("q"))
-    """The rank waited for the call before it launched its call of this row (`len(calls)`: at the end); -1 = not
-    known."""
+    """The row before whose launch the rank waited for the call (`len(calls)`: at the end); -1 = unknown."""
     blocking: array[int] = field(default_factory=lambda: array("b"))
-    """1 = the rank did not go on before the call was over, 0 = it did, -1 = not known."""
+    """1 = the call blocked the rank until it finished, 0 = it did not, -1 = unknown."""
     returned: array[int] = field(default_factory=lambda: array("q"))
-    """ns since 1970 when the launch had returned; a wait for the end comes after it. 0 = not known, and where the host
-    does not follow what is communicated (on a GPU, but for barriers)."""
+    """ns since 1970 when the launch returned; a wait for the end comes later. 0 = unknown, or the host does not follow
+    the communication (on a GPU, except for barriers)."""
     recorded: int = 0
     """Recorded waits whose call is known."""
     without_call: int = 0
@@ -188,10 +187,10 @@ class Waits(_Columns):
 
 @dataclass
 class HostWaits(_Columns):
-    """Times during which a thread of the rank waited for a call; a row over all columns is one. Times as in `Calls`."""
+    """Waits of a thread of the rank for a call; one row of all columns is one wait. Times are as in `Calls`."""
 
     row: array[int] = field(default_factory=lambda: array("q"))
-    """Of the call; -1 = it is not known, or of an iteration that was not asked for."""
+    """Row of the call; -1 = unknown, or of a step that was not requested."""
     began: array[int] = field(default_factory=lambda: array("q"))
     ended: array[int] = field(default_factory=lambda: array("q"))
     stood: array[int] = field(default_factory=lambda: array("B"))
@@ -202,15 +201,15 @@ class HostWaits(_Columns):
 
 
 class RankGroup(msgspec.Struct, frozen=True):
-    """A process group as one rank knows it, or those of its calls that are counted apart."""
+    """A process group as one rank knows it, or a part of its calls that is counted separately."""
 
     group: Group
     apart: str = ""
-    """Of what calls it is: `monitored_barrier_`, which torch's recorder neither notes nor counts, or `gloo` beside
-    another backend of the same group."""
+    """Which calls are counted separately: `monitored_barrier_`, which torch's recorder neither records nor counts;
+    `gloo` in a group with another backend; an operation (NCCL Inspector). Empty = the others."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Groups have up to thousands of members and ranks have them alike: what workers send is one object here.
+        # Groups may have thousands of members, and ranks share them: equal groups from workers become one object.
         return _shared_group, (pickle.dumps((self.group, self.apart)),)
 
 
@@ -221,33 +220,33 @@ def _shared_group(pickled: bytes) -> RankGroup:
 
 @dataclass
 class DumpState:
-    """What a flight-recorder dump says beside its entries, and what its entries do not hold."""
+    """What a flight-recorder dump has in addition to its entries, and what its entries lack."""
 
     progress: dict[int, Progress] = field(default_factory=dict)
-    """Index of the group -> how far the rank came on it, where the dump says so."""
+    """Index of the group -> progress of the rank on it, if the dump has it."""
     has_status: bool = False
-    """The dump says how far some group came, whether or not that could be joined to a group."""
+    """The dump has the progress of some group, whether or not the group was found."""
     all_joined: bool = False
-    """Every status of the dump was joined to a group, so a group without one was never used."""
+    """The group of every status was found, so a group without a status was never used."""
     collectives_seen: dict[int, int] = field(default_factory=dict)
     """Index of the group -> the highest collective_seq_id on any of its entries, those of P2P included."""
     with_p2p: set[int] = field(default_factory=set)
-    """Groups on which there have been P2P calls, whether or not they are among the entries."""
+    """Groups with P2P calls, whether or not these are among the entries."""
     launching: set[int] = field(default_factory=set)
-    """Ids of the calls in whose launch the rank is: NCCL may block there until the other ranks come."""
+    """Ids of the calls that the rank is launching: NCCL may block there until the other ranks arrive."""
     active_only: bool = False
     """Completed calls were left out of the dump."""
     wrapped: bool = False
-    """Calls from before the first one fell out of the ring."""
+    """Earlier calls fell out of the ring."""
     left_out: int = 0
-    """Entries that were not asked for."""
+    """Number of entries that were not requested."""
     has_no_entries: bool = False
-    """The calls are those that crossrank recorded: torch noted none."""
+    """The calls are those that crossrank recorded: torch recorded none."""
     ends_frozen: bool = False
-    """No more ends are noted: the rank is in `destroy_process_group`, before which `ProcessGroupNCCL2` has stopped the
-    thread that notes them."""
+    """Ends are no longer recorded: the rank is in `destroy_process_group`. Before that, `ProcessGroupNCCL2` stopped the
+    thread that records them."""
     recorded_from: dict[str, int] = field(default_factory=dict)
-    """Name of a group -> how many collectives there were on it before those that comms files number from 1."""
+    """Name of a group -> number of its collectives before number 1 of the comms file."""
 
 
 @dataclass
@@ -255,7 +254,7 @@ class RankTrace:
     """One rank."""
 
     rank: int | None
-    """None where neither the name of the file nor its content says it."""
+    """None if neither the name of the file nor its content has it."""
     path: str
     source: str
     """Kind of the file: a key of `discover.WHAT`, or `plan`."""
@@ -263,75 +262,76 @@ class RankTrace:
     signatures: list[CommRecord] = field(default_factory=list)
     groups: list[RankGroup] = field(default_factory=list)
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
-    """Innermost frame first; the first one is that of calls without a stack."""
+    """Innermost frame first. The first stack is that of calls without a stack."""
     group_rank: dict[int, int] = field(default_factory=dict)
-    """Index of a group -> place of this rank within it, where the file has no global ranks."""
+    """Index of a group -> rank within the group, if the file has no global ranks."""
     waits: Waits | None = None
     host_waits: HostWaits = field(default_factory=HostWaits)
     busy: Busy = field(default_factory=Busy)
 
     world_size: int | None = None
     version: str = ""
-    """Of the file's format, as it says it."""
+    """Version of the file's format, as in the file."""
     host: str = ""
     node: str = ""
     backend: str = ""
     clock: str = ""
-    """Ranks with the same text have the same clock; empty where nothing is known of it."""
+    """Ranks with the same text have the same clock; empty = unknown."""
     about: dict[str, str] = field(default_factory=dict)
     """Versions and settings, as the header has them."""
     steps: list[tuple[int, int]] = field(default_factory=list)
-    """(iteration, when it began, ns since 1970)"""
+    """(step, its start in ns since 1970)"""
     span: tuple[int, int] | None = None
-    """Between which moments the run was, ns since 1970; None where the file does not say."""
+    """Start and end of the run, in ns since 1970; None = unknown."""
 
     numbered: bool = True
-    """Whether numbers are the same on all ranks; else calls were counted from the begin of the file."""
+    """Whether numbers are the same on all ranks; otherwise calls are counted from the start of the file."""
     numbered_pairs: bool = False
-    """Whether a send or receive has its number among those of the pair, as in comms files, not those of the group."""
+    """Whether sends and receives are numbered per pair of ranks, as in comms files, not per group."""
     timed: bool = True
-    """Whether `called` says when a call was made."""
+    """Whether `called` is the time of the call."""
     timed_by: str = "comms"
-    """What measured begins and ends: a key of `launches.TIMED_BY`."""
+    """What measured starts and ends: a key of `launches.TIMED_BY`."""
     placed: bool = True
-    """Whether begins and ends are exact, and not durations alone, but for calls that have `took`."""
+    """Whether starts and ends are exact, except for calls with `took`; otherwise only durations are."""
     comparable: bool = True
-    """Whether collectives can be compared with those of the other ranks. gloo's recorder notes what a call is made of
-    (a reduce_scatter is an all_reduce there): of a comms file beside such dumps only root and reduction can be."""
+    """Whether collectives can be compared with those of the other ranks. gloo's recorder records the operations that a
+    call consists of (an all_reduce for a reduce_scatter). With such dumps, only root and reduction of a comms file can
+    be compared."""
     filtered: bool = False
     """Calls inside a node were not recorded (TRACING=CROSSNODE of earlier versions)."""
     left_out: int = 0
-    """So many of them."""
+    """Number of these calls."""
     dropped: int = 0
-    """Calls that the recorder itself could not keep."""
+    """Number of calls that the recorder itself could not keep."""
     is_copy: bool = False
-    """The file is of another rank, whose calls stand for this one's."""
+    """The file is of another rank, whose calls replace those of this rank."""
     starts_late: bool = False
-    """The file is the end of what the rank did: earlier calls are not in it."""
+    """The file has only the last calls of the rank."""
     skipped: tuple[int, int] = (0, 0)
-    """(calls, bytes) of iterations that were not asked for."""
+    """(calls, bytes) of steps that were not requested."""
     until: int | None = None
-    """When the first call behind the iterations that were asked for was made, ns since 1970; None = there is none."""
+    """Time of the first call after the requested steps, in ns since 1970; None = there is none."""
     unawaited: set[int] = field(default_factory=set)
-    """Rows of sends and receives that did not keep their rank from going on to later calls."""
+    """Rows of sends and receives that do not block later calls of their rank."""
     awaited: set[int] = field(default_factory=set)
     """Rows of calls that a thread of the rank waited for when its dump was taken."""
 
     ending: Ending = field(default_factory=Ending)
     dump: DumpState = field(default_factory=DumpState)
     attributed: Counter[str] = field(default_factory=Counter)
-    """How calls found their times -> how many calls or kernels."""
+    """How calls got their times -> number of calls or kernels."""
     unattributed: Counter[str] = field(default_factory=Counter)
-    """What could not be given a time, or a call, and why -> how many."""
+    """What has no time or no call, and why -> how many."""
     unattributed_ns: int = 0
     """Time of the communication kernels without a call."""
     sizes_of_others: frozenset[str] = frozenset()
-    """Operations whose sizes are those of another iteration than their times, and differ from call to call: for what
-    compares the two they have no size."""
+    """Operations with sizes that are from another step than their times, and that differ between calls. To compare
+    sizes with times, these sizes count as unknown."""
     matched: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """What was linked -> (matched, of how many)."""
+    """What was linked -> (matched, total)."""
     problems: list[str] = field(default_factory=list)
-    """What of the file could not be read."""
+    """Parts of the file that could not be read."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -344,13 +344,13 @@ class RankTrace:
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """A number of its own for each call: that of the file, or its row where the file does not number all."""
+        """A unique number for each call: its id in the file, or its row if the ids are not unique."""
         ids = np.frombuffer(self.calls.id, np.int64)
         has_own = len(np.unique(ids)) == len(ids) and not (ids < 0).any()
         return ids if has_own else np.arange(len(ids))
 
     def knows_size(self, record: CommRecord) -> bool:
-        """Whether the size of a call is known, and of the iteration that its time is of."""
+        """Whether the size of a call is known, and from the same step as its time."""
         return has_size(record) and record.op not in self.sizes_of_others
 
     def record(self, row: int) -> CommRecord:
@@ -370,7 +370,7 @@ class RankTrace:
         )
 
     def took(self, row: int) -> int | None:
-        """ns from the begin of a call's communication to its end; None where that is not known."""
+        """ns from the start of a call's communication to its end; None = unknown."""
         calls = self.calls
         if calls.took[row]:
             return calls.took[row]
@@ -385,12 +385,12 @@ class RankTrace:
         return self.backend == GLOO or (group is not None and self.groups[group].apart == GLOO)
 
     def leaves_out(self, group: Group) -> bool:
-        """Whether calls on a group of that kind were not recorded, because they stay inside a node."""
+        """Whether calls on such a group were not recorded because they stay inside a node."""
         return self.filtered and not crosses_nodes(group.locality)
 
 
 def launch_of(records: Sequence[CommRecord]) -> CommRecord:
-    """Several calls that went out together, as one; a single one is its own launch."""
+    """The calls of one launch as one record; a single call is its own launch."""
     first = records[0]
     if len(records) == 1:
         return first
@@ -398,7 +398,7 @@ def launch_of(records: Sequence[CommRecord]) -> CommRecord:
 
 
 def waits_of(trace: RankTrace) -> Waits:
-    """The waits of a trace, of which nothing is known yet where it has none."""
+    """The waits of a trace. If it has none, they are added as unknown."""
     if trace.waits is None:
         count = len(trace)
         trace.waits = Waits(array("q", [-1]) * count, array("b", [-1]) * count, array("q", [0]) * count)
@@ -411,7 +411,7 @@ _MOST_STEPS = 1 << 31
 
 
 class TraceBuilder:
-    """Appends calls to a `RankTrace`, each group, signature and stack once."""
+    """Appends calls to a `RankTrace`, which has each group, signature and stack once."""
 
     def __init__(self, trace: RankTrace, groups: Iterable[Group] = ()) -> None:
         self.trace = trace
@@ -423,7 +423,7 @@ class TraceBuilder:
             self.define(group)
 
     def define(self, group: Group, apart: str = "", *, anew: bool = False) -> int:
-        """Index of a group; the first definition of a name counts, or with `anew` the last one."""
+        """Index of a group. The first definition of a name counts, or with `anew` the last one."""
         found = self._groups.get((group.pg, apart))
         if found is None:
             found = self._groups[group.pg, apart] = len(self.trace.groups)
@@ -433,7 +433,7 @@ class TraceBuilder:
         return found
 
     def group(self, pg: str) -> int:
-        """Index of the group of that name, which is made where nobody defined it."""
+        """Index of the group with this name, which is added if it is not defined."""
         found = self._groups.get((pg, ""))
         return self.define(Group(pg=pg, size=0)) if found is None else found
 
@@ -449,9 +449,9 @@ class TraceBuilder:
         stack: tuple[Frame, ...] = (),
         group: int | None = None,
     ) -> int:
-        """Append a call and return its row. Times are ns since 1970, whatever the clock of `record.t`.
+        """Append a call and return its row. Times are ns since 1970; `record.t` may be on another clock.
 
-        A call with numbers that no file has by right is counted, and has no number and no times.
+        A call with impossible numbers is counted, and has no number and no times.
         """
         number = (record.p2p_seq if is_p2p(record) else record.seq) or 0
         if not (
@@ -484,7 +484,7 @@ class TraceBuilder:
         return len(calls) - 1
 
     def add_all(self, records: Sequence[CommRecord], called: Sequence[int], state: Sequence[int]) -> None:
-        """Append calls that have no times of their own, as `add` does one."""
+        """Append calls without starts and ends, as `add` does for one call."""
         signature = list(map(self.signatures.of, records))
         p2p = list(map(is_p2p, self.signatures.rows))
         number = [(one.p2p_seq if p2p[kind] else one.seq) or 0 for one, kind in zip(records, signature, strict=True)]
@@ -509,7 +509,7 @@ class TraceBuilder:
 
 
 def with_records(trace: RankTrace, records: Iterable[tuple[CommRecord, int]]) -> RankTrace:
-    """`trace` with other calls: each has the times and waits of the row that is given with it."""
+    """`trace` with other calls. Each has the times and waits of the row that is given with it."""
     given = list(records)
     rows = [row for _, row in given]
     signatures = Signatures()
@@ -528,7 +528,7 @@ def with_records(trace: RankTrace, records: Iterable[tuple[CommRecord, int]]) ->
 
 
 def with_members(trace: RankTrace) -> RankTrace:
-    """`trace` with launches whose calls share a number as that many calls of one batch."""
+    """`trace` with each coalesced collective as the calls that it consists of, in one batch."""
     if not any(one.members for one in trace.signatures):
         return trace
     return with_records(

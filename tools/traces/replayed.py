@@ -319,14 +319,14 @@ class Compared(msgspec.Struct, kw_only=True):
     """Relative error of the completion, median and 95th percentile over the calls."""
     error_p95: float
     collective_recorded_us: float | None
-    """Median of the collectives of which every rank's time is recorded; None where there is none."""
+    """Median of the collectives with a recorded time on every rank; None if there is none."""
     collective_replayed_us: float | None
     collective_error_p50: float | None
     collective_error_p95: float | None
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """A replay beside its recording."""
+    """A replay compared with its recording."""
 
     calls: Amount
     """Calls of single ranks that could be compared."""
@@ -364,7 +364,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     """Calls over all ranks, as replayed; `coverage` counts as recorded. 0 in reports of older versions."""
     notes: list[str]
     damage: list[str]
-    """What of the trace could not be read."""
+    """Parts of the trace that could not be read."""
     substitutes: dict[str, int]
     """What the backend could not do as recorded, and what it did instead -> calls, over all ranks."""
     hosts: dict[str, int]
@@ -372,29 +372,29 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     devices: dict[str, int]
     versions: dict[str, str]
     clock_error_us: float
-    """By how much the ranks' clocks may be apart, at worst: what "waiting" and "time" may be wrong by."""
+    """Maximum difference of the ranks' clocks, and so the maximum error of "waiting" and "time"."""
     end_to_end_us: Percentiles
     """Over the passes, from the first rank's start to the last rank's end."""
     cpu_us_per_call: float
     """CPU time of the process per launch-and-wait, all threads, mean over the ranks."""
     rows: list[ReplayRow]
     comparison: Comparison | None
-    """None where the recording has no times."""
+    """None if the recording has no times."""
     check: CheckResult | None
     data: DataComparison | None = None
     by_source: list[CallTimes] = []
-    """The one that takes longest first."""
+    """Longest first."""
     by_step: list[CallTimes] = []
-    """In their order."""
+    """In the order of steps."""
     batches: Batches | None = None
     step: StepComparison | None = None
-    """With computation alone."""
+    """Only in a replay with computation."""
     schema: str = "crossrank-replay 1"
     crossrank: str = crossrank.__version__
 
 
 def read_report(folder: str) -> ReplayReport:
-    """The report in the folder of a replay, or in the file `….json`. Raises `CrossrankError` where it is none."""
+    """The report in the folder of a replay, or in the file `….json`. Raises `CrossrankError` if it is not a report."""
     path = folder if folder.endswith(".json") else join(folder, JSON)
     issues = ReadIssues(path)
     content = b"".join(read_chunks(path, issues))

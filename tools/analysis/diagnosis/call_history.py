@@ -70,7 +70,7 @@ def has_gone_past(job: JobState, rank: int, group: ProcessGroup) -> bool:
 def first_in_program(job: JobState, ops: Sequence[StuckOp]) -> StuckOp:
     """Return the operation that the program makes first.
 
-    An operation is later if its members wait in another one before it, or if the ranks made such calls in that order
+    An operation is later if its members wait in another one before it, or if the ranks made such calls in this order
     before. Otherwise, the operation with most waiting ranks is the first.
     """
     if len(ops) > 1:

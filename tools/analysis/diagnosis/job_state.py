@@ -1,4 +1,4 @@
-"""A job as its ranks left it: how far each came on every group, and what is over everywhere."""
+"""A job when its ranks were last seen: the progress of each on every group, and what has finished on all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def reports_ends(trace: RankTrace) -> bool:
 
 
 def ends_unknown(trace: RankTrace) -> bool:
-    """Whether nothing says which calls of a rank are over: with NCCL they return before, and torch keeps none."""
+    """Whether it is unknown which calls of a rank have finished: with NCCL they return before, and torch does not show
+    it."""
     return "nccl" in trace.backend and (trace.source == "comms" or trace.dump.ends_frozen)
 
 
@@ -62,7 +63,7 @@ def is_torchs_own(trace: RankTrace) -> bool:
 
 @dataclass
 class JobState(Job):
-    """A job, and where each of its ranks stood when it was last seen."""
+    """A job, and the state of each rank when it was last seen."""
 
     clock_offset: dict[int, int] = field(default_factory=dict)
     """Rank -> what to add to its times, in ns, to bring the clocks of the ranks together."""
@@ -77,7 +78,7 @@ class JobState(Job):
 
     @cached_property
     def releases_all(self) -> list[bool]:
-        """Of each signature, whether it is of an operation that releases all."""
+        """For each signature, whether its operation releases all ranks."""
         return [releases_all(signature.op) for signature in self.signatures]
 
     @cached_property
@@ -133,8 +134,8 @@ class JobState(Job):
 
     @cached_property
     def held_in(self) -> dict[int, int]:
-        """Rank -> row of its last call, in which its host is held, where nothing else says which calls are over. NCCL
-        makes a communicator, or connects ranks, in the first call that needs it."""
+        """Rank -> row of its last call, in which its host is blocked, if nothing else shows which calls have finished.
+        NCCL makes a communicator, or connects ranks, in the first call that needs it."""
         return {
             rank: len(trace.calls) - 1
             for rank, trace in self.ranks.items()
@@ -142,11 +143,11 @@ class JobState(Job):
         }
 
     def waits_for_none(self, rank: int) -> bool:
-        """Whether a rank is seen to wait for none of its calls: on gloo, where hosts wait for communication themselves,
-        by its threads; with NCCL where nothing is open but sends and receives that nobody has waited for yet."""
+        """Whether a rank is known to wait for none of its calls. On gloo its threads show it, because hosts wait for
+        communication themselves. With NCCL, all its unfinished calls must be sends and receives without a wait."""
         trace = self.ranks[rank]
         if trace.backend == GLOO:
-            # A thread beside may do all of the training. One that only receives listens.
+            # Another thread may do all of the training. One that only receives listens.
             listens = all(self.signature(rank, row).op == "recv" for row in trace.awaited)
             knows_calls = all(one.id is not None for one in trace.ending.waits or ())
             return listens and knows_calls and not may_wait(trace.ending)
@@ -167,13 +168,13 @@ class JobState(Job):
 
     @cached_property
     def over(self) -> dict[int, int]:
-        """Index of a group -> the last of its collectives that is over on every rank."""
+        """Index of a group -> the last of its collectives that has finished on every rank."""
         return {group.index: self._released(group) for group in self.groups}
 
     def _released(self, group: ProcessGroup) -> int:
-        """The last collective that is over on every rank, because one that nobody leaves early has ended somewhere.
+        """The last collective that finished on every rank, because one that no rank leaves early has ended somewhere.
 
-        Collectives of one group end in order, so all before it are over as well.
+        Collectives of one group end in order, so all before it have finished as well.
         """
         present = [rank for rank in group.ranks if rank in self.ranks]
         last = max((self.completed(group, rank) for rank in present), default=0)
@@ -209,7 +210,7 @@ class JobState(Job):
 
     @cached_property
     def unnoticed(self) -> dict[int, list[int]]:
-        """Rank -> rows of its collectives that are over and whose end it has not noticed; only ranks that have such."""
+        """Rank -> rows of its finished collectives whose end it has not noticed; only ranks with such rows."""
         found: dict[int, list[int]] = {}
         for rank, trace in self.ranks.items():
             calls, own, taken_at = trace.calls, self.group_of[rank], trace.ending.taken_at
@@ -244,7 +245,7 @@ class JobState(Job):
 
 
 def _keep_backends_apart(traces: Sequence[RankTrace]) -> None:
-    """A rank that has used gloo alone of a group's backends counts as those do that have used another beside it."""
+    """Count a rank that used only gloo of a group's backends like the ranks that also used another one."""
     if not any(group.apart == GLOO for one in traces for group in one.groups):
         return
     for one in traces:
@@ -253,9 +254,9 @@ def _keep_backends_apart(traces: Sequence[RankTrace]) -> None:
 
 
 def _doubt_returns(traces: Sequence[RankTrace]) -> None:
-    """Open the calls with NCCL of which a record says only that they returned: there they return before they are over.
+    """Open the calls with NCCL that are only recorded as returned: with NCCL they return before they finish.
 
-    Whether they are over shows in the calls of the other ranks, so all of those must be known.
+    The calls of the other ranks show whether they have finished, so all of those must be known.
     """
     known = {one.rank for one in traces}
     for one in traces:

@@ -48,9 +48,9 @@ def is_users(frame: Frame) -> bool:
 def may_wait(ending: Ending) -> bool:
     """Whether a rank that hung waits for communication, or may do so in C++; True where nothing shows it.
 
-    A call may have begun long before anybody waits for it: a receive that is posted early, one that runs beside
-    computation. A thread that listens for messages waits as long as none comes: it keeps its rank only where the main
-    thread waits for it.
+    A call may have started long before a rank waits for it: a receive that is posted early, or a call that overlaps
+    with computation. A thread that listens for messages waits as long as none comes: it blocks its rank only if the
+    main thread waits for it.
     """
     main = main_stack(ending)
     if ending.waits is None or ending.reason not in ("hang", "SIGUSR1") or main is None:
@@ -100,7 +100,7 @@ def is_destroying_groups(ending: Ending) -> bool:
 
 
 def _frames(ending: Ending, called: int) -> list[Frame]:
-    """Of the main thread of a rank that hung, innermost first; none where it did not hang or nothing shows it."""
+    """Frames of the main thread of a rank that hung, innermost first; empty if it did not hang or nothing shows it."""
     stack = main_stack(ending)
     hung = ending.reason == "hang" or (ending.was_terminated and (ending.taken_at or 0) - called > _LONG)
     if stack is None or ending.error is not None or not hung:

@@ -343,7 +343,7 @@ def find_closed_ops(search: Search) -> None:
     for op in search.left():
         if not op.awaited <= set(op.waiting):
             continue
-        if op.absent and op.is_p2p:  # two batches, one of which has no match for a call of the other
+        if op.absent and op.is_p2p:  # a call of one batch has no match in the other
             kind = "p2p_unmatched"
             culprits = op.absent if len(op.absent) < len(op.waiting) else set()
             text = f"{rank_text(op.absent)} made no matching call"

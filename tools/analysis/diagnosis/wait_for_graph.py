@@ -10,7 +10,7 @@ end at one of these causes:
 
 Everything else is a consequence. If an operation releases all ranks together and finished on one rank, it finished on
 all. A rank's own dump may still show it as unfinished: dumps are written at different times, and the thread that
-notices ends may hang. gloo notices ends at once, so a rank waits in its last gloo call if that stays unfinished.
+notices ends may hang. On gloo, ends are noticed at once: a rank waits in its last gloo call if that is unfinished.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 |---|---|
 | `ranks` | rank: its file, when and why it was dumped |
 | `groups`, `memberships` | process group; member of a group |
-| `collectives` | collective of a group: how many members made it, whether their calls fit |
+| `collectives` | collective: how many members made it, whether their calls fit |
 | `calls` | call of a rank: sizes, state, times in ns since 1970; `collective` joins it to its collective |
 | `tracebacks` | frame of a stack, 0 = innermost; `calls.traceback` joins to it |
 | `findings` | finding of the diagnosis, as JSON |

@@ -1,12 +1,12 @@
-"""A flight-recorder dump as a `RankTrace`: coalesced entries become one call, gloo's `retired` a completion.
+"""Converts a flight-recorder dump to a `RankTrace`: coalesced entries become one call, gloo's `retired` a completion.
 
-Rules of the recorder (measured on torch 2.13 and read in FlightRecorder.hpp) that this module knows:
+It applies these rules of the recorder (measured on torch 2.13, and read in FlightRecorder.hpp):
 
-* Members of a batch stay "scheduled"; a closing entry `coalesced` carries state and times for all of them. A batch of
-  P2P stays as many calls; coalesced collectives become one call with members.
-* gloo never reports a start or an end: an entry that is retired is done.
-* A group's progress stands under the process-local `pg_id`, which entries join to a name. Groups without entries are
-  joined by order where that is unambiguous: both `pg_id` and torch's numeric names rise as groups are made.
+* Members of a batch stay "scheduled"; a closing entry `coalesced` has the state and times of all of them. A batch of
+  P2P stays separate calls; coalesced collectives become one call with members.
+* gloo never reports a start or an end: a retired entry is finished.
+* The status has a group's progress under the process-local `pg_id`, which entries map to a name. Groups without entries
+  are mapped by order if that is unambiguous: both `pg_id` and torch's numeric names increase as groups are made.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ _Shapes = list[list[int]]
 _Column = NDArray[Any]
 _OF_GLOO = f"{GLOO}:"
 _UNNOTED = ("c10d", "root", "reduce", "in_split", "out_split")
-"""Fields of a collective that torch's recorder does not note, or less exactly."""
+"""Fields of a collective that torch's recorder does not record, or records less exactly."""
 UNRECORDED = ("monitored_barrier_",)
-"""Collectives of gloo that torch's recorder neither notes nor counts."""
+"""Collectives of gloo that torch's recorder neither records nor counts."""
 _COMPARED = 8
-"""Calls of a group whose times are compared."""
+"""Number of calls of a group whose times are compared."""
 SAME_TIME = 50_000_000
-"""ns between torch's and our note of one call: the launch lies between them."""
+"""Maximum ns between torch's and crossrank's record of one call: the launch is between them."""
 GLOO_ALONE = (
     "dumps of gloo lack sends, receives and the members of groups: the ranks with calls on a group are its members"
 )
 
 
 def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, last: int | None = None) -> RankTrace:
-    """The dump of `rank`: the last calls of a rank, on NCCL with their durations.
+    """Read the dump of `rank`: its last calls, on NCCL with their durations.
 
-    gloo's recorder notes what a call is made of, and no sends; a dump of ours carries the recorded calls beside its
-    entries. With `own_calls` they take the place of gloo's entries; else they complete them. With `last` what is
-    not over is read, and so many calls before it. Raises `NoDumpError` where nothing of the file can be used.
+    gloo's recorder records the operations that a call consists of, and no sends. A dump of crossrank also has the calls
+    that crossrank recorded. With `own_calls` these replace gloo's entries; otherwise they complete them. With `last`,
+    read only the unfinished calls and that many calls before them. Raises `NoDumpError` if the file is unusable.
     """
     dump = read_flight_dump(path, last)
     moment = dump.moment
@@ -99,7 +99,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     trace.dump.wrapped = trace.starts_late and not trace.dump.active_only
     if moment is None:
         trace.notes += [GLOO_ALONE] if trace.backend == GLOO else []
-        # gloo's calls fail at once where a peer dies: there a young call is none that goes on.
+        # gloo's calls fail at once when a peer dies: a recent call there is not one in progress.
         trace.ending.written_at = _written_at(path, dump) if "nccl" in trace.backend else None
     else:
         trace.host, trace.world_size = moment.host, moment.world_size
@@ -129,13 +129,13 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         trace.dump.ends_frozen = trace.backend == NCCL2 and any(
             frame.name == "destroy_process_group" for stack in moment.stacks for frame in stack.frames
         )
-        # Our dump without an entry is that of a rank that made no call: the recorder was asked.
+        # crossrank's dumps have all calls of the recorder: without an entry, the rank made no call.
         trace.dump.has_status = True
     return trace
 
 
 def _written_at(path: str, dump: FlightDump) -> int | None:
-    """When the file was last changed, unless its clock is not that of its calls."""
+    """When the file was last changed; None if that is before one of its calls, so the clocks differ."""
     try:
         changed = Path(path).stat().st_mtime_ns
     except OSError:
@@ -144,19 +144,20 @@ def _written_at(path: str, dump: FlightDump) -> int | None:
 
 
 def _was_off(moment: Moment) -> bool:
-    """Whether a recorder without an entry was off: calls were made that it notes, with NCCL sends and receives too."""
+    """Whether a recorder without entries was off: the rank made calls that it records (on NCCL also sends and
+    receives)."""
     backend_of = {group.pg: group.backend for group in moment.groups}
     return any(_is_noted(record) or "nccl" in backend_of.get(record.pg, "") for record in moment.calls)
 
 
 def _is_noted(record: CommRecord) -> bool:
-    """Whether torch's recorder notes such a call, of whatever backend."""
+    """Whether torch's recorder records this call on every backend."""
     return not is_p2p(record) and record.c10d not in UNRECORDED
 
 
 def _take_recorded(trace: RankTrace, dump: FlightDump, moment: Moment) -> None:
-    """Where torch has noted nothing, for its recorder is off or knows nothing of the backend (of gloo before torch
-    2.9), a dump of ours is the end of a comms file, with what else it holds of the moment."""
+    """Use crossrank's records, because torch's recorder has none: it is off, or does not know the backend (gloo before
+    torch 2.9). The dump is then the end of a comms file, with the state of the rank."""
     trace.source, trace.numbered_pairs, trace.dump.has_no_entries = "comms", True, True
     trace.backend = next((group.backend for group in moment.groups), "")
     builder, has_ended = TraceBuilder(trace, (*dump.groups, *moment.groups)), moment.reason in ("disable", "exit")
@@ -166,22 +167,22 @@ def _take_recorded(trace: RankTrace, dump: FlightDump, moment: Moment) -> None:
 
 
 def _backends(dump: FlightDump) -> list[str]:
-    """What the calls of a dump were made by, in order: crossrank's dumps hold the recorders of all backends."""
+    """The backends of a dump's calls, in order: crossrank's dumps have the recorders of all backends."""
     names = (entry.profiling_name.partition(":") for entry in dump.entries.kinds.values())
     return list(dict.fromkeys(whole(backend) for backend, colon, _ in names if colon))
 
 
 def _dtype(name: str) -> str | None:
-    """A type by torch's name of it; None where there is no tensor, as on the ranks of a gather that get nothing."""
+    """The type with this name in torch; None without a tensor, as on the ranks of a gather that receive nothing."""
     known = dtype_of(name)
     return known.name if known is not None else None if name in _NO_DTYPE else whole(name)
 
 
 def _is_active_only(dump: FlightDump, backend: str) -> bool:
-    """Whether completed calls were left out: the status knows of some and the entries do not.
+    """Whether completed calls were left out: the status counts some, and the entries have none.
 
-    Without a status, gaps between the entries show it. A ring in which all is open because the rest fell out lacks
-    open calls as well: those after the last completed one.
+    Without a status, gaps between the entries show it. If instead the completed calls fell out of the ring, the
+    unfinished calls right after them are missing too.
     """
     if backend == GLOO or "completed" in dump.entries.columns["state"] or dump.left_out:
         return False
@@ -201,7 +202,7 @@ def _is_active_only(dump: FlightDump, backend: str) -> bool:
 
 
 class _Reading:
-    """One dump on its way into columns."""
+    """Converts the entries of one dump to columns."""
 
     def __init__(self, dump: FlightDump, trace: RankTrace) -> None:
         self._dump = dump
@@ -214,11 +215,11 @@ class _Reading:
         for group in known:
             if group.pg:
                 self._group((group.pg, group.desc))
-            elif group.ranks:  # gloo's only entry: no name, and everyone or nobody
+            elif group.ranks:  # gloo's only entry: no name, and all ranks or none
                 trace.world_size = max(group.ranks) + 1
 
     def read(self) -> None:
-        """Every call of the dump, in order."""
+        """Read every call of the dump, in order."""
         entries, trace = self._dump.entries, self._trace
         if not entries:
             return
@@ -246,7 +247,7 @@ class _Reading:
             sent = [member for member in members if p2p[member]]
             if len(members) > 1:
                 batch[sent] = record_id[members[0]]
-            keep[list(set(members) - set(sent))] = False  # members of the collective that closes them
+            keep[list(set(members) - set(sent))] = False  # members of a coalesced collective
             launch = self._launch(last, members, [trace.signatures[signature[row]] for row in (last, *members)])
             keep[last] = launch is not None
             if launch is not None:
@@ -278,11 +279,11 @@ class _Reading:
         trace.calls.extend({name: values[keep] for name, values in found.items()})
 
     def _launching(self, pg_id: _Column, seq: _Column, p2p_seq: _Column, seems_over: _Column) -> list[int]:
-        """Calls that their rank is still launching, of those that seem to be over.
+        """Calls that seem to be finished, but that their rank is still launching.
 
-        NCCL may block there until its peers come. torch then asks an end event that was never recorded, whose answer is
-        "completed"; but such a call is not retired, and its group's status does not have its number yet. Collectives
-        and sends have numbers of their own, and share that place in the status: so only a group's last call can be one.
+        NCCL may block in a launch until its peers arrive. torch then queries an end event that was never recorded,
+        which answers "completed". But the call is not retired, and its number is not yet in the status of its group.
+        Collectives and sends have separate numbers but share that field, so only the last call of a group can be one.
         """
         found = []
         for group in set(pg_id[seems_over].tolist()):
@@ -294,18 +295,17 @@ class _Reading:
         return found
 
     def _kind(self, entry: Entry) -> tuple[int, int, bool, bool]:
-        """What entries like this one have in common: group, signature, is P2P, is gloo's beside another backend."""
+        """What entries of this kind share: group, signature, is P2P, is gloo's in a group with another backend."""
         on_gloo = self._is_mixed and entry.profiling_name.startswith(_OF_GLOO)
-        # Backends of one group count its calls each for itself.
+        # Each backend of a group counts its own calls.
         group = self._group(entry.process_group, GLOO if on_gloo else "")
         record = self._record(entry, group)
         return group, self.builder.signatures.of(record), is_p2p(record), on_gloo
 
     def _launch(self, closing: int, members: Sequence[int], records: list[CommRecord]) -> CommRecord | None:
-        """The coalesced collectives that an entry closes, as one call; `records`: of the entry and of its members.
-        None for a batch of P2P, whose state has gone to its members, and for one of whose members the ring no longer
-        knows any."""
-        cut = 0 if self._trace.dump.wrapped else -1  # the launch that holds this entry may have lost its first members
+        """The coalesced collectives that an entry closes, as one call. `records` are those of the entry and its
+        members. None for a batch of P2P, whose members have its state, and if no member is left in the ring."""
+        cut = 0 if self._trace.dump.wrapped else -1  # the launch of this entry may have lost its first members
         if closing == cut and self._dump.entries[closing].profiling_name.endswith(f":{_CLOSING}"):
             return None
         launch, *parts = records
@@ -322,7 +322,7 @@ class _Reading:
         )
 
     def join_progress(self) -> None:
-        """Find the group that each `pg_id` of the status stands for."""
+        """Find the group of each `pg_id` of the status."""
         groups, status = self._trace.groups, self._dump.status
         joined = dict(self._pg_ids)
         names = [one.group.pg for one in groups]
@@ -343,12 +343,12 @@ class _Reading:
     def _retired_is_done(self) -> bool:
         backend = self._trace.backend
         states = set(self._dump.entries.columns["state"])
-        # A backend other than NCCL that completes nothing in a whole ring is one that cannot.
+        # Another backend than NCCL that completes nothing in a whole ring does not report ends.
         return backend == GLOO or (backend != "nccl" and not states & {"started", "completed"})
 
     def _group(self, name_and_desc: tuple[str, str], apart: str = "") -> int:
         name, desc = map(whole, name_and_desc)
-        # A rank is in one group of a name; the description may be missing in some of its entries.
+        # A rank is in only one group of a name; some of its entries may lack the description.
         known = self._known.get(name) or Group(pg=name, size=0)
         desc = known.desc if desc in ("", "undefined") else desc
         group = msgspec.structs.replace(known, pg=name, desc="" if desc == "undefined" else desc)
@@ -381,8 +381,8 @@ class _Reading:
         )
 
     def _stacks(self) -> list[int]:
-        """Number of the stack of each entry. Entries of one call site share their frames; where they do not, the text
-        decides."""
+        """Number of the stack of each entry. Entries of one call site share their frames; others are compared as
+        text."""
         number_of: dict[tuple[int, ...], int] = {}
         number_of_list: dict[int, int] = {}
         frame_of: dict[int, Frame | None] = {}
@@ -403,8 +403,7 @@ class _Reading:
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:
-    """Entries of one group with one pair of sequence numbers: a single call, or the members of a launch and its
-    closing entry."""
+    """Entries with the same group and sequence numbers: one call, or the members of a launch and its closing entry."""
     runs: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
         runs[entry.pg_id, entry.collective_seq_id, entry.p2p_seq_id].append(index)
@@ -412,8 +411,8 @@ def _runs(entries: Sequence[Entry]) -> list[list[int]]:
 
 
 def _launches(entries: Sequence[Entry], runs: list[list[int]]) -> dict[int, list[int]]:
-    """Closing entry of each launch -> its members. A launch of collectives that is still being made has no closing
-    entry; its last member then closes it."""
+    """Closing entry of each launch -> its members. A launch of collectives in progress has no closing entry; its last
+    member is used instead."""
     members_of: dict[int, list[int]] = {}
     for run in runs:
         members: list[int] = []
@@ -428,10 +427,11 @@ def _launches(entries: Sequence[Entry], runs: list[list[int]]) -> dict[int, list
 
 
 def _over(dump: FlightDump, entries: Sequence[Entry], runs: list[list[int]]) -> set[int]:
-    """Entries of a dump of active calls that are over: members of a batch never say so, and what did is left out.
+    """Finished entries of a dump of active calls: members of batches, which never have the state "completed". Other
+    finished calls are left out of the dump.
 
-    A batch is over where the status of its group has its number, or where its closing entry is not there although
-    later ones are.
+    A batch is finished if the status of its group has its number, or if its closing entry is missing although later
+    entries exist.
     """
     found: set[int] = set()
     records = {entry.record_id for entry in entries}
@@ -443,7 +443,7 @@ def _over(dump: FlightDump, entries: Sequence[Entry], runs: list[list[int]]) -> 
             continue
         progress = dump.status.get(first.pg_id)
         if first.is_p2p and progress is not None:
-            # Collectives put their numbers in the same place: this one must be that of a P2P call.
+            # Collectives put their numbers in the same field: this one must be that of a P2P call.
             of_p2p = first.collective_seq_id == 0 or progress.last_enqueued_collective == newest[first.pg_id]
             if of_p2p and progress.last_completed_collective >= first.p2p_seq_id:
                 found.update(run)
@@ -454,12 +454,12 @@ def _over(dump: FlightDump, entries: Sequence[Entry], runs: list[list[int]]) -> 
 
 
 def is_closing(entry: Entry) -> bool:
-    """Whether an entry stands for the launch of a batch, whose members have entries of their own without times."""
+    """Whether an entry is the launch of a batch, whose members have separate entries without times."""
     return _CLOSING in entry.profiling_name and not entry.input_sizes and not entry.output_sizes
 
 
 def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None) -> int | None:
-    """The recorder names no root, but in gather and scatter the root alone holds the other side."""
+    """The root of a gather or scatter, from the shapes: only the root has the outputs or inputs of all ranks."""
     if members is None or len(members) < 2:
         return None
     side = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op, ())
@@ -467,23 +467,23 @@ def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None
 
 
 def _gathered(inputs: _Shapes, noted: _Shapes, size: int) -> tuple[_Shapes, _Shapes]:
-    """Inputs and outputs of an all_gather of gloo. Of a coalesced one, as DTensor makes them of one tensor, the
-    recorder notes how many inputs there are, and the shape of the first, where the shapes of outputs belong. Where
-    nothing tells how many ranks gather there are none of either: half of them would look like a mismatch."""
+    """Inputs and outputs of gloo's all_gather. For a coalesced one, which DTensor makes for one tensor, the recorder
+    has the number of inputs and the shape of the first one in place of the output shapes. If the number of ranks is
+    unknown, return no shapes: inputs alone would look like a mismatch."""
     if not inputs or noted != [[len(inputs), *inputs[0]]]:
         return inputs, noted
     return (inputs, [[size, *shape] for shape in inputs]) if size else ([], [])
 
 
-# --- what our own dumps carry beside torch's entries ------------------------------------------------------------------
+# --- what crossrank's dumps add to torch's entries --------------------------------------------------------------------
 
 
 def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
-    """Add what torch's recorder does not note of a collective: root, reduction, splits, source line.
+    """Add what torch's recorder does not record of a collective: root, reduction, splits, source line.
 
-    torch counts from the start of the process, the records from `enable()`: the last call of a group, which must be the
-    same operation, shows by how many they differ. The last few calls must have been made at the same times; of one or
-    two of them the host may have been kept from going on between our note and torch's.
+    torch counts from the start of the process, crossrank from `enable()`. The last call of a group, which must be the
+    same operation, shows the difference. The last few calls must also have the same times. Their median decides,
+    because the host may be delayed between the two records of one or two calls.
     """
     trace, signatures = builder.trace, builder.signatures
     calls, recorded_from, clock = trace.calls, trace.dump.recorded_from, WallClock([moment.clock])
@@ -506,7 +506,7 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             continue
         seq, record = of_group[pg][-1]
         op = signatures.rows[calls.signature[row]].op
-        # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
+        # gloo implements reduce_scatter as an all_reduce, and torch's recorder has that
         same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
         before = calls.number[row] - seq
         apart = [
@@ -514,7 +514,7 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             for number, one in of_group[pg][-_COMPARED:]
             if (pg, number + before) in by_number
         ]
-        # What was recorded after torch's last note is a call that torch has not noted.
+        # A call that crossrank recorded later than torch's last one is not among torch's.
         if same and clock.at(record.t) < calls.called[row] + SAME_TIME and median_low(apart) < SAME_TIME:
             recorded_from[pg] = before
     for pg, seq, record in collectives:
@@ -531,10 +531,10 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
 
 
 def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:
-    """Add the last collective of a group where torch has not noted it: the rank is in it.
+    """Add the last collective of a group if torch has not recorded it: the rank is inside this call.
 
-    torch notes a call after it has made the communicator, which blocks until all members come. Before torch 2.9 it
-    notes no calls of gloo, so nothing follows for groups that have that backend as well.
+    torch records a call after it has made the communicator, which blocks until all members arrive. Before torch 2.9 it
+    records no calls of gloo, so groups that also have gloo are skipped.
     """
     trace, calls, clock = builder.trace, builder.trace.calls, WallClock([moment.clock])
     notes_gloo = any(group.apart == GLOO for group in trace.groups)
@@ -556,9 +556,9 @@ def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:
 
 
 def _find_unawaited(trace: RankTrace, moment: Moment, were_awaited: Sequence[int]) -> None:
-    """Note the sends and receives of NCCL that no stream of the rank depends on yet: nobody has waited for them.
+    """Find the sends and receives of NCCL that no stream of the rank depends on yet: the rank has not waited for them.
 
-    The last ones of a kind in the dump are the last ones that we recorded.
+    The last ones of a kind in the dump are the last ones that crossrank recorded.
     """
     waited = {*were_awaited, *trace.ending.awaited}
     rows: defaultdict[tuple[str, str, int | None], list[int]] = defaultdict(list)
@@ -575,7 +575,7 @@ def _find_unawaited(trace: RankTrace, moment: Moment, were_awaited: Sequence[int
 
 
 def _add_p2p(trace: RankTrace, moment: Moment) -> None:
-    """Add the recorded sends and receives to the calls of a dump that has none, by their times."""
+    """Add the sends and receives that crossrank recorded to a dump that has none, ordered by time."""
     records = list(filter(is_p2p, moment.calls))
     if records:
         trace.numbered_pairs = True

@@ -4,12 +4,12 @@ A dump is a pickle (`TORCH_NCCL_DUMP_ON_TIMEOUT`, `_dump_fr_trace`), JSON (`_dum
 `rank-N.flight.json.zst`, which is JSON with stack frames and a field `crossrank` of its own. All have the fields of
 `c10d::FlightRecorder` (torch/csrc/distributed/c10d/FlightRecorder.hpp), versions 2.1 (torch 2.4) to 2.10 (2.13):
 
-* JSON has no frames, writes the numbers of `pg_status` as strings, and 0 for a time that is not known.
+* JSON has no frames, writes the numbers of `pg_status` as strings, and 0 for an unknown time.
 * A group's `ranks` is text, "[0, 1]"; gloo writes "[]".
-* `entries` is absent where there are none.
+* `entries` is absent if there are none.
 
-A dump is data from another machine: it is decoded without running anything (`safe_pickle`), every field is checked
-for type and range, and single entries that are broken are counted and left out.
+A dump is data from another machine. It is decoded without running code (`safe_pickle`), and every field is checked for
+type and range. Broken entries are counted and skipped.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Ranks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]], msgsp
 
 
 NCCL2 = "nccl2"
-"""The backend of `ProcessGroupNCCL2`, which is NCCL's from torch 2.15 on."""
+"""Backend name of `ProcessGroupNCCL2`, which implements NCCL from torch 2.15 on."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far a rank came on one group: sequence numbers, -1 = none. P2P calls put theirs here as well."""
+    """Progress of a rank on one group, as sequence numbers; -1 = none. P2P calls put their numbers here as well."""
 
     last_enqueued_collective: Number = -1
     last_completed_collective: Number = -1
@@ -94,7 +94,7 @@ class Raised(msgspec.Struct, frozen=True):
 
 
 class OwnStack(msgspec.Struct, frozen=True):
-    """Where a thread of the process was when our dump was taken, innermost frame first."""
+    """Where a thread of the process was when crossrank's dump was taken, innermost frame first."""
 
     thread: Annotated[Text, Privacy.THREAD]
     frames: Frames
@@ -103,15 +103,15 @@ class OwnStack(msgspec.Struct, frozen=True):
 
 
 class WaitUnderWay(msgspec.Struct, frozen=True, kw_only=True):
-    """A wait that is under way."""
+    """An unfinished wait."""
 
     id: Number | None
-    """Of the call; None where that is not known."""
+    """Id of the call; None = unknown."""
     thread: Annotated[Text, Privacy.THREAD]
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """What crossrank adds to a dump that it takes itself."""
+    """Data that crossrank adds to its own dumps."""
 
     rank: Number
     world_size: WorldSize
@@ -121,22 +121,22 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     error: Annotated[Text, Privacy.MESSAGE] | None = None
     """The text of the first of `exceptions`."""
     exceptions: Annotated[list[Raised], MANY] = []
-    """What ended threads of the process, that of the main thread first."""
+    """Exceptions that ended threads of the process, that of the main thread first."""
     time_ns: Annotated[Int, Privacy.WALL]
     """ns since 1970 when it was taken."""
     clock: Annotated[dict[str, Int], Privacy.MIXED] = {}
     """The same moment on both clocks: `t` monotonic, `wall` since 1970."""
     groups: Annotated[list[Group], MANY] = []
     calls: Annotated[list[CommRecord], MANY] = []
-    """The last calls that were recorded, whether or not they left the node; gloo's P2P is known from here alone."""
+    """The last recorded calls, inside a node or not. Only this field has gloo's P2P calls."""
     waits: Annotated[list[WaitUnderWay], MANY] | None = None
-    """What threads of Python wait for; None where waits are not followed."""
+    """Unfinished waits of Python threads; None if waits are not recorded."""
     waited: Annotated[list[Number], MANY] | None = None
-    """Ids of calls that they have waited for: on a GPU their stream has; None in older dumps."""
+    """Ids of calls that these threads have waited for (on a GPU: their stream has); None in older dumps."""
     moves: bool = False
-    """Whether the main thread was seen to move since the last call."""
+    """Whether the main thread has moved since the last call."""
     busy: Annotated[float, Privacy.NUMBER] | None = None
-    """Share of the time since then in which it had a processor."""
+    """Share of the time since then in which it ran on a CPU."""
     stacks: Annotated[list[OwnStack], MANY] = []
 
 
@@ -146,20 +146,20 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     version: str
     groups: list[Group]
-    """Those of `pg_config`; `ranks` is None where the dump does not know the members."""
+    """Groups of `pg_config`; `ranks` is None if the dump does not have the members."""
     status: dict[int, Progress]
-    """By the `pg_id` of the entries."""
+    """`pg_id` of the entries -> progress."""
     entries: Entries
     left_out: int = 0
-    """Entries that were not asked for."""
+    """Number of entries that were not requested."""
     first_record: int = 0
-    """Number of the first entry, whether it was asked for or not: above 0 those before it fell out of the ring."""
+    """Number of the first entry, requested or not. Above 0, earlier entries fell out of the ring."""
     moment: Moment | None
     problems: list[str]
 
 
 class NoDumpError(CrossrankError):
-    """The file cannot be used: it is no dump (`unrecognized`), or one that asks for more than data (`refused`)."""
+    """The file cannot be used: it is not a dump (`unrecognized`), or it asks for more than data (`refused`)."""
 
     def __init__(self, text: str, *, refused: bool = False, unrecognized: bool = False) -> None:
         super().__init__(text)
@@ -169,9 +169,9 @@ class NoDumpError(CrossrankError):
 
 @shared
 def read_flight_dump(path: str, last: int | None = None) -> FlightDump:
-    """Read one dump, plain, gzip or zstd; with `last` what is not over and so many calls before it.
+    """Read one dump, plain, gzip or zstd; with `last`, only the unfinished calls and that many calls before them.
 
-    Raises `NoDumpError` where nothing of it can be used.
+    Raises `NoDumpError` if nothing of it can be used.
     """
     issues = ReadIssues(path)
     try:
@@ -188,9 +188,9 @@ def read_flight_dump(path: str, last: int | None = None) -> FlightDump:
 def decode_flight_dump(
     path: str, data: bytes, problems: list[str], budget: Budget, last: int | None = None
 ) -> FlightDump:
-    """The dump in `data`; `problems` is what reading it has met so far, `budget` what it has used.
+    """Decode the dump in `data`. `problems` and `budget` are those of reading it so far.
 
-    Raises `BudgetError` where it asks for more than a dump has.
+    Raises `BudgetError` if it asks for more than a dump has.
     """
     if not data:
         raise NoDumpError(f"{path}: {'; '.join(['is empty', *problems])}")
@@ -201,7 +201,7 @@ def decode_flight_dump(
         )
 
     def convert(value: Any, into: Any, what: str) -> Any:
-        """`value` as `into`, or None and a problem."""
+        """`value` as `into`, or None with a problem."""
         try:
             return msgspec.convert(value, into, strict=False)
         except BROKEN as error:
@@ -209,7 +209,7 @@ def decode_flight_dump(
             return None
 
     def rows(name: str, row: Any) -> dict[str, Any]:
-        """The rows of a dictionary, each by itself: one that is broken does not cost the others."""
+        """The rows of a dictionary. Each is converted separately, so a broken one does not affect the others."""
         given = content.get(name) or {}
         if not isinstance(given, dict):
             problems.append(f"{name} is not a dictionary and was skipped")
@@ -258,8 +258,8 @@ def _rows_of(columns: Columns, rows: Sequence[int]) -> Columns:
 
 
 def _status_of(status: dict[int, Progress], entries: Entries) -> dict[int, Progress]:
-    """How far each group came, in sequence numbers: of groups of `ProcessGroupNCCL2` the status has numbers of calls of
-    both kinds, counted from 0 (torch 2.15, FlightRecorderHook)."""
+    """Progress of each group in sequence numbers. For `ProcessGroupNCCL2`, the status counts calls of both kinds from 0
+    (torch 2.15, FlightRecorderHook)."""
     if not any(entry.profiling_name.startswith(f"{NCCL2}:") for entry in entries.kinds.values()):
         return status
     columns = entries.columns
@@ -281,7 +281,7 @@ def _groups(configs: dict[str, GroupConfig], problems: list[str], budget: Budget
         budget.spend(MEMBERS, len(ranks or ()))
         if ranks is None:
             problems.append(f"the ranks of group {config.name[:60]!r} are unusable: {config.ranks[:60]!r}")
-        # gloo's only group is nameless and empty: it says nothing.
+        # gloo's only group may have neither a name nor members: it is skipped.
         if config.name or ranks:
             groups.append(
                 Group(pg=whole(config.name), desc=whole(config.desc), size=len(ranks or ()), ranks=ranks or None)
@@ -295,9 +295,9 @@ def _ranks_in(text: str) -> list[int] | None:
     return ranks if ranks is not None and len(set(ranks)) == len(ranks) else None
 
 
-@lru_cache(maxsize=1024)  # a pickle may name one long text a million times
+@lru_cache(maxsize=1024)  # a pickle may have a million references to one long text
 def whole(text: str) -> str:
-    """`text` without halves of surrogate pairs, which pickle lets pass and which nothing can write.
+    """`text` with halves of surrogate pairs escaped: pickle allows them, but no file can have them.
 
     >>> whole("a\\ud800b")
     'a\\\\ud800b'
@@ -306,7 +306,7 @@ def whole(text: str) -> str:
 
 
 def read_frame(frame: Any) -> Frame | None:
-    """A frame of an entry, as decoded; None where it is broken."""
+    """A frame of an entry, as decoded; None if it is broken."""
     try:
         known = msgspec.convert(frame, Frame, strict=False)
     except BROKEN:
@@ -315,7 +315,7 @@ def read_frame(frame: Any) -> Frame | None:
 
 
 def _whole_entries(path: str, data: bytes) -> list[Any]:
-    """The entries of a pickle of which most were read as columns."""
+    """The entries of a pickle, each as a dictionary."""
     content = _whole(path, data)
     entries = content.get("entries") if isinstance(content, dict) else None
     return entries if isinstance(entries, list) else []
@@ -331,7 +331,7 @@ def _whole(path: str, data: bytes) -> Any:
 
 
 def _decode(path: str, data: bytes, budget: Budget) -> tuple[Any, Columns | None]:
-    """What a dump holds, and its entries as columns, where they were read as these."""
+    """The content of a dump, and its entries as columns if they were read as columns."""
     if data[:1] == _PICKLE:
         spend_containers(data, budget)
         return load_columns(data, Entry.__struct_fields__) or (_whole(path, data), None)

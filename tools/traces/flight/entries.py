@@ -29,7 +29,7 @@ Dtypes = Annotated[tuple[Text, ...], MANY, Privacy.DTYPE]
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One call, or one member of a coalesced call. Times are ns since 1970 and None where they are not known."""
+    """One call, or one member of a coalesced call. Times are ns since 1970; None = unknown."""
 
     record_id: Number
     profiling_name: Annotated[Text, Privacy.EVENT]
@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     collective_seq_id: Number = 0
     p2p_seq_id: Number = 0
     op_id: Number = -1
-    """Counts the calls of the group, of both kinds."""
+    """Number of the call in its group, over collectives and P2P."""
     time_created_ns: Annotated[Int, Privacy.WALL] = 0
     input_sizes: Shapes = ()
     input_dtypes: Dtypes = ()
@@ -52,16 +52,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     duration_ms: Annotated[float, msgspec.Meta(ge=0, le=1e12), Privacy.NUMBER] | None = None
     retired: bool = False
     is_p2p: bool | None = None
-    """None in dumps that do not say."""
+    """None if the dump does not have it."""
     frames: Annotated[Any, Privacy.FRAMES] = ()
-    """Innermost first, as decoded: `read_frame` checks them, each once."""
+    """Innermost first, as decoded: `read_frame` checks each frame once."""
 
 
 _DESCRIPTION = ("process_group", "profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 Columns = dict[str, list[Any]]
-"""Fields of `Entry`, as decoded: None where an entry lacks one."""
+"""Fields of `Entry`, as decoded: None if an entry lacks one."""
 LAUNCH = ("record_id", "state", "is_p2p", "pg_id", "collective_seq_id", "p2p_seq_id")
-"""Fields that say of which launch an entry is, and whether it is over."""
+"""Fields that show the launch of an entry, and whether it is finished."""
 _COLUMNS = {one.name: GenericAlias(list, one.type) for one in structs.fields(Entry) if one.name not in _DESCRIPTION}
 
 
@@ -70,12 +70,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of a dump. What is often equal stands once, the rest as columns."""
+    """The entries of a dump. Fields that are often equal are stored once, the others as columns."""
 
     kinds: dict[int, Entry]
-    """The first entry of each kind, that is, with its group, operation, sizes and dtypes, by its row."""
+    """Row -> entry, for the first entry of each kind: with the same group, operation, sizes and dtypes."""
     kind: list[int]
-    """Of each entry the row of the first of its kind."""
+    """For each entry, the row of the first entry of its kind."""
     columns: dict[str, list[Any]]
     """The other fields, by the names of `Entry`."""
 
@@ -96,10 +96,11 @@ class Entries:
 
 
 def last_calls(columns: Columns, last: int) -> Sequence[int]:
-    """The rows from `last` before the first call that is not over on, and of those before it all sends and receives and
-    the last launch of each group; all, where the entries are not as torch writes them. `columns` has at least `LAUNCH`.
+    """The rows to read: those from `last` rows before the first unfinished one on. Before them, all sends and receives
+    are read, and the last launch of each group. If the entries are not as torch writes them, all rows are read.
+    `columns` has at least `LAUNCH`.
 
-    The members of a coalesced launch never say that they are over: its closing entry, the last one, does.
+    The members of a coalesced launch never have the state "completed": its closing entry, the last one, has it.
     """
     record_id, state, p2p, *numbers = (columns[name] for name in LAUNCH)
     if type(next(iter(record_id), 0)) is not int or any(None in column for column in (state, p2p, *numbers)):
@@ -122,8 +123,8 @@ def columns_of(dicts: list[dict[str, Any]], names: Iterable[str] = Entry.__struc
 
 
 def read_columns(columns: Columns, budget: Budget) -> Entries | None:
-    """The entries of which these are the columns, where equal ones share their lists; None where one of them is not as
-    torch writes it. Then nothing is spent."""
+    """Check columns in which equal entries share their lists, and return the entries. If one is not as torch writes it,
+    return None and spend nothing."""
     used = budget.used.copy()
     budget.spend(ROWS, len(columns["record_id"]))
     firsts, same = _by_kind(zip(*(map(id, columns[name]) for name in _DESCRIPTION), strict=True))
@@ -141,14 +142,14 @@ def read_columns(columns: Columns, budget: Budget) -> Entries | None:
 
 
 def read_rows(rows: list[Any], problems: list[str], budget: Budget) -> Entries:
-    """The entries, checked column by column; where one of them is not as torch writes it, row by row."""
+    """Check the entries column by column, or if one is not as torch writes it, row by row."""
     budget.spend(ROWS, len(rows))
     dicts = [row for row in rows if type(row) is dict]
     given = columns_of(dicts)
     is_plain = _spend_extents(given, None, budget)
     try:
         if is_plain and len(dicts) == len(rows):
-            # The bytes of a list of lists are compared in a fraction of the time that it takes to make tuples of it.
+            # Comparing the bytes of nested lists is several times as fast as making tuples of them.
             return _checked(given, map(_encode, zip(*(given[name] for name in _DESCRIPTION), strict=True)))
     except BROKEN:
         pass
@@ -167,15 +168,15 @@ def _checked(given: Columns, keys: Iterable[Hashable]) -> Entries:
 
 
 def _by_kind(keys: Iterable[Hashable]) -> tuple[list[int], list[int]]:
-    """(The first row of each key, that of each row.)"""
+    """(first row of each key, for each row the first one with its key)"""
     known = list(keys)
     first_of = dict(zip(reversed(known), reversed(range(len(known))), strict=True))
     return sorted(first_of.values()), list(map(first_of.__getitem__, known))
 
 
 def _spend_extents(given: Columns, times: list[int] | None, budget: Budget) -> bool:
-    """Spend what the lists of the entries hold; returns whether they are as torch writes them. A pickle may name one
-    list a million times: what counts is what each entry makes of it, and each row stands for so many (`times`)."""
+    """Spend the sizes of the entries' lists, and return whether they are as torch writes them. A pickle may have a
+    million references to one list, so a row counts once for each entry that shares it (`times`)."""
     is_plain = {str}.issuperset(map(type, given["profiling_name"]))
     for name in _DESCRIPTION[2:]:
         lists, weights = _lists(given[name]), times
@@ -202,7 +203,7 @@ def _sum_of_lengths(lists: list[Any], times: list[int] | None) -> int:
 
 
 def _lists(values: list[Any]) -> list[Any]:
-    """Those of `values` that are lists: as a rule all, which is seen without a look at each."""
+    """The lists among `values`. Usually all are lists: the set of types shows that without a loop."""
     return values if _LISTS.issuperset(map(type, values)) else [one for one in values if type(one) in _LISTS]
 
 

@@ -1,12 +1,12 @@
-"""The entries of a pickled dump as columns, without a dictionary of each.
+"""Reads the entries of a pickled dump as columns, without a dictionary for each.
 
-torch writes one dictionary per call, and nearly all of them alike: the same keys in the same order, each key and each
-text a reference to its first place in the file. Entries with the same opcodes have their fields at the same bytes, so
-they are rows of an array, and a field is some of its columns. They are cut out of the pickle. Their references and
-lists, each different one once, are put behind what is left, and that is unpickled.
+torch writes one dictionary per call. Nearly all of them have the same keys in the same order, and each key and text is
+a reference to its first occurrence in the file. Entries with the same opcodes have their fields at the same offsets:
+they are rows of an array of bytes, and a field is some of its columns. They are cut out of the pickle. Their distinct
+references and lists are appended to the rest, which is then unpickled.
 
-This trusts nothing. What is left goes through the same check as any pickle, and what is put behind it is references,
-and lists and pairs of references and numbers. Where anything is not as expected, the dump has to be read as a whole.
+This is safe for untrusted files. The rest is checked like any pickle. The appended part has only references, and lists
+and pairs of references and numbers. If anything is not as expected, the dump has to be read as a whole.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from crossrank.tools.traces.flight.safe_pickle import MARGIN, RefusedPickleError
 _START, _END, _PLACEHOLDER = b"\x80\x02", b".", b"N"
 _PAIRED = "process_group"
 _FEWEST = 4
-"""Entries from which on it pays to look for what they have in common."""
+"""Minimum number of entries for which a search for their common layout pays."""
 _LONGEST = 1 << 14
-"""Bytes of an entry up to which it is looked at."""
+"""Maximum bytes of an entry; longer ones are not cut out."""
 _MOST = 1 << 21
-"""Entries that are looked at."""
+"""Maximum number of entries that are searched for."""
 _MOST_ORDERS = 3
-"""Different orders of opcodes that are looked for among entries of one length."""
+"""Maximum number of layouts among entries of one length."""
 
 _OPERATION = re.compile(rb"(?s)h.|K.|\x8a\x08.{8}|M..|[Jjr]....|G.{8}|q.|[}\](ueaN\x88\x89\x86]")
 _ONE, _PUT, _PAIR = rb"[hKMJjGN\x88\x89\x8a]", rb"[qr]?", rb"[hj]{2}\x86[qr]?"
@@ -43,7 +43,7 @@ _FIELD = rb"[hj](?:%b|\]%b(?:%ba|\(%b+e)?|%b)" % (_PAIR, _PUT, _ITEM, _ITEM, _ON
 _ENTRY = re.compile(rb"(?s)(\}%b\()((?:%b)+)u" % (_PUT, _FIELD))
 """The opcodes of an entry of references and numbers, without their arguments."""
 _NUMBERS = {b"K": ("u1", 1), b"M": ("<u2", 1), b"J": ("<i4", 1), b"\x8a": ("<i8", 2), b"G": (">f8", 1)}
-"""Opcode of a number -> its type, and where in the operation it begins."""
+"""Opcode of a number -> its type, and its offset in the operation."""
 _WIDTHS = {ord(opcode): width for opcode, width in zip("hKqMJjrG\x8a", (2, 2, 2, 3, 5, 5, 5, 9, 10), strict=True)}
 """Opcodes with arguments -> bytes of both."""
 _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
@@ -51,36 +51,36 @@ _CONSTANTS = {b"N": None, b"\x88": True, b"\x89": False}
 _Bytes = NDArray[np.uint8]
 _Places = NDArray[np.intp]
 _Columns = tuple[dict[str, NDArray[Any]], _Places, dict[str, list[int]]]
-"""(The fields that are numbers, the kind of each entry by its other fields, the places of what kinds have in these.)"""
+"""(numeric fields, kind of each entry by its other fields, other field -> index of its object for each kind)"""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things are in entries of the same opcodes."""
+    """Offsets in entries with the same opcodes."""
 
     same: _Bytes
-    """255 for each byte that all entries have alike: of opcodes, keys, the upper half of memo indices; else 0."""
+    """255 for each byte that is the same in all entries (opcodes, keys, the upper half of memo indices), else 0."""
     puts: tuple[int, ...]
-    """Where the upper halves of memo indices are."""
+    """Offsets of the upper halves of memo indices."""
     keys: tuple[slice, ...]
     values: tuple[tuple[bytes, _Places], ...]
-    """Of each field the opcodes, and where its bytes are, memo indices left out."""
+    """For each field its opcodes, and the offsets of its bytes without memo indices."""
 
 
 @dataclass(frozen=True)
 class _Alike:
-    """Entries of one layout and with the same keys."""
+    """Entries with the same layout and the same keys."""
 
     numbers: _Places
-    """Which of all entries that were looked at they are."""
+    """Their indices among all entries that were found."""
     content: _Bytes
-    """A row for each."""
+    """One row of bytes per entry."""
     fields: dict[str, tuple[bytes, _Places]]
-    """Opcodes and places of those that are asked for."""
+    """Requested field -> its opcodes and offsets."""
 
 
 def load_columns(data: bytes, names: Sequence[str]) -> tuple[Any, dict[str, list[Any]]] | None:
-    """(The object of a pickle, the fields `names` of its entries as columns); None where it must be read as a whole.
+    """(object of a pickle, fields `names` of its entries as columns); None if it must be read as a whole.
 
     The object's `entries` has None in place of most entries. A field that an entry lacks is None.
     """
@@ -91,7 +91,7 @@ def load_columns(data: bytes, names: Sequence[str]) -> tuple[Any, dict[str, list
     found = list(_find_alike(data, starts, name_of))
     if 2 * sum(len(alike.numbers) for alike in found) <= len(starts):
         return None
-    # What is put behind the rest of the pickle, with its place there.
+    # What is appended to the rest of the pickle -> its index there.
     behind = {get: place for place, get in enumerate(name_of)}
     columns = [_columns(alike, behind) for alike in found]
     ends = np.zeros(len(starts), np.intp)
@@ -126,7 +126,7 @@ def _joined(
     objects: Sequence[Any],
     order: _Places,
 ) -> list[Any]:
-    """A field of all entries: of those that were cut out, and then of the `others`, put into `order`."""
+    """A field of all entries: those that were cut out, then the `others`, sorted by `order`."""
     parts: list[NDArray[Any]] = []
     for numbers, kind, behind in columns:
         if name in behind:
@@ -143,7 +143,7 @@ def _objects(things: Sequence[Any]) -> NDArray[Any]:
 
 
 def _rest(data: bytes, begins: _Places, ends: _Places) -> bytes:
-    """The operations of a pickle with a placeholder for each entry from one of `begins` to its end."""
+    """The operations of a pickle, with a placeholder for each entry between `begins` and `ends`."""
     firsts = np.flatnonzero(begins > np.concatenate(([0], ends[:-1])))
     counts = np.diff(firsts, append=len(begins)).tolist()
     before: list[int] = [len(_START), *ends[np.append(firsts[1:], len(begins)) - 1].tolist()]
@@ -153,7 +153,7 @@ def _rest(data: bytes, begins: _Places, ends: _Places) -> bytes:
 
 
 def _get_of(data: bytes, name: str) -> bytes:
-    """The reference to the string `name`; empty where the pickle has none."""
+    """The reference to the string `name`; empty if the pickle has none."""
     text = b"X%b%b" % (len(name).to_bytes(4, "little"), name.encode())
     start = data.find(text)
     put = data[start + len(text) : start + len(text) + 5] if start >= 0 else b""
@@ -163,7 +163,8 @@ def _get_of(data: bytes, name: str) -> bytes:
 
 
 def _starts(data: bytes, keys: Iterable[bytes]) -> _Places:
-    """Where a dictionary begins that may be an entry: with the same key as the first that begins with one of `keys`."""
+    """Offsets of the dictionaries that may be entries. Their first key is that of the first dictionary that starts with
+    one of `keys`."""
     first = re.search(rb"(?s)\}(?:q.|r....)?(\((?:%b))" % (b"|".join(map(re.escape, keys)) or b"(?!)"), data)
     if first is None:
         return np.empty(0, np.intp)
@@ -181,7 +182,7 @@ def _starts(data: bytes, keys: Iterable[bytes]) -> _Places:
 
 
 def _find_alike(data: bytes, starts: _Places, name_of: Mapping[bytes, str]) -> Iterator[_Alike]:
-    """Entries of the same opcodes, which are as long as it is from their start to the next one."""
+    """Yield entries with the same opcodes. They also have the same length, from one start to the next."""
     every, sizes = np.frombuffer(data, np.uint8), np.diff(starts, append=len(data))
     for size, count in zip(*np.unique(sizes, return_counts=True), strict=True):
         if count < _FEWEST or size > _LONGEST:
@@ -202,7 +203,7 @@ def _find_alike(data: bytes, starts: _Places, name_of: Mapping[bytes, str]) -> I
 
 
 def _layout(entry: bytes) -> _Layout | None:
-    """The layout of an entry that has references and numbers alone; None for any other."""
+    """The layout of an entry with only references and numbers; None for any other."""
     operations = _OPERATION.findall(entry)
     if sum(map(len, operations)) != len(entry):
         return None
@@ -215,7 +216,7 @@ def _layout_of(opcodes: bytes) -> _Layout | None:
     if whole is None:
         return None
     places = [0, *accumulate(_WIDTHS.get(opcode, 1) for opcode in opcodes)]
-    # What is free are numbers, the lower half of memo indices, and references that are no keys.
+    # Numbers, the lower half of memo indices, and references other than keys may differ.
     same = np.zeros(places[-1], np.uint8)
     same[places[:-1]] = 0xFF
     puts = [place + 3 for place, opcode in zip(places, opcodes, strict=False) if opcode == ord("r")]
@@ -236,7 +237,7 @@ def _layout_of(opcodes: bytes) -> _Layout | None:
 def _fields(
     entry: _Bytes, layout: _Layout, name_of: Mapping[bytes, str], size: int
 ) -> dict[str, tuple[bytes, _Places]] | None:
-    """Opcodes and places of the fields of an entry that are asked for; None where it is not as torch writes it."""
+    """Opcodes and offsets of the requested fields of an entry; None if it is not as torch writes it."""
     content = entry.tobytes()
     keys = [content[key] for key in layout.keys]
     if len({*keys}) < len(keys):
@@ -250,7 +251,7 @@ def _fields(
 
 
 def _columns(alike: _Alike, behind: dict[bytes, int]) -> _Columns:
-    """The fields of entries. Their references and lists are put `behind`, where they are not there yet."""
+    """The fields of entries. References and lists that `behind` lacks are added to it."""
     content, numbers, others = alike.content, dict[str, NDArray[Any]](), dict[str, _Places]()
     for name, (opcodes, places) in alike.fields.items():
         if opcodes in _CONSTANTS:
@@ -260,7 +261,7 @@ def _columns(alike: _Alike, behind: dict[bytes, int]) -> _Columns:
             numbers[name] = np.ascontiguousarray(content[:, places[begin:]]).view(kind_of_number).ravel()
         else:
             others[name] = places
-    # Calls of a place in the program are alike in all of these: each combination is looked at once.
+    # Calls from one source line are equal in all of these: each combination is read once.
     combinations = np.ascontiguousarray(content[:, np.concatenate([*others.values(), [0]])])
     rows = combinations.view(f"V{combinations.shape[1]}").ravel().tolist()
     place_of: dict[bytes, int] = {row: place for place, row in enumerate(dict.fromkeys(rows))}

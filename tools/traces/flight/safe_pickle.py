@@ -1,10 +1,10 @@
-"""Unpickling of data from another machine: dictionaries, lists, strings and numbers, nothing else.
+"""Unpickles data from another machine: dictionaries, lists, strings and numbers, nothing else.
 
-`pickle.load` runs whatever a file asks for. An unpickler that finds no global runs nothing, but ten bytes may still
-make it allocate 64 GB (a memo index), never end (the hash of a key that is a pair of twice the same pair of twice …) or
-overflow the stack (the hash of a deep one). So every opcode is looked at before the first is carried out: the only
-tuples are pairs of strings, and a memo index is no larger than the file. One regular expression passes over most of
-what torch writes (protocol 2) at about the cost of decoding it. Opcodes: pickletools of CPython.
+`pickle.load` runs any code that a file asks for. An unpickler without globals runs none. But ten bytes can still make
+it allocate 64 GB (a memo index) or overflow the stack (the hash of a deep key). They can also make it run forever (the
+hash of a pair of twice the same pair of twice …). So every opcode is checked before the first is executed: the only
+tuples are pairs of strings, and a memo index is not larger than the file. One regular expression matches most of what
+torch writes (protocol 2), at about the cost of decoding it. Opcodes: pickletools of CPython.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OTHER_TUPLE = "has a tuple with other values than strings, which no dump has"
 
 
 class RefusedPickleError(ValueError):
-    """The pickle asks for more than data, or is none (`cut_off`). The text says what."""
+    """The pickle asks for more than data, or is incomplete (`cut_off`). The text says what."""
 
     def __init__(self, text: str, *, cut_off: bool = False) -> None:
         super().__init__(text)
@@ -29,26 +29,26 @@ class RefusedPickleError(ValueError):
 
 
 def load_data(data: bytes, budget: Budget) -> Any:
-    """The object of a pickle that holds data alone. Raises `RefusedPickleError` for any other, and `BudgetError`."""
+    """Load a pickle that has only data. Raises `RefusedPickleError` for any other, and `BudgetError`."""
     spend_containers(data, budget)
     return load_whole(data)
 
 
 def spend_containers(data: bytes, budget: Budget) -> None:
-    """Spend what a pickle holds: it has at most so many containers."""
+    """Spend the containers of a pickle, by an upper bound for their number."""
     budget.spend(VALUES, data.count(b"}") + data.count(b"]"))
 
 
 def load_whole(data: bytes) -> Any:
-    """The object of a pickle of which the containers are spent. Raises `RefusedPickleError`."""
+    """Load a pickle whose containers are spent. Raises `RefusedPickleError`."""
     check(data, len(data))
     return unpickle(data)
 
 
 def unpickle(data: bytes) -> Any:
-    """The object of a pickle that was checked. Raises `RefusedPickleError` where it is not sound."""
+    """Load a pickle that was checked. Raises `RefusedPickleError` if it is not valid."""
     try:
-        # One that can peek, which makes it as fast as `loads`.
+        # A reader with `peek` makes it as fast as `loads`.
         return _DataUnpickler(BufferedReader(BytesIO(data), _BUFFER)).load()
     except RefusedPickleError:
         raise
@@ -57,7 +57,7 @@ def unpickle(data: bytes) -> Any:
 
 
 class _DataUnpickler(Unpickler):
-    """The second lock: were an opcode overlooked, it would still find no global."""
+    """The second lock: if `check` overlooks an opcode, globals are still refused."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise RefusedPickleError(f"uses the global {module[:80]}.{name[:80]}, which data does not need")
@@ -71,34 +71,34 @@ _GET = rb"(?:h.|j.{4})"
 _ONE_GET = re.compile(rb"(?s)" + _GET)
 _PUT = re.compile(rb"(?s)(?:q.|r.{4})?")
 _LENGTHS = {b"X": 4, b"U": 1, b"T": 4, b"\x8c": 1, b"\x8d": 8, b"\x8a": 1}
-"""Opcodes of strings, and of long numbers -> bytes of the length that stands before their content."""
+"""Opcode of a string or a long number -> bytes of the length before its content."""
 _ARGUMENTS = {b"h": 1, b"K": 1, b"q": 1, b"M": 2, b"j": 4, b"J": 4, b"r": 4, b"G": 8, b"\x95": 8}
 """Other opcodes of data -> bytes of their argument."""
 _LONGEST_RUN = 4000
-"""Opcodes that the regular expression engine has to remember."""
+"""Maximum number of opcodes that the regular expression engine has to remember."""
 MARGIN = 1 << 16
 """By how much a memo index may be larger than the file."""
 
 
 def check(data: bytes, size: int) -> None:
-    """Walk over every opcode without carrying any out. Raises `RefusedPickleError` at one that could do harm, such as a
-    memo index that is larger than a pickle of `size` bytes needs.
+    """Check every opcode without executing any. Raises `RefusedPickleError` at one that could do harm, such as a memo
+    index that is larger than a pickle of `size` bytes needs.
 
-    A memo index is given at once to a container that was made or filled, a string, or a pair of strings, so that it is
-    known which gets are of pairs. An opcode that fills with nothing leaves what is on top of the stack, which may be a
-    pair, unless it is a container made just before.
+    A memo index must directly follow a string, a pair of strings, or a container that was made or filled, so that
+    `check` knows which gets return pairs. An opcode that fills a container with nothing leaves the top of the stack as
+    it is. That may be a pair, unless it is a container that was just made.
     """
     protocol = data[1:2]
     numbered = protocol in (b"\x02", b"\x03")  # from protocol 4 on, memo indices count up by themselves
     if protocol and not numbered and protocol not in (b"\x04", b"\x05"):
         raise RefusedPickleError(f"has protocol {protocol[0]}; 2 to 5 are read")
     opcodes = _opcodes(size, numbered)
-    # Not the gets that a pair is made of: the expression gives back up to two.
+    # Without the gets that a pair is made of: the expression backtracks over up to two.
     run = re.compile(rb"(?s)(?:%s){0,%d}(?!%s?\x86)" % (opcodes, _LONGEST_RUN, _GET)).match
     ends_in_get = re.compile(rb"(?s)(?:%s)*(%s)" % (opcodes, _GET)).fullmatch
     position = 2
     before: re.Match[bytes] | None = None  # the run just before the operands
-    operands = 0  # strings, and gets of what is no pair, that stand before a pair
+    operands = 0  # strings, and gets of anything but pairs, before a pair
     memoized = 0
     pairs: set[int] = set()  # memo indices of pairs
     while position < len(data):
@@ -147,14 +147,14 @@ def check(data: bytes, size: int) -> None:
 
 
 def _index(operation: bytes) -> int:
-    """Of a get or put: the memo index."""
+    """The memo index of a get or put."""
     return int.from_bytes(operation[1:], "little")
 
 
 def _opcodes(size: int, numbered: bool) -> bytes:
     """An expression for one opcode with its arguments that is neither a string nor a pair.
 
-    Its alternatives begin with a literal, and frequent ones come first: that takes half as long as sets do.
+    Its alternatives begin with a literal, and frequent ones come first: that takes half as long as character sets.
     """
     frequent, others = rb"h.|K.|[)saN\x88\x89]", rb"M..|j....|J....|G........|\x8a\x08........|\((?![ue])"
     if not numbered:
@@ -163,7 +163,7 @@ def _opcodes(size: int, numbered: bool) -> bytes:
 
 
 def long_put(size: int) -> bytes:
-    """An expression for what gives a memo index of four bytes, as large as a pickle of `size` bytes may need."""
+    """An expression for a put with a memo index of four bytes that a pickle of `size` bytes may need."""
     most = size + MARGIN
     if most < 1 << 24:
         return rb"r..[\x00-%s]\x00" % re.escape(bytes([most >> 16]))

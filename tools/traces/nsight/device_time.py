@@ -37,8 +37,8 @@ class DeviceWork(Columns):
 
 
 def device_work(export: Export) -> DeviceWork | None:
-    """What ran on GPUs; None where nothing tells kernels that communicate from those that compute: there are none, they
-    have no names, or graphs of them were traced whole, each as one."""
+    """What ran on GPUs. None if kernels that communicate cannot be separated from those that compute: there are no
+    kernels, they have no names, or CUDA graphs were traced whole."""
     name, operations = communication_operations(export)
     if name is None or len(export.all(GRAPH_TRACE, ("start",))[0]):
         return None
@@ -54,8 +54,8 @@ def device_work(export: Export) -> DeviceWork | None:
 
 
 def take_device_work(export: Export, trace: RankTrace, work: DeviceWork, copies: Spans, epoch: int) -> None:
-    """Let a rank know when its GPU was busy. `work` is that of its process, `copies` those that its calls launched,
-    which communicate; iterations are those that the rank has already."""
+    """Add when a rank's GPU was busy, for the steps that `trace` already has. `work` is that of its process. `copies`
+    were launched by its calls, and are communication."""
     spans = np.stack([work.start, work.end], axis=1)
     computation, communication, memory = (spans[work.kind == kind] for kind in (_COMPUTATION, _COMMUNICATION, _MEMORY))
     begins = of_main = spans_of()

@@ -1,4 +1,4 @@
-"""An export opened for reading: tables and columns that may or may not be there, as numpy arrays."""
+"""Opens an export for reading: its tables and columns, which may be missing, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ MEMCPY = "CUPTI_ACTIVITY_KIND_MEMCPY"
 MEMSET = "CUPTI_ACTIVITY_KIND_MEMSET"
 GRAPH_TRACE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 GRAPH_NODES = ("CUDA_GRAPH_NODE_EVENTS", "CUDA_GRAPH_EVENTS")
-"""Names of the table of the times at which nodes of CUDA graphs were made; the second is that of 2022.4 and 2023.4."""
+"""Names of the table with the times at which nodes of CUDA graphs were created; 2022.4 and 2023.4 have the second."""
 STRINGS = "StringIds"
 
 _KNOWN = ((3, 0), (3, 28))
-"""Schema versions, major and minor, between which the columns read here are documented: those of 2022.4 to 2026.4."""
+"""First and last schema version (major, minor) whose documentation has the columns read here: 2022.4 to 2026.4."""
 _META_DATA = ("META_DATA_EXPORT", "EXPORT_META_DATA")
-"""Names of the table with the version; the second is that of 2022."""
+"""Names of the table with the version; 2022 has the second."""
 _SIGNS = (NVTX, RUNTIME, KERNEL, *_META_DATA, "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
 _READ = (*_SIGNS, MEMCPY, MEMSET, GRAPH_TRACE, *GRAPH_NODES, STRINGS, "TARGET_INFO_SYSTEM_ENV", "ENUM_NSYS_EVENT_TYPE")
 _NEEDED = {
@@ -50,22 +50,22 @@ _NEEDED = {
     KERNEL: ("start", "end", "globalPid", "correlationId"),
     RUNTIME: ("start", "globalTid", "correlationId"),
 }
-"""Columns without which a table says nothing."""
+"""Columns without which a table is not usable."""
 _ROWS = 1 << 16
 _TICK = 10_000
-"""Instructions of SQLite's machine between two looks at the time."""
+"""Instructions of SQLite's virtual machine between two checks of the time."""
 _LONGEST_VERSION = 40
 LATEST = 1 << 61
-"""ns since 1970 that no capture was made after: in 2043."""
+"""Latest possible time of a capture, in ns since 1970: in 2043."""
 _LONGEST = 1 << 56
-"""ns that no capture lasts, and less than from 1970 to any capture: 2.3 years."""
+"""Upper bound for the ns of a capture (2.3 years); from 1970 to any capture it is longer."""
 NONE = -1
-"""Stands for NULL, and for a column that the export does not have."""
+"""Replaces NULL, and the values of a column that the export does not have."""
 
 
 class Export:
-    """One export. Reads only, and only tables: a view or a virtual table runs what the file says. `notes` says what it
-    lacks."""
+    """One export, opened read-only. Only tables are read, because a view or a virtual table runs code of the file.
+    `notes` has what the export lacks."""
 
     def __init__(self, path: str, connection: sqlite3.Connection, budget: Budget) -> None:
         self.path = path
@@ -95,11 +95,11 @@ class Export:
         return table in self._columns
 
     def columns(self, table: str) -> set[str]:
-        """Names of the columns of a table; empty where it is not there."""
+        """Names of the columns of a table; empty if there is no such table."""
         return self._columns.get(table, set())
 
     def value(self, table: str, column: str, name: str | None = None, *, select: str = "") -> object:
-        """The first value of a column, or that of the row of a `name`; None where the export does not have it."""
+        """The first value of a column, or the value in the row with this `name`; None if the export lacks it."""
         where = "" if name is None else "WHERE name = ?"
         if not {column} | ({"name"} if where else set()) <= self.columns(table):
             return None
@@ -110,8 +110,8 @@ class Export:
     def all(
         self, table: str, columns: Sequence[str], where: str = "", keep: Callable[[list[Column]], Mask] | None = None
     ) -> list[Column]:
-        """The whole columns as integers, of those rows that `keep` marks, which is asked of some ten thousand at a
-        time; empty ones where the table is not there."""
+        """Whole columns as integers, with the rows that `keep` selects from some ten thousand at a time; empty columns
+        if there is no such table."""
         parts = [[np.empty(0, np.int64)] * len(columns)]
         for part in self._parts(table, columns, where) if self.has(table) else ():
             rows = slice(None) if keep is None else keep(part)
@@ -132,7 +132,7 @@ class Export:
         given = rows()
         while True:
             try:
-                # One row at a time: what stands where a number belongs may be large.
+                # One row at a time: a value in the place of a number may be large.
                 flat = np.fromiter(chain.from_iterable(islice(given, _ROWS)), np.int64)
             except (ValueError, TypeError, OverflowError) as error:
                 named = zip(columns, row, strict=True)
@@ -145,7 +145,7 @@ class Export:
             yield [flat[number :: len(columns)] for number in range(len(columns))]
 
     def rows(self, query: str, parameters: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
-        """The rows of a query over tables and columns that are known to be there."""
+        """The rows of a query over tables and columns that are known to exist."""
         for row in self._connection.execute(query, parameters):
             self._budget.spend(ROWS, 1)
             for value in row:
@@ -154,15 +154,15 @@ class Export:
             yield row
 
     def strings(self, table: str, column: str, where: str = "") -> dict[int, str]:
-        """The texts whose ids stand in a column."""
+        """The texts whose ids are in a column."""
         if not self.has(STRINGS):
             return {}
         query = f'SELECT id, value FROM {STRINGS} WHERE id IN (SELECT "{column}" FROM "{table}" {where}) ORDER BY id'
         return {number: str(value) for number, value in self.rows(query) if isinstance(number, int)}
 
     def epoch_ns(self) -> int:
-        """ns since 1970 at time 0 of the export; 0 where it does not say, and where that is 1970: its times were
-        normalised (`--ts-normalize true`)."""
+        """Time 0 of the export, in ns since 1970. 0 if it is unknown, or if the times are already since 1970
+        (`--ts-normalize true`)."""
         latest = (self.value(table, "start", select="MAX(start)") for table in (NVTX, KERNEL, RUNTIME))
         if any(isinstance(start, int) and start > _LONGEST for start in latest):
             return 0
@@ -173,7 +173,7 @@ class Export:
         return 0
 
     def _check_version(self) -> None:
-        """Note a schema that is not known."""
+        """Add a note if the schema is unknown."""
         values = (self.value(table, "value", "EXPORT_SCHEMA_VERSION") for table in _META_DATA)
         version = str(next((value for value in values if value is not None), ""))[:_LONGEST_VERSION]
         number = re.match(r"(\d+)\.(\d+)", version)
@@ -185,7 +185,7 @@ class Export:
 
 @dataclass
 class Columns:
-    """Rows over columns of one length; fields that are no arrays belong to all rows."""
+    """Columns of one length. Fields that are not arrays belong to all rows."""
 
     start: Column
     end: Column
@@ -200,7 +200,7 @@ class Columns:
 
 
 def lookup(ordered: Column, values: Column) -> Column:
-    """Index in `ordered` of each value, of equal ones the first; `NONE` where it is not there."""
+    """Index in `ordered` of each value (the first of equal ones); `NONE` if it is missing."""
     if not len(ordered):
         return np.full(len(values), NONE, np.int64)
     at = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
@@ -208,7 +208,7 @@ def lookup(ordered: Column, values: Column) -> Column:
 
 
 def at(values: Column | Mask, index: Column) -> Column:
-    """The value at each index; `NONE` where that is negative."""
+    """The value at each index; `NONE` if the index is negative."""
     if not len(values):
         return np.full(len(index), NONE, np.int64)
     return np.where(index < 0, NONE, values[np.maximum(index, 0)])
@@ -216,7 +216,7 @@ def at(values: Column | Mask, index: Column) -> Column:
 
 @dataclass
 class _Watch:
-    """Looks after the queries of one export: what they take is spent, and an exception ends them."""
+    """Watches the queries of one export: spends their time and text, and ends them by an exception."""
 
     budget: Budget
     stopped: BaseException | None = None
@@ -226,10 +226,10 @@ class _Watch:
         return raw.decode("utf-8", "replace")
 
     def ticks(self) -> Iterator[int]:
-        """A progress handler: SQLite goes on with its query after each tick, and ends it where there is none.
+        """A progress handler: SQLite continues its query after each tick, and ends it if there is none.
 
-        SQLite drops what its callbacks raise. That of a signal, such as SIGTERM, would be raised before the first line
-        of a function; in a generator it is raised where it stopped, within the `try`.
+        SQLite drops exceptions of its callbacks. The exception of a signal, such as SIGTERM, would be raised before the
+        first line of a function. In a generator it is raised at the `yield`, inside the `try`.
         """
         last = time.thread_time_ns()
         try:
@@ -246,20 +246,20 @@ class _Watch:
 
 @contextmanager
 def open_export(path: str) -> Iterator[Export]:
-    """Open the export at a path or URL. Raises `CrossrankError` where it is none, or is damaged."""
+    """Open the export at a path or URL. Raises `CrossrankError` if it is not an export, or is damaged."""
     with tempfile.TemporaryDirectory(prefix="crossrank-") as scratch:
         local = path
-        if is_url(path):  # SQLite reads files alone
+        if is_url(path):  # SQLite reads only files
             local = str(Path(scratch) / "export.sqlite")
             try:
                 file_system, there = fsspec.core.url_to_fs(path)
                 file_system.get_file(there, local)
-            except Exception as error:  # every kind of file system has errors of its own
+            except Exception as error:  # every kind of file system has its own errors
                 raise CrossrankError(f"{path}: cannot be read ({one_line(error)})") from error
         try:
             if os.path.getsize(local) == 0:
                 raise CrossrankError(f"{path}: is empty; export the report again")
-            # Immutable: no lock is taken, and no file beside it is read or made.
+            # Immutable: SQLite takes no lock, and neither reads nor makes another file.
             connection = sqlite3.connect(f"file:{quote(os.path.abspath(local))}?mode=ro&immutable=1", uri=True)
         except (OSError, sqlite3.Error) as error:
             raise CrossrankError(f"{path}: cannot be opened ({one_line(error)})") from error
@@ -281,7 +281,7 @@ def open_export(path: str) -> Iterator[Export]:
 
 
 def require_tables(export: Export) -> None:
-    """Raises `CrossrankError` where the export cannot have what is needed, naming what was not recorded."""
+    """Raise `CrossrankError` if the export lacks what is needed; the text says what was not recorded."""
     for table, columns in _NEEDED.items():
         lacking = [name for name in columns if name not in export.columns(table)]
         if export.has(table) and lacking:

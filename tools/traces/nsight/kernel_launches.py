@@ -1,7 +1,7 @@
-"""Which marker's range each communication kernel was launched in.
+"""Finds the marker's range in which each communication kernel was launched.
 
-A kernel is found by the correlation id of its launch, which is unique within its process only; the launch lies in
-the innermost range around it on the same thread. A marker without an extent reaches to the next one of its thread.
+A kernel has the correlation id of its launch, which is unique only within its process. The launch belongs to the
+innermost range around it on the same thread. An instant marker, without an end, reaches to the next one of its thread.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ class Activities(Columns):
     device: Column
     stream: Column
     graph_node: Column
-    """0 where no graph launched it."""
+    """0 = not launched by a graph."""
     op: Column
     """Index into `ops`."""
     ops: list[str | None]
-    """Operations that the names of kernels give."""
+    """Operations in the names of kernels."""
     thread: Column
-    """globalTid of the launch; `NONE` where none was recorded."""
+    """globalTid of the launch; `NONE` if it was not recorded."""
     launched: Column
-    """When, like `start`."""
+    """Time of the launch, on the clock of `start`."""
 
 
 _ACTIVITY = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "graphNodeId")
 
 
 def communication_operations(export: Export) -> tuple[str | None, dict[int, str | None]]:
-    """The column that names kernels, None where there is none, and of those names that are of communication the
-    operation that they give."""
+    """(column with kernel names, or None; id of the name of a communication kernel -> operation in the name)."""
     there = export.columns(KERNEL)
     column = next((name for name in ("demangledName", "shortName", "mangledName") if name in there), None)
     if column is None:
@@ -98,14 +97,14 @@ def _activities(export: Export, columns: list[Column], ops: list[str | None]) ->
 
 
 def launches(export: Export, process: Column, correlation: Column) -> tuple[Column, Column]:
-    """(globalTid, time) of the launch of each activity; `NONE` where none was recorded."""
+    """(globalTid, time) of the launch of each activity; `NONE` if it was not recorded."""
     needed = ("globalTid", "correlationId", "start")
     if not len(process) or not {*needed} <= export.columns(RUNTIME):
         return np.full(len(process), NONE, np.int64), np.full(len(process), NONE, np.int64)
     processes = np.unique(process)
 
     def key(process: Column, correlation: Column) -> Column:
-        """One number for process and correlation id; `NONE` where an activity has no such process or id."""
+        """One number for process and correlation id; `NONE` if an activity has no such process or id."""
         place = lookup(processes, process)
         return np.where((place == NONE) | (correlation == NONE), NONE, (place << 33) | (correlation & 0x1FFFFFFFF))
 
@@ -121,7 +120,7 @@ def launches(export: Export, process: Column, correlation: Column) -> tuple[Colu
 
 
 def innermost(ranges: Ranges, thread: Column, moment: Column) -> Column:
-    """Index of the innermost range around each moment of a thread; `NONE` where there is none."""
+    """Index of the innermost range around each moment of a thread; `NONE` if there is none."""
     found = np.full(len(moment), NONE, np.int64)
     by_thread = np.argsort(ranges.thread, kind="stable")
     bounds = {tid: (first, last) for tid, first, last in runs(ranges.thread[by_thread])}
@@ -147,7 +146,7 @@ def innermost(ranges: Ranges, thread: Column, moment: Column) -> Column:
 
 
 def _ends(ranges: Ranges, mine: Column) -> Column:
-    """Ends of a thread's ranges; what has none reaches to the next marker without extent, or to the end."""
+    """Ends of a thread's ranges. An instant marker reaches to the next one; other open ranges have no limit."""
     end = np.where(ranges.end[mine] == NONE, _FOREVER, ranges.end[mine])
     instant = np.flatnonzero(ranges.instant[mine])
     if len(instant):
@@ -157,10 +156,10 @@ def _ends(ranges: Ranges, mine: Column) -> Column:
 
 
 def _parents(start: Column, end: Column) -> Column:
-    """Index of the range around each of a thread's ranges, which are in the order of starts; -1 for none."""
+    """Index of the range around each of a thread's ranges, which are ordered by start; -1 = none."""
     parent = np.full(len(start), NONE, np.int64)
     reach = np.maximum.accumulate(end)
-    # Most ranges follow each other: behind one that lies around none of those before, nothing is to be looked for.
+    # Most ranges follow each other: a range that starts after all earlier ones have ended has no parent.
     for index in np.flatnonzero(reach[:-1] >= start[1:]) + 1:
         above = index - 1
         while above >= 0 and end[above] < end[index]:
@@ -170,6 +169,6 @@ def _parents(start: Column, end: Column) -> Column:
 
 
 def runs(ordered: Column) -> list[tuple[int, int, int]]:
-    """(value, first, behind the last) of every run of equal values in ascending order."""
+    """(value, first index, last index + 1) of every run of equal values in ascending order."""
     values, first, counts = np.unique(ordered, return_index=True, return_counts=True)
     return list(zip(values.tolist(), first.tolist(), (first + counts).tolist(), strict=True))

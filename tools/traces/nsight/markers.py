@@ -1,9 +1,9 @@
-"""What NVTX ranges say: ours, the older shim's, torch's, and NCCL's own.
+"""Reads the NVTX ranges of crossrank, the older shim, torch and NCCL.
 
-Ours have the JSON of a call as text and its id as payload; the rank and groups of their process stand in markers of the
-same domain. One that would be too long for a tool writes ranks as runs, and counts in `left_out` what it lacks.
-The older shim wrote one JSON text per call, with `name`, `message_size` and `group_ranks` and no id.
-NCCL's have the name of a function as text and its arguments as an extended payload.
+* crossrank's ranges have the JSON of a call as text, and its id as payload. Other markers of this domain have the rank
+  and groups of the process. A text that is too long for a tool has ranks as runs; `left_out` counts what it lacks.
+* The older shim wrote one JSON text per call, with `name`, `message_size` and `group_ranks`, without an id.
+* NCCL's ranges have the name of a function as text, and its arguments as an extended payload.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from crossrank.tools.traces.nsight.export import NONE, NVTX, Column, Columns, Ex
 from crossrank.tools.traces.rank_trace import Interned
 
 _TYPES = {"NvtxMark": 34, "NvtxPushPopRange": 59, "NvtxStartEndRange": 60}
-"""NVTX event types -> their numbers where an export does not list them. The first has no extent."""
+"""NVTX event types -> their numbers, for exports that do not list them. The first is an instant, without an end."""
 
 CALL, BATCH, IDENTITY, GROUP, NCCL, TORCH = range(6)
-"""What a text is: a call, the launch that ends a batch, who the process is, a process group, a function of NCCL, an
-operation of torch's ProcessGroupNCCL (as `torch.autograd.profiler.emit_nvtx` writes it)."""
+"""What a text describes: a call, the launch that ends a batch, the identity of the process, a process group, a function
+of NCCL, or an operation of torch's ProcessGroupNCCL (from `torch.autograd.profiler.emit_nvtx`)."""
 
 _MOST_ID = 1 << 62
 
 NO_CALL = CommRecord(id=0, op="", c10d="", pg="", bytes=0, t=0)
 
 WORLD = "world"
-"""Name of the group of an old marker that names no ranks."""
+"""Name of the group of an old marker without ranks."""
 
 
 class Meaning(msgspec.Struct, frozen=True):
-    """What one text says."""
+    """The content of one text."""
 
     what: int
     record: CommRecord = NO_CALL
-    """The call, without number and time; of a batch nothing but its group."""
+    """The call, without number and time; for a batch only its group."""
     group: Group | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -56,13 +56,13 @@ class Meaning(msgspec.Struct, frozen=True):
     left_out: bool = False
     """The text lacks lists that were too long for it: ranks of a group, splits or shapes of a call."""
     function: str = ""
-    """Of NCCL; of torch its operation."""
+    """Function of NCCL, or operation of torch."""
     id: int = NONE
-    """Of the call, in the text of a marker of the older shim."""
+    """Id of the call, in the text of a marker of the older shim."""
 
 
 class _MarkedGroup(Group, frozen=True, kw_only=True):
-    """A group as a marker has it, where a large one has runs in the place of ranks."""
+    """A group in a marker; a large one has runs instead of ranks."""
 
     rank_runs: Annotated[list[Run], Privacy.NUMBER] = msgspec.field(default_factory=list)
     left_out: dict[Annotated[str, Privacy.FIELD], Annotated[int, Privacy.NUMBER]] = msgspec.field(default_factory=dict)
@@ -72,7 +72,7 @@ _ABSENT = "\0"
 
 
 class MarkerText(CommRecord, frozen=True, kw_only=True):
-    """Every key that any of the texts may have: those of a call, and others."""
+    """Every key that a text may have: those of a call, and others."""
 
     id: Number = 0
     t: Number = 0
@@ -104,7 +104,7 @@ _decode = msgspec.json.Decoder(MarkerText).decode
 
 
 def meaning_of(text: str) -> Meaning | None:
-    """What a text says; None for somebody else's."""
+    """The content of a text; None if it is from another tool."""
     if text.startswith("nccl:"):  # nccl:all_to_all, op_id = 991144
         return Meaning(TORCH, function=text.partition(",")[0])
     if text.startswith("nccl"):
@@ -165,9 +165,9 @@ def _old(marked: MarkerText) -> Meaning | None:
 
 @dataclass
 class Ranges(Columns):
-    """Rows of NVTX_EVENTS that mean something here, in the order of their starts.
+    """Rows of NVTX_EVENTS with a known meaning, ordered by start.
 
-    `end` is `NONE` for a range that was open at the end, and for a marker without an extent.
+    `end` is `NONE` for a range that was open at the end, and for an instant marker.
     """
 
     thread: Column
@@ -175,9 +175,9 @@ class Ranges(Columns):
     meaning: Column
     """Index into `meanings`."""
     id: Column
-    """Id of the record; `NONE` where the marker has none."""
+    """Id of the record; `NONE` if the marker has none."""
     row: Column
-    """rowid, for what is looked up later."""
+    """rowid, for later queries."""
     instant: Mask
     meanings: list[Meaning] = field(default_factory=list)
 
@@ -189,7 +189,7 @@ class Ranges(Columns):
         return self.meanings[int(self.meaning[index])]
 
     def of(self, *what: int) -> Ranges:
-        """Those that mean one of `what`."""
+        """The ranges with one of these meanings."""
         kinds = np.array([meaning.what for meaning in self.meanings] or [NONE])
         return self.take(np.isin(kinds[self.meaning], what))
 
@@ -198,7 +198,7 @@ _COLUMNS = ("start", "end", "eventType", "globalTid", "int64Value", "uint64Value
 
 
 def read_ranges(export: Export) -> Ranges:
-    """Every range and marker that means something here, of all processes."""
+    """Read every range and marker with a known meaning, of all processes."""
     listed = {name: export.value("ENUM_NSYS_EVENT_TYPE", "id", name) for name in _TYPES}
     types = [number if isinstance(number, int) else _TYPES[name] for name, number in listed.items()]
     of_any_id = partial(msgspec.structs.replace, id=NONE)

@@ -1,9 +1,8 @@
-"""NCCL's own ranges, for launches that none of our markers lies around.
+"""Reads NCCL's own ranges, for launches outside crossrank's markers.
 
-NCCL opens one range per API call in its domain `NCCL` (src/include/nvtx.h there), with communicator, message size,
-root and peer as an extended payload. Its size is that of one message: `all_gather`, `reduce_scatter` and `all_to_all`
-move that much per member. The element type is not there. `ncclGroupEnd` launches what was called since
-`ncclGroupStart`.
+NCCL opens one range per API call in its domain `NCCL` (src/include/nvtx.h in NCCL), with communicator, message size,
+root and peer as an extended payload. The size is that of one message: `all_gather`, `reduce_scatter` and `all_to_all`
+move this size per member. The element type is missing. `ncclGroupEnd` launches the calls since `ncclGroupStart`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Payload(msgspec.Struct):
 
     @property
     def name(self) -> str:
-        """Of the communicator."""
+        """Name of the communicator."""
         identity = self.communicator
         return f"nccl:{identity:x}" if isinstance(identity, int) else f"nccl:{identity or '?'}"
 
@@ -48,17 +47,17 @@ _decode = msgspec.json.Decoder(Payload, strict=False).decode
 
 
 class NcclRanges:
-    """NCCL's ranges of one process, with what their payloads say."""
+    """NCCL's ranges of one process, with their payloads."""
 
     def __init__(self, export: Export, ranges: Ranges) -> None:
         self.ranges = ranges
         self.functions = [ranges.meanings[meaning].function for meaning in ranges.meaning.tolist()]
         self.sizes: dict[str, int] = {}
-        """Communicator -> its ranks."""
+        """Communicator -> number of its ranks."""
         self.ranks: dict[str, int] = {}
         """Communicator -> rank of this process in it."""
         self.unknown: Counter[str] = Counter()
-        """What is not known of calls -> calls."""
+        """What is unknown about calls -> number of calls."""
         by_row = _payloads(export, ranges.row)
         self._payloads = [by_row.get(row, _NOTHING) for row in ranges.row.tolist()]
         self._grouped = self._groups()
@@ -69,7 +68,7 @@ class NcclRanges:
                     self.ranks[payload.name] = payload.rank
 
     def _groups(self) -> dict[int, list[int]]:
-        """Range of an outermost `ncclGroupEnd` -> those of its thread since the group began, or the capture did."""
+        """Range of an outermost `ncclGroupEnd` -> ranges of its thread since the start of the group or the capture."""
         grouped: dict[int, list[int]] = {}
         depth: Counter[int] = Counter()
         since: dict[int, list[int]] = defaultdict(list)
@@ -87,7 +86,7 @@ class NcclRanges:
         return grouped
 
     def record(self, index: int, rank: int | None, world_size: int | None) -> CommRecord | None:
-        """The call that a range is, of that rank; None for what communicates nothing."""
+        """The call of a range on this rank; None if the function does not communicate."""
         operation = operation_of(self.functions[index].removeprefix("nccl"))
         if operation is None:
             return None
@@ -98,7 +97,7 @@ class NcclRanges:
         elif size == 0 and operation.name in _PER_MEMBER:
             self.unknown["the size of the communicator is unknown: its creation was not captured"] += 1
         message = (payload.size or 0) * (size if operation.name in _PER_MEMBER else 1)
-        # Peers are ranks of the communicator: global ones only in that of all ranks.
+        # Peers are ranks of the communicator. These are global only if it has all ranks.
         is_world = size > 0 and size == world_size and self.ranks.get(payload.name) == rank
         return CommRecord(
             id=index,
@@ -111,13 +110,13 @@ class NcclRanges:
         )
 
     def members(self, index: int, rank: int | None, world_size: int | None) -> list[CommRecord]:
-        """The calls that the launch in a range is of: its own, or those since the group began that it ends."""
+        """The calls that a range launches: its own, or all calls of the group that it ends."""
         calls = self._grouped.get(index, []) if self.functions[index] == _GROUP_END else [index]
         records = (self.record(call, rank, world_size) for call in calls)
         return [record for record in records if record is not None]
 
     def group(self, pg: str) -> Group:
-        """The group of a communicator, whose members NCCL does not name."""
+        """The group of a communicator, whose members NCCL does not list."""
         return Group(pg=pg, size=self.sizes.get(pg, 0), desc="NCCL communicator")
 
 

@@ -1,4 +1,4 @@
-"""The times of every rank in an export: kernels joined with the calls that launched them."""
+"""Reads the times of every rank in an export: joins kernels with the calls that launched them."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ CAPTURED = "calls that were captured into a CUDA graph"
 
 _SEND_RECV = "send/recv"
 _SEND_RECV_KERNEL = ("send", "recv", _SEND_RECV, "all_to_all", "gather", "scatter")
-"""Operations that NCCL runs with one kernel, whose name does not say which."""
+"""Operations that NCCL runs with one kernel, whose name does not show the operation."""
 
 
 def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[RankTrace]:
     """One `RankTrace` per process that communicates.
 
-    `rank` is what the file's name says, for an export of one process; `comms` the comms files of the run by rank, which
-    know all of a call of which a marker says only what is the same each time.
-    Raises `CrossrankError` where the file cannot be used, and where it has kernels of which not one found its call.
+    `rank` is the rank in the name of an export of one process. `comms` has the comms files of the run by rank: these
+    have whole calls, while markers only have what equal calls share. Raises `CrossrankError` if the file cannot be
+    used, or if it has kernels and none of them has a call.
     """
     with open_export(path) as export:
         require_tables(export)
@@ -87,7 +87,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
         work = device_work(export)
         if work is not None:
-            # What else communicated, as gloo does, is not in the export: its time would count as idling.
+            # Other communication, such as gloo's, is not in the export: its time would count as idle.
             communicate = set(kernels.process.tolist())
             for process in processes:
                 if process.number not in communicate and not len(process.copies):
@@ -105,7 +105,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
 
 
 def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None:
-    """Ranks of processes without a marker that names it: by the file's name, by NCCL, else by their order."""
+    """Set the ranks of processes without a marker for it: from the file's name, from NCCL, or else by their order."""
     if len(processes) == 1 and processes[0].times.rank is None:
         processes[0].times.rank = named
     for process in processes:
@@ -178,7 +178,7 @@ class _Process:
             numbered=False,
         )
         self._began: Column
-        """By row, on the clock of the export; so is `_ended`, 0 = no kernel."""
+        """Start of each row, on the clock of the export; likewise `_ended`, 0 = no kernel."""
         self._ended: Column
         self.copies: Spans = spans_of()
         """Copies between GPUs that calls launched, on the clock of the export."""
@@ -192,14 +192,12 @@ class _Process:
 
     @property
     def largest(self) -> tuple[int, int] | None:
-        """(size, rank in it) of the largest communicator whose making was captured."""
+        """(size, rank in it) of the largest communicator whose creation was captured."""
         nccl = self._nccl
         return max(((nccl.sizes[name], rank) for name, rank in nccl.ranks.items()), default=None) if nccl else None
 
     def read(self, kernels: Activities, copies: Activities, comms: Mapping[int, str]) -> RankTrace:
-        """The times of the process, whose rank is known by now, of what communicates: kernels, and copies from one GPU
-        to another.
-        """
+        """Find the times of all communication of the process, whose rank is set: kernels, and copies between GPUs."""
         times, calls, epoch = self.times, self._calls, self._epoch
         unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in self._meanings)
         if unnamed:
@@ -231,7 +229,7 @@ class _Process:
         return times
 
     def _rows(self, kernels: Activities, builder: TraceBuilder, comms: Mapping[int, str]) -> Column:
-        """Makes the rows of all calls; returns the row of each range."""
+        """Make the rows of all calls; return the row of each range."""
         times, calls = self.times, self._calls
         path = comms.get(times.rank) if times.rank is not None else None
         if path is not None and (calls.id != NONE).any():
@@ -247,8 +245,8 @@ class _Process:
         return rows_of_markers(calls, kernels, builder, self._epoch)
 
     def _only_fitting(self, inside: Column, kernels: Activities) -> Column:
-        """A marker without extent reaches to the next one, and so around launches that are none of its own: it gets the
-        first that runs the kernel of its operation and is no graph's."""
+        """An instant marker reaches to the next one, so there may be other launches after it. It gets only the first
+        launch that runs the kernel of its operation and is not of a graph."""
         calls = self._calls
         instant = at(calls.instant, inside) > 0
         if not instant.any():
@@ -265,7 +263,7 @@ class _Process:
         return result
 
     def _give(self, row: Column, activities: Activities, how: str) -> Activities:
-        """Give calls their activities; returns those of which the row is `NONE`."""
+        """Give calls their activities; return the activities without a row."""
         hit = np.flatnonzero(row >= 0)
         np.minimum.at(self._began, row[hit], activities.start[hit])
         np.maximum.at(self._ended, row[hit], activities.end[hit])
@@ -274,8 +272,8 @@ class _Process:
         return activities.take(row < 0)
 
     def _in_order(self, left: Activities) -> Activities:
-        """Launches on a thread of NCCL's own: the k-th call of a group is the k-th kernel of its stream, if the numbers
-        agree and no kernel begins before its call."""
+        """Match launches on threads of NCCL: the k-th call of a group is the k-th kernel of its stream, if the numbers
+        agree and no kernel starts before its call."""
         times = self.times
         free = (left.graph_node == 0) & (left.thread != NONE) & ~np.isin(left.thread, np.unique(self._calls.thread))
         called = np.frombuffer(times.calls.called, np.int64) - self._epoch
@@ -297,10 +295,10 @@ class _Process:
         return self._give(row, left, IN_ORDER)
 
     def _by_graph_nodes(self, row_of: Column, left: Activities) -> tuple[Activities, int]:
-        """Kernels of CUDA graphs, by the marker around the making of their node.
+        """Match kernels of CUDA graphs, by the marker around the creation of their node.
 
-        Every launch of the graph makes the call anew, with a row of its own. Returns the other kernels, and how many
-        calls were captured.
+        Every launch of the graph repeats the call and adds a row. Returns the other kernels, and how many calls were
+        captured.
         """
         columns = ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
         table = next((name for name in GRAPH_NODES if {*columns[:3]} <= self._export.columns(name)), None)
@@ -309,7 +307,7 @@ class _Process:
         start, thread, node, original = self._export.all(table, columns)
         mine = np.flatnonzero((thread >> 24) == self.number)
         made = dict(zip(node[mine].tolist(), mine.tolist(), strict=True))
-        # An executable graph has nodes of its own, which name those that were captured.
+        # An executable graph has its own nodes, with the ids of the captured ones.
         copies = zip(node[mine].tolist(), original[mine].tolist(), strict=True)
         made |= {copy: made[captured] for copy, captured in copies if captured in made}
         which = np.array([made.get(one, NONE) if one else NONE for one in left.graph_node.tolist()], np.int64)
@@ -333,7 +331,7 @@ class _Process:
         return left.take(row == NONE), len(np.unique(row[hit]))
 
     def _by_nccl(self, nccl: NcclRanges, builder: TraceBuilder, left: Activities) -> Activities:
-        """Kernels launched inside NCCL's own ranges: each range makes one row."""
+        """Match kernels launched inside NCCL's own ranges: each range adds one row."""
         times = self.times
         inside = innermost(nccl.ranges, left.thread, left.launched)
         order = np.argsort(inside, kind="stable")
@@ -352,7 +350,7 @@ class _Process:
             torch_range = int(around[index])
             by_torch = None if torch_range == NONE else operation_of(self._torch.of_range(torch_range).function)
             if by_torch is not None and not any(one.bytes for one in records):
-                # NCCL's sends and receives without sizes are what torch's operation consists of.
+                # These sends and receives of NCCL, without sizes, are parts of torch's operation.
                 record, how = CommRecord(id=NONE, op=by_torch.name, c10d="", pg=record.pg, bytes=0, t=0), IN_TORCH
             row = builder.add(
                 msgspec.structs.replace(record, id=NONE),
@@ -361,7 +359,7 @@ class _Process:
                 began=int(left.start[mine].min()) + self._epoch,
                 ended=int(left.end[mine].max()) + self._epoch,
             )
-            if times.numbered:  # beside numbers that were recorded those that are counted mean nothing
+            if times.numbered:  # counted numbers do not fit to recorded ones
                 times.calls.number[row] = -1
             times.attributed[how] += len(mine)
         times.unattributed.update(nccl.unknown)
@@ -391,14 +389,14 @@ class _Process:
 
 
 def _kernel_of(op: str) -> str:
-    """What NCCL's kernel for an operation is called, as far as operations have kernels of their own."""
+    """Name of NCCL's kernel for an operation; some operations share one."""
     if op in _SEND_RECV_KERNEL:
         return _SEND_RECV
     return "all_reduce" if op == "barrier" else op
 
 
 def _rank_by_pid(pid: int, comms: Mapping[int, str]) -> int | None:
-    """The rank whose comms file was written by that process; the low 24 bits of the number are known."""
+    """The rank whose comms file has this process id. Only its low 24 bits are known."""
     ranks = []
     for rank, path in comms.items():
         file = CommsFile(path)

@@ -1,7 +1,7 @@
-"""The calls that the markers of a process stand for, as rows of a `RankTrace` that have no times yet.
+"""Makes rows of a `RankTrace`, still without times, from the markers of a process.
 
-A comms file of the same run knows all of a call, found by the id in the marker. Without one the markers say what is
-the same at each call, and the calls of a group are numbered in their order.
+A comms file of the same run has the whole call, under the id in the marker. Without one, the markers only have what
+equal calls share, and the calls of a group are numbered in their order.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from crossrank.tools.traces.nsight.markers import BATCH, CALL, Ranges
 from crossrank.tools.traces.rank_trace import TraceBuilder, launch_of
 
 FILTERED = -2
-"""In the place of a row: the launch of calls that were not emitted (TRACING=CROSSNODE)."""
+"""In the place of a row: a launch whose calls have no markers (TRACING=CROSSNODE)."""
 SIZELESS = "markers without sizes, of a process with more than 4096 distinct calls: their bytes are unknown"
 LEFT_OUT = "markers without the splits or shapes of their call, which were too long: the call counts as even"
 _OTHER_RUN = 0.01
-"""Share of markers that may say something else than the record of their id."""
+"""Maximum share of markers that differ from the record with their id."""
 
 
 def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, epoch: int) -> Column | None:
-    """Rows of the records of a comms file that the markers name, a launch in one row; returns the row of each range,
-    `NONE` for an id that the file does not have. None where it has none of them or they are other calls: it is of
-    another run."""
+    """Add a row for each launch of a comms file that has a marker. Return the row of each range, `NONE` for an id that
+    the file lacks. Return None if the file is of another run: it has none of the ids, or other calls."""
     trace = builder.trace
     first = {identity: index for index, identity in reversed(list(enumerate(calls.id.tolist())))}
     launches: dict[int, list[CommRecord]] = {}
@@ -66,10 +65,10 @@ def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, epoch: int) -
 
 
 def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, epoch: int) -> Column:
-    """Rows of all calls by what their markers say; returns the row of each range."""
+    """Add rows for all calls from their markers; return the row of each range."""
     trace, ids = builder.trace, calls.id.copy()
-    head = np.arange(len(calls))  # the range that a range shares its row with
-    launches: dict[int, int] = {}  # first call of a batch -> signature of them all
+    head = np.arange(len(calls))  # the first of the ranges that share a row
+    launches: dict[int, int] = {}  # first call of a batch -> signature of the launch
     for members, closing, identity in _batches(calls, kernels):
         head[[*members, closing]] = members[0] if members else FILTERED
         if members:
@@ -100,10 +99,10 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, e
 
 
 def _batches(calls: Ranges, kernels: Activities) -> Iterator[tuple[list[int], int, int]]:
-    """(calls, range that launched them, id) of every batch; without calls where those were not emitted.
+    """Yield (calls, range that launched them, id) of every batch; without calls if these have no markers.
 
-    The launch of a batch has a range of its own, with the id of the first member: the calls of its thread and group
-    since then that launched nothing are its members. The older shim marks calls alone: sends and receives that
+    The launch of a batch has its own range, with the id of the first member. Its members are the calls from that one
+    on, of its thread and group, that launched nothing. The older shim marks only calls: sends and receives that
     launched nothing belong to the next one that did.
     """
     if not any(one.what == BATCH or (one.old and is_p2p(one.record)) for one in calls.meanings):
@@ -124,8 +123,8 @@ def _batches(calls: Ranges, kernels: Activities) -> Iterator[tuple[list[int], in
 
 
 def _of_batch(calls: Ranges, waiting: list[int], identity: int) -> list[int]:
-    """Those of the calls that launched nothing that belong to the batch whose first call has that id; without ids the
-    last ones, as far as they are of one operation or all sends and receives."""
+    """The calls among `waiting`, which launched nothing, that belong to the batch whose first call has this id. Without
+    ids, the last ones that are of one operation, or all sends and receives."""
     if identity != NONE:
         return [index for index in waiting if calls.id[index] >= identity]
     runs = [list(run) for _, run in groupby(waiting, lambda index: _kind(calls.of_range(index).record))]
