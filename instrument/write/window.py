@@ -331,8 +331,8 @@ class Windows:
             return
         if not self._kineto.is_whole:
             log.warning(
-                "crossrank: window %d ends while its GPU is still at work, maybe waiting for another rank: what is not "
-                "over has no kernel in the Kineto trace",
+                "crossrank: window %d ends while its GPU is still at work, maybe waiting for another rank: "
+                "unfinished calls have no kernel in the Kineto trace",
                 self._number,
             )
         path = files.temporary(file_name(KINETO, self._session.facts.rank, self._number))

@@ -36,10 +36,14 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     """Return one row per call, rank and pass; times in ns, on one clock.
 
     `call` numbers the calls of all ranks, `index` those of one rank. `first` marks the rows of one rank of a call.
-    `recorded` is null without a recorded duration. All rows of a call agree on `op` (with ", batched" in a batch, whose
-    times it then has), `bytes` (the largest of its ranks), `ranks` (members of its group), `has_rate` (its bytes and
-    its time belong together), `bus_factor` (null if a bandwidth has no meaning) and `late_end` (on some rank only the
-    wait shows the end, so the times are upper bounds).
+    `recorded` is null without a recorded duration. All rows of a call agree on these columns:
+
+    - `op`: ends in ", batched" for a call of a batch, which has the times of the batch
+    - `bytes`: the largest of its ranks
+    - `ranks`: members of its group
+    - `has_rate`: its bytes and its time belong together
+    - `bus_factor`: null if a bandwidth has no meaning
+    - `late_end`: on some rank only the wait shows the end, so the times are upper bounds
     """
     calls = _list_calls(plan, results)
     sizes = [(size, *bucket_of(size)) for size in calls["bytes"].unique()]

@@ -111,7 +111,8 @@ def test_metrics_are_served_here_alone_and_written_to_a_file(scripts: Scripts, t
     [
         (
             ["nowhere"],
-            "crossrank: nowhere: is not a folder; give a recording (the folder TRACING_DIR) on a local or shared file system",
+            "crossrank: nowhere: is not a folder; give a recording (the folder TRACING_DIR) on a local or shared file "
+            "system",
         ),
         (["."], "crossrank: .: no rank has started to record here; give a recording (the folder TRACING_DIR)"),
         ([".", "--metrics", "99999"], "'99999' is not a port from 0 to 65535"),

@@ -1,8 +1,7 @@
-"""Checks the English of the project: `python -m tests.prose [--all] [PART OF A PATH]`.
+"""Checks the English of the project: `python -m tests.prose [PART OF A PATH]`.
 
-Prints each place in a page, help text or message that breaks a rule of `rules.py`, and each page that is hard to read.
-With `--all`, also checks docstrings and comments. Exits with 1 if a place is found. `exceptions.txt` lists texts that
-are correct.
+Prints each place in a page, help text, message, docstring or comment that breaks a rule of `rules.py`, and each page
+that is hard to read. Exits with 1 if a place is found. `exceptions.txt` lists texts that are correct.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ _EXCEPTIONS = Path(__file__).with_name("exceptions.txt")
 
 
 def main() -> int:
-    everything = "--all" in sys.argv
-    part = next((word for word in sys.argv[1:] if word != "--all"), "")
+    part = "".join(sys.argv[1:2])
     allowed = {line for line in _EXCEPTIONS.read_text().splitlines() if line and not line.startswith("#")}
-    texts = [text for text in all_texts(part) if everything or text.kind not in ("docstring", "comment")]
+    texts = list(all_texts(part))
     found = [
         f"{text.file}:{text.line}: {complaint}"
         for text in texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -21,7 +22,7 @@ _FEWEST_WORDS = 4
 """A string with fewer words is a name, a unit or a format, not a sentence."""
 _TAG = re.compile(r"<(script|style)\b.*?</\1>|\{[%#].*?[%#]\}|<[^>]*>", re.DOTALL)
 _INSERTED = re.compile(r"\{\{.*?\}\}", re.DOTALL)
-_BULLET = re.compile(r"^\s*(?:[*-]|\d+\.) ", re.MULTILINE)
+_BULLET = re.compile(r"^\s*(?:[*-]|\d+\.|\w+:) ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ def template_texts(file: str, source: str) -> Iterator[Text]:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """The paragraphs and list items of a docstring, without indented blocks of code."""
-    for paragraph in re.split(r"\n\s*\n", text):
+    """The paragraphs, list items and arguments of a docstring, without indented blocks of code."""
+    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text)):
         if not paragraph.startswith("    "):
             for item in _BULLET.split(paragraph):
                 if item.strip():

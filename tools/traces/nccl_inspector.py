@@ -102,7 +102,7 @@ def read_inspector(path: str) -> RankTrace:
             damaged.append(f"line {number} is not from NCCL Inspector ({one_line(error)})")
     trace.problems = [*issues.problems, *damaged[:_MOST_PROBLEMS]]
     if len(damaged) > _MOST_PROBLEMS:
-        trace.problems.append(f"so are {len(damaged) - _MOST_PROBLEMS} more lines")
+        trace.problems.append(f"{len(damaged) - _MOST_PROBLEMS} more lines are not from NCCL Inspector either")
     if not len(trace):
         raise CrossrankError(f"{path}: has no operation that NCCL Inspector measured: {'; '.join(trace.problems)}")
     return trace

@@ -18,7 +18,7 @@ from crossrank.recording import CommsFile
 from crossrank.tools.traces.nsight.export import NONE, Column, at
 from crossrank.tools.traces.nsight.kernel_launches import Activities, innermost
 from crossrank.tools.traces.nsight.markers import BATCH, CALL, Ranges
-from crossrank.tools.traces.rank_trace import TraceBuilder, launch_of
+from crossrank.tools.traces.rank_trace import COMPLETED, TraceBuilder, launch_of
 
 FILTERED = -2
 """In the place of a row: a launch whose calls have no markers (TRACING=CROSSNODE)."""
@@ -93,6 +93,7 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, e
         "id": np.where(ids == NONE, row, ids)[heads],
         "called": calls.start[heads] + epoch,
         "batch": np.full(len(heads), -1),
+        "state": np.full(len(heads), COMPLETED),
     }
     trace.calls.extend(columns)
     return np.where(head == FILTERED, FILTERED, at(row, head))
