@@ -377,7 +377,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return self.config.get("emit") == "CROSSNODE" and not self.all_calls
 
 
-STOOD = ("wait", "wait_tensor", "launch", "backward")
+WAITED_IN = ("wait", "wait_tensor", "launch", "backward")
 """Where a thread waited: in `Work.wait`; in `wait_tensor` of a functional collective; in the launch of a blocking call,
 or in one of over 1 ms, such as the first one of a communicator; or at the end of a backward pass in which C++ made
 calls, such as DDP's reducer. This last wait names the last of these calls."""
@@ -398,8 +398,8 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
     """The operating system's id of the thread."""
     id: Number | None = None
     """Id of the call's record; None if the call was not recorded, or if its Work could not be kept."""
-    stood: Literal["wait", "wait_tensor", "launch", "backward"] = msgspec.field(name="in", default="wait")
-    """See `STOOD`. Other waits in C++ are not recorded."""
+    waited_in: Literal["wait", "wait_tensor", "launch", "backward"] = msgspec.field(name="in", default="wait")
+    """See `WAITED_IN`. Other waits in C++ are not recorded."""
     raised: bool = False
     """Whether it ended with an exception, such as a timeout."""
 

@@ -174,7 +174,7 @@ TABLES = {
             "call": Column(_INT, "number of the call that the thread waited for"),
             "op": Column(_TEXT, "operation of that call", privacy=Privacy.API),
             "source": Column(_TEXT, "source line of that call", privacy=Privacy.PLACE),
-            "stood": Column(
+            "waited_in": Column(
                 _TEXT,
                 "where the thread waited: wait, wait_tensor, launch (a blocking call), or backward",
                 privacy=Privacy.WORD,
@@ -430,7 +430,7 @@ ANSWERS = {
                 privacy=Privacy.PLACE,
             ),
             **_OP,
-            "stood": Column(
+            "waited_in": Column(
                 _TEXT,
                 "where the thread waited: wait, wait_tensor, launch (a blocking call), or backward",
                 privacy=Privacy.WORD,

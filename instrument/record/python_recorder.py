@@ -38,12 +38,12 @@ from crossrank.instrument.record.recorder import (
 )
 from crossrank.instrument.record.reductions import ReductionReader
 from crossrank.instrument.torch_private import has
-from crossrank.recording import STOOD, Ran, Wait
+from crossrank.recording import WAITED_IN, Ran, Wait
 
 # (id, time, what to close after the launch)
 Launch = tuple[int, int, Token | None]
 
-_IN_WORK, _IN_TENSOR, _IN_LAUNCH, _IN_BACKWARD = range(len(STOOD))
+_IN_WORK, _IN_TENSOR, _IN_LAUNCH, _IN_BACKWARD = range(len(WAITED_IN))
 _LONG_LAUNCH = 1_000_000
 """A launch that takes longer, in ns, has waited: for a new communicator or for the other ranks."""
 _MOST_WORKS = 2048
@@ -165,10 +165,10 @@ class PythonRecorder(Recorder):
     def note_work(self, work: dist.Work, record_id: int) -> None:
         self._call_of_work.note(_address(work), record_id)
 
-    def _waited(self, record_id: int, begin: int, stood: int, raised: bool) -> None:
+    def _waited(self, record_id: int, begin: int, waited_in: int, raised: bool) -> None:
         if self._session.writer is not None:
             if len(self._waits) < self._capacity:
-                self._waits.append((record_id, begin, monotonic_ns(), get_native_id(), stood, raised))
+                self._waits.append((record_id, begin, monotonic_ns(), get_native_id(), waited_in, raised))
             else:
                 with self._lock:
                     self._spans_dropped += 1
@@ -198,7 +198,7 @@ class PythonRecorder(Recorder):
 
         return wait
 
-    def _record_wait(self, record_id: int, stood: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record_wait(self, record_id: int, waited_in: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin, raised = monotonic_ns(), True
         before = self._begin_wait(record_id)
         try:
@@ -208,7 +208,7 @@ class PythonRecorder(Recorder):
         finally:
             try:
                 self.end_wait(before)
-                self._waited(record_id, begin, stood, raised)
+                self._waited(record_id, begin, waited_in, raised)
             except Exception as error:
                 self.failed(error)
 

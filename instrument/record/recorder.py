@@ -30,7 +30,7 @@ from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_dumps import nccl_dump
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.nvtx_markers import NvtxMarkers, classic_text
-from crossrank.recording import RANGE, STOOD, Ran, Wait
+from crossrank.recording import RANGE, WAITED_IN, Ran, Wait
 
 BATCH_CODE = dist.batch_isend_irecv.__code__
 
@@ -44,11 +44,11 @@ NO_CALL = -1
 
 
 def span_of(record_id: int, begin: int, end: int, thread: int, of: int, raised: bool) -> Wait | Ran:
-    """Return a time span of a call from a kernel's row; `of` is an index into `recording.STOOD`, or its length."""
-    if of == len(STOOD):
+    """Return a time span of a call from a kernel's row; `of` is an index into `recording.WAITED_IN`, or its length."""
+    if of == len(WAITED_IN):
         return Ran(id=record_id, t=begin, took=end - begin, raised=raised)
     call = None if record_id == NO_CALL else record_id
-    return Wait(t=begin, took=end - begin, thread=thread, id=call, stood=STOOD[of], raised=raised)  # type: ignore[arg-type]
+    return Wait(t=begin, took=end - begin, thread=thread, id=call, waited_in=WAITED_IN[of], raised=raised)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -263,7 +263,7 @@ class CommsWriter:
         self._taken.extend(calls)
         self._taken.extend(spans)
         self._recent.extend(calls)
-        self._waited.extend(span.id for span in spans if isinstance(span, Wait) and span.stood != "launch")
+        self._waited.extend(span.id for span in spans if isinstance(span, Wait) and span.waited_in != "launch")
         if self._times is not None:
             now = clock()
             self._times.note(calls, now["wall"] - now["t"])

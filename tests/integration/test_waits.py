@@ -27,8 +27,8 @@ MS = 1_000_000
 LATE = 0.2  # s by which rank 1 comes later
 
 
-def stood(comms: Recorded, where: str) -> list[Wait]:
-    return [wait for wait in comms.waits if wait.stood == where]
+def waited_in(comms: Recorded, where: str) -> list[Wait]:
+    return [wait for wait in comms.waits if wait.waited_in == where]
 
 
 def _twice(rank: int, wait: Callable[[int], None]) -> None:
@@ -95,7 +95,7 @@ def test_the_rank_that_came_early_waited_as_long_as_the_other_one_was_late(
     two_ranks.run(_twice, wait)
     early, late = two_ranks.recorded(0), two_ranks.recorded(1)
     (_, record), (_, other) = early.calls, late.calls
-    first = next(one for one in stood(early, where) if one.id == record.id)
+    first = next(one for one in waited_in(early, where) if one.id == record.id)
     assert not first.raised
     assert record.t <= first.t
     assert LATE * 0.5e9 < first.took < 60e9
@@ -116,7 +116,7 @@ def _backward(rank: int) -> None:
 def test_the_end_of_a_backward_pass_is_a_wait_for_what_cpp_called_in_it(two_ranks: TwoRanks) -> None:
     two_ranks.run(_backward)
     early, late = two_ranks.recorded(0), two_ranks.recorded(1)
-    in_backward, theirs = stood(early, "backward"), stood(late, "backward")
+    in_backward, theirs = waited_in(early, "backward"), waited_in(late, "backward")
     of_second_pass = [one for one in early.calls if one.api is None][-3:]
     assert [one.id for one in in_backward][-1] == of_second_pass[-1].id
     assert LATE * 0.5e9 < in_backward[-1].took < 60e9
@@ -146,7 +146,7 @@ def _computes_after_the_last_bucket(rank: int) -> None:
 def test_what_is_computed_after_the_last_call_of_a_backward_pass_is_no_wait(two_ranks: TwoRanks) -> None:
     two_ranks.run(_computes_after_the_last_bucket)
     for rank in (0, 1):
-        (wait,) = stood(two_ranks.recorded(rank), "backward")
+        (wait,) = waited_in(two_ranks.recorded(rank), "backward")
         assert wait.took < LATE * 0.75e9
 
 
@@ -174,7 +174,7 @@ def _checkpointed(rank: int) -> None:
 def test_backward_passes_within_another_one_do_not_count_its_computation(two_ranks: TwoRanks) -> None:
     two_ranks.run(_checkpointed)
     for rank in (0, 1):
-        waits = stood(two_ranks.recorded(rank), "backward")
+        waits = waited_in(two_ranks.recorded(rank), "backward")
         assert waits
         assert sum(one.took for one in waits) < LATE * 0.75e9
 
@@ -207,7 +207,7 @@ def _tensor_parallel_backward(rank: int) -> None:
 
 def test_what_python_calls_in_a_backward_pass_is_no_wait_of_its_end(two_ranks: TwoRanks) -> None:
     two_ranks.run(_tensor_parallel_backward)
-    assert {one.stood for one in two_ranks.recorded().waits} - {"launch"} == {"wait_tensor"}
+    assert {one.waited_in for one in two_ranks.recorded().waits} - {"launch"} == {"wait_tensor"}
 
 
 def _on_threads(rank: int) -> tuple[int, int]:
@@ -231,7 +231,7 @@ def test_a_call_and_its_waits_name_the_threads_that_they_were_on(two_ranks: TwoR
         comms = two_ranks.recorded(rank)
         (record,) = comms.calls
         assert record.thread == threads[rank][0]
-        of_work = [(one.id, one.thread) for one in stood(comms, "wait")]
+        of_work = [(one.id, one.thread) for one in waited_in(comms, "wait")]
         assert of_work == [(record.id, threads[rank][1])] * 2
 
 
@@ -245,7 +245,7 @@ def test_many_works_at_a_time_are_told_apart(two_ranks: TwoRanks) -> None:
     two_ranks.run(_many)
     comms = two_ranks.recorded()
     # On a busy machine a launch takes over 1 ms.
-    assert [one.id for one in comms.waits if one.stood != "launch"] == comms.ids[::-1]
+    assert [one.id for one in comms.waits if one.waited_in != "launch"] == comms.ids[::-1]
 
 
 def test_a_wait_that_raises_says_so_and_raises_the_same(scripts: Scripts) -> None:
@@ -268,7 +268,7 @@ def test_a_wait_that_raises_says_so_and_raises_the_same(scripts: Scripts) -> Non
         """)
     assert "Timed out waiting 100ms" in result.stdout, result.stderr
     comms = scripts.recorded()
-    (wait,) = stood(comms, "wait")
+    (wait,) = waited_in(comms, "wait")
     assert ([wait.id], wait.raised) == (comms.ids, True)
     assert 80 * MS < wait.took < 20_000 * MS
 
@@ -286,7 +286,7 @@ def test_waits_for_a_work_that_was_not_recorded_are_of_no_call(scripts: Scripts)
         """)
     comms = scripts.recorded()
     assert comms.calls == []
-    assert [(wait.id, wait.stood) for wait in comms.waits] == [(None, "wait")]
+    assert [(wait.id, wait.waited_in) for wait in comms.waits] == [(None, "wait")]
     assert (comms.end["spans"], comms.end["spans_dropped"]) == (1, 0)
 
 

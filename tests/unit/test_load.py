@@ -89,7 +89,7 @@ def test_waits_have_the_call_that_was_waited_for() -> None:
     trace = Rank(0).call(100, 500, source="a.py:1").call(600, 700, "all_gather", source=None).times
     times = array("q", [5, 6, 7]), array("q", [9, 9, 9])
     trace.host_waits = HostWaits(array("q", [1, 0, -1]), *times, array("B", [0, 2, 1]))
-    columns = ("call", "op", "source", "stood", "began_ns", "duration_ns")
+    columns = ("call", "op", "source", "waited_in", "began_ns", "duration_ns")
     assert rank_frames.waits(trace, rank_frames.calls(trace)).select(columns).rows() == [
         (1, "all_gather", None, "wait", 5, 4),
         (0, "all_reduce", "a.py:1", "launch", 6, 3),

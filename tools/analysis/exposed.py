@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from crossrank.recording import STOOD
+from crossrank.recording import WAITED_IN
 from crossrank.text import plural, printable
 from crossrank.tools.analysis.waiting import Steps, covered, in_ms, over_ranks, with_most
 from crossrank.tools.tables import ANSWERS, Row
@@ -72,7 +72,7 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
 
 
 _NOT_KNOWN = "(not known)"
-_BACKWARD = STOOD.index("backward")
+_BACKWARD = WAITED_IN.index("backward")
 
 
 def _calls_without(one: RankTrace) -> int:
@@ -80,14 +80,14 @@ def _calls_without(one: RankTrace) -> int:
 
     The end of a backward pass waits for all calls that C++ made in it, and the recording names the last of them. It
     also covers earlier calls of its step with the same operation and group."""
-    rows, stood = np.frombuffer(one.host_waits.row, np.int64), np.frombuffer(one.host_waits.stood, np.uint8)
+    rows, waited_in = np.frombuffer(one.host_waits.row, np.int64), np.frombuffer(one.host_waits.waited_in, np.uint8)
     has_wait = np.zeros(len(one), bool)
     has_wait[rows[rows >= 0]] = True
     by_cpp = np.array([signature.api is None for signature in one.signatures], bool)
     kind = np.frombuffer(one.calls.signature, np.uint32)
     by_cpp = by_cpp[kind]
     steps = np.frombuffer(one.calls.step, np.int32)
-    ends = np.unique(rows[(stood == _BACKWARD) & (rows >= 0)])
+    ends = np.unique(rows[(waited_in == _BACKWARD) & (rows >= 0)])
     # For each call, the next call with which a backward pass ended; -1 after the last.
     following = np.append(ends, -1)[np.searchsorted(ends, np.arange(len(one)))]
     ops = np.unique([signature.op for signature in one.signatures] or [""], return_inverse=True)[1]
@@ -111,7 +111,7 @@ def _waits(one: RankTrace) -> pl.DataFrame:
             "end": np.frombuffer(host.ended, np.int64),
             "source": pl.Series(sources, dtype=pl.String).gather(kinds),
             "op": pl.Series(ops, dtype=pl.String).gather(kinds),
-            "stood": pl.Series(STOOD).gather(np.frombuffer(host.stood, np.uint8)),
+            "waited_in": pl.Series(WAITED_IN).gather(np.frombuffer(host.waited_in, np.uint8)),
         }
     )
 
@@ -137,7 +137,7 @@ def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
 
 def _lines(waits: pl.DataFrame) -> list[Row]:
     took = (pl.col("end") - pl.col("begin")) / 1e6
-    line = ("source", "op", "stood")
+    line = ("source", "op", "waited_in")
     found = waits.group_by(line).agg(waits=pl.len(), exposed_ms=took.sum().round(3), longest_ms=took.max().round(3))
     shown = found.sort("exposed_ms", *line, descending=[True, False, False, False]).head(_MOST_LINES)
     return [row | {"source": printable(row["source"])} for row in ANSWERS["exposed_lines"].rows(shown)]

@@ -15,7 +15,7 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
-from crossrank.recording import STOOD, CommsFile, Ran, Wait
+from crossrank.recording import WAITED_IN, CommsFile, Ran, Wait
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.kept import shared
@@ -174,9 +174,9 @@ def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of
         host.row.append(row)
         host.began.append(began)
         host.ended.append(ended)
-        host.stood.append(STOOD.index(wait.stood))
+        host.waited_in.append(WAITED_IN.index(wait.waited_in))
         # Another thread may have made calls during this wait: they come before its end.
-        if row >= 0 and places.before[row] < 0 and wait.stood in ("wait", "wait_tensor"):
+        if row >= 0 and places.before[row] < 0 and wait.waited_in in ("wait", "wait_tensor"):
             places.before[row] = max(row + 1, bisect_right(calls.called, ended))
             places.recorded += 1
 

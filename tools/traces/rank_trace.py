@@ -193,8 +193,8 @@ class HostWaits(_Columns):
     """Row of the call; -1 = unknown, or of a step that was not requested."""
     began: array[int] = field(default_factory=lambda: array("q"))
     ended: array[int] = field(default_factory=lambda: array("q"))
-    stood: array[int] = field(default_factory=lambda: array("B"))
-    """Index into `recording.STOOD`."""
+    waited_in: array[int] = field(default_factory=lambda: array("B"))
+    """Index into `recording.WAITED_IN`."""
 
     def __len__(self) -> int:
         return len(self.row)

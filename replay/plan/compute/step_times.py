@@ -52,7 +52,7 @@ def step_times(path: str | None, base_ns: int, number: int) -> StepTimes:
         sizes[record.step].append(record.bytes)
     clock = WallClock([file.header.clock, *file.clocks] if file.header is not None else file.clocks)
     for wait in file.waits:
-        if wait.id is not None and wait.stood in _PYTHON_WAITS:
+        if wait.id is not None and wait.waited_in in _PYTHON_WAITS:
             found.waits.setdefault(wait.id, clock.at(wait.t) - base_ns)
     found.threads = max((line["threads"] for line in file.windows if _is_count(line.get("threads"))), default=1)
     windows = _find_windows(file)
@@ -61,7 +61,7 @@ def step_times(path: str | None, base_ns: int, number: int) -> StepTimes:
     touched = {step for one in windows.values() for step in range(one.start - 1, one.stop + 1)}
     own_steps: list[int] = []
     unprofiled: list[tuple[int, int, int]] = []
-    waits = sorted((wait.t, wait.took) for wait in file.waits if wait.stood in _PYTHON_WAITS)
+    waits = sorted((wait.t, wait.took) for wait in file.waits if wait.waited_in in _PYTHON_WAITS)
     for (begin, step), (end, _) in pairwise(sorted((line["t"], line["step"]) for line in file.steps if _is_mark(line))):
         if step in own:
             found.profiled_ns.append(end - begin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from crossrank.comm import CommRecord, Group
-from crossrank.recording import STOOD
+from crossrank.recording import WAITED_IN
 from crossrank.tools.analysis.exposed import Exposed, exposed_of
 from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.rank_trace import HostWaits, RankTrace, TraceBuilder
@@ -18,19 +18,19 @@ SEEN = (
 
 
 def rank(number: int, *waits: tuple[int, float, float, str], steps: int = 0, backend: str = "gloo") -> RankTrace:
-    """A rank with calls 0 (`a.py:1`) and 1 (C++), and its waits: (row, begin and end in ms, in what it stood).
+    """A rank with calls 0 (`a.py:1`) and 1 (C++), and its waits: (row, begin and end in ms, what it waited in).
     Iterations take 10 ms."""
     trace = RankTrace(rank=number, path="", source="comms", backend=backend)
     builder = TraceBuilder(trace, [Group(pg="0", size=2)])
     for id, source in enumerate(("a.py:1", None)):
         record = CommRecord(id=id, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, seq=id + 1, source=source)
         builder.add(record, called=1)
-    rows, begins, ends, stood = zip(*waits, strict=True) if waits else ((), (), (), ())
+    rows, begins, ends, waited_in = zip(*waits, strict=True) if waits else ((), (), (), ())
     trace.host_waits = HostWaits(
         array("q", rows),
         array("q", [round(begin * MS) for begin in begins]),
         array("q", [round(end * MS) for end in ends]),
-        array("B", map(STOOD.index, stood)),
+        array("B", map(WAITED_IN.index, waited_in)),
     )
     trace.steps = [(step, step * 10 * MS) for step in range(steps + 1)]
     return trace
@@ -42,15 +42,36 @@ def exposed(*ranks: RankTrace) -> Exposed:
     return found
 
 
-def test_time_is_summed_by_the_line_of_the_call_and_by_what_the_host_stood_in() -> None:
+def test_time_is_summed_by_the_line_of_the_call_and_by_where_the_host_waited() -> None:
     found = exposed(
         rank(0, (0, 1, 3, "wait"), (0, 4, 4.5, "wait"), (1, 5, 6, "launch")),
         rank(1, (0, 0, 0.25, "wait"), (-1, 7, 8, "wait_tensor")),
     )
     assert found.lines == [
-        {"source": "a.py:1", "op": "all_reduce", "stood": "wait", "waits": 3, "exposed_ms": 2.75, "longest_ms": 2.0},
-        {"source": "(C++)", "op": "all_reduce", "stood": "launch", "waits": 1, "exposed_ms": 1.0, "longest_ms": 1.0},
-        {"source": "(not known)", "op": "", "stood": "wait_tensor", "waits": 1, "exposed_ms": 1.0, "longest_ms": 1.0},
+        {
+            "source": "a.py:1",
+            "op": "all_reduce",
+            "waited_in": "wait",
+            "waits": 3,
+            "exposed_ms": 2.75,
+            "longest_ms": 2.0,
+        },
+        {
+            "source": "(C++)",
+            "op": "all_reduce",
+            "waited_in": "launch",
+            "waits": 1,
+            "exposed_ms": 1.0,
+            "longest_ms": 1.0,
+        },
+        {
+            "source": "(not known)",
+            "op": "",
+            "waited_in": "wait_tensor",
+            "waits": 1,
+            "exposed_ms": 1.0,
+            "longest_ms": 1.0,
+        },
     ]
     assert (found.waits, found.of_no_call, found.calls_without) == (5, 1, 1)
     assert (found.per_step_ms, found.share, found.steps) == (None, None, None)
@@ -66,7 +87,7 @@ def test_the_end_of_a_backward_pass_waits_for_all_calls_that_cpp_made_in_it() ->
         record = CommRecord(id=id, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, api=api, step=step)
         builder.add(record, called=1)
     trace.host_waits = HostWaits(
-        array("q", [2]), array("q", [5 * MS]), array("q", [9 * MS]), array("B", [STOOD.index("backward")])
+        array("q", [2]), array("q", [5 * MS]), array("q", [9 * MS]), array("B", [WAITED_IN.index("backward")])
     )
     trace.steps = [(1, 0), (2, 10 * MS), (3, 20 * MS)]
     found = exposed(trace)

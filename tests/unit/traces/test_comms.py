@@ -156,7 +156,7 @@ def test_waits_are_joined_to_their_calls_and_placed_before_the_next_one(tmp_path
     )
     found = read_comms(write(tmp_path / "rank-3.comms.jsonl", *lines))
     host = found.host_waits
-    assert list(zip(host.row, host.began, host.ended, host.stood, strict=True)) == [
+    assert list(zip(host.row, host.began, host.ended, host.waited_in, strict=True)) == [
         (0, WALL + 2500, WALL + 2600, 0),
         (0, WALL + 3500, WALL + 3510, 0),
         (-1, WALL + 3600, WALL + 3605, 0),

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import polars as pl
 
-from crossrank.recording import STOOD
+from crossrank.recording import WAITED_IN
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.tables import KEYS, TABLES
 from crossrank.tools.traces.rank_trace import STATES, RankTrace
@@ -83,7 +83,7 @@ def waits(trace: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
             {
                 "rank": np.full(len(host), trace.rank or 0),
                 "row": _column(host.row),
-                "stood": pl.Series(STOOD).gather(_column(host.stood)),
+                "waited_in": pl.Series(WAITED_IN).gather(_column(host.waited_in)),
                 "began_ns": _column(host.began),
                 "ended_ns": _column(host.ended),
             }

@@ -12,7 +12,7 @@ MS = 1_000_000
 
 def times(folder: Path, sizes: list[int], waits: list[tuple[str, int, int]] = []) -> StepTimes:  # noqa: B006
     """Of steps of 10 ms, each with one call of that many bytes, and a window over the second; `waits` are (where it
-    stood, begin, ms)."""
+    waited_in, begin, ms)."""
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n"}
     lines: list[object] = [{"header": header | {"clock": {"t": 0, "wall": 0}}}]
     lines.append({"group": {"pg": "0", "size": 2, "ranks": [0, 1]}})
