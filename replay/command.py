@@ -161,7 +161,7 @@ def _replay_once(
         check_backend_name(given.backend)
     plan = _change_plan(recorded, given, lead.place.world_size if lead is not None else None)
     if given.compute:
-        from crossrank.replay.run.operations import leave_out_refused
+        from crossrank.replay.run.allowed_operations import leave_out_refused
 
         leave_out_refused(plan, given.imports)
     if given.save_plan is not None:

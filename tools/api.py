@@ -18,7 +18,7 @@ from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.analysis.overlap import overlap_frame
-from crossrank.tools.analysis.waiting import arrivals, openings
+from crossrank.tools.analysis.waiting import count_arrivals, openings
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
@@ -224,7 +224,7 @@ class LoadedJob:
 
     def stragglers(self) -> Answer:
         """Return how often each rank arrives first and last, and how long others wait for it."""
-        frame, left_out = arrivals(self._tables), openings(self._tables)
+        frame, left_out = count_arrivals(self._tables), openings(self._tables)
         texts = [f"skipped: {plural(left_out, 'collective')} at the start of a rank's window"] if left_out else []
         if not frame["last"].sum():
             frame = frame.clear()

@@ -20,10 +20,10 @@ import torch
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import peak_memory
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan, flat_results, slots_in
+from crossrank.replay.run.allowed_operations import find_operations, refusal
 from crossrank.replay.run.compute_device import DeviceStreams, fill_blocks
 from crossrank.replay.run.host_time import gaps_of, host_times, profiled, shortened, slowness
 from crossrank.replay.run.messages import Computed
-from crossrank.replay.run.operations import find_operations, refusal
 from crossrank.replay.run.pacing import idle, make_busy
 from crossrank.replay.run.place_launches import place_launches
 from crossrank.replay.run.program import Program

@@ -72,7 +72,7 @@ def waiting_of(found: JobTables) -> Waiting | None:
     spread = {place: values for place, *values in of_bin.iter_rows()}
     # A bin without waits has no values.
     p50, p95, most = ([_tenths(spread[at][n] if at in spread else None) for at in places] for n in range(3))
-    arrived = _arrivals(calls, list(found.job.ranks)).with_columns(of="collectives")
+    arrived = _count_arrivals(calls, list(found.job.ranks)).with_columns(of="collectives")
     means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
     mean_of = {(block, place): mean for block, place, mean in means.iter_rows()}
     return Waiting(
@@ -144,15 +144,15 @@ _COUNTED = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expecte
 """Calls with a known wait in a collective with calls of all members, not the first of a profiler window."""
 
 
-def arrivals(found: JobTables) -> pl.DataFrame:
+def count_arrivals(found: JobTables) -> pl.DataFrame:
     """Return one row per rank, over the collectives with calls of all members.
 
     Columns: the number of `collectives`; in how many the rank was `first` or `last`; `waiting_ns`, how long it waited
     for other ranks; `waited_for_ns`, how long others waited for it. Waits at the same time count once."""
-    return _arrivals(_calls(found), list(found.job.ranks))
+    return _count_arrivals(_calls(found), list(found.job.ranks))
 
 
-def lateness(found: JobTables) -> pl.DataFrame:
+def measure_lateness(found: JobTables) -> pl.DataFrame:
     """Return one row per launch: `late_ns`, time from the first rank's start to its own, on aligned clocks;
     `waiting_ns`, its wait for the last rank. Null if ranks cannot be compared."""
     if _has_times(found):
@@ -167,7 +167,7 @@ def lateness(found: JobTables) -> pl.DataFrame:
     return calls.select(late_ns=late, waiting_ns="wait", opens_window=found.of_collective("opens")["opens"])
 
 
-def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
+def _count_arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     wait, rank, last, moment = map(pl.col, ("wait", "rank", "last_rank", "moment"))
     known = calls.lazy().filter(_COUNTED)
     took_part = known.group_by("rank").agg(collectives=pl.len(), last=(rank == last).sum()).collect()

@@ -8,7 +8,7 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.figures import Figures, figures
-from crossrank.tools.analysis.waiting import arrivals
+from crossrank.tools.analysis.waiting import count_arrivals
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
@@ -71,7 +71,7 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
         assert found.waiting.last == [{"rank": late, "last": 1, "of": 1, "cost_ms": 0.07}]
         assert (found.waiting.bins, found.waiting.p50_us, found.waiting.max_us) == ([0.0], [35.0], [70.0])
         assert (found.bandwidth.rows, found.sources[0]["time_ms"]) == ([], None)
-        table = arrivals(match_collectives(Job.match([one.times for one in ranks])))
+        table = count_arrivals(match_collectives(Job.match([one.times for one in ranks])))
         expected = {late: (late, 1, 0, 1, 0, 70_040), 1 - late: (1 - late, 1, 1, 0, 70_040, 0)}
         assert table.rows() == [expected[0], expected[1]]
     other_clock = [Rank(0, host="a"), Rank(1, host="b")]
@@ -153,6 +153,6 @@ def test_calls_that_wait_at_the_same_time_count_once() -> None:
     assert len(found.waiting.bins) == 120
     assert found.waiting.waiters == [{"rank": 0, "waiting_ms": 50.0, "first": 2, "of": 2}]
     assert found.waiting.last == [{"rank": 1, "last": 2, "of": 2, "cost_ms": 50.0}]
-    table = arrivals(match_collectives(Job.match([first.times, second.times])))
+    table = count_arrivals(match_collectives(Job.match([first.times, second.times])))
     assert table.rows() == [(0, 2, 2, 0, 50_000_000, 0), (1, 2, 0, 2, 0, 50_000_000)]
     assert found.matrix.waiting_ms == [[98.0]]

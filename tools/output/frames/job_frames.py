@@ -11,7 +11,7 @@ import polars as pl
 
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.analysis.overlap import overlap_frame
-from crossrank.tools.analysis.waiting import arrivals, lateness
+from crossrank.tools.analysis.waiting import count_arrivals, measure_lateness
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.tables import KEYS, TABLES
@@ -83,7 +83,7 @@ def _calls(found: JobTables) -> Iterator[pl.DataFrame]:
         source, first = _of(found, p2p)
         if any(one.is_p2p == p2p for one in source.kinds):
             launches = source.calls.select("rank", "row", "step", "kind", pl.col("collective") + first)
-            for part in launches.hstack(lateness(source)).iter_slices(1 << 17):
+            for part in launches.hstack(measure_lateness(source)).iter_slices(1 << 17):
                 yield source.about(part, "group", "op", "is_p2p").filter(is_p2p=p2p).drop("kind", "is_p2p")
 
 
@@ -120,7 +120,7 @@ OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame]] = {
     "groups": groups,
     "ranks": ranks,
     "arrivals": arrivals_by_call,
-    "stragglers": arrivals,
+    "stragglers": count_arrivals,
 }
 """Table -> function that returns it."""
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan, Slot, coverage_of
+from crossrank.replay.run.allowed_operations import MISSING, find_operations
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.operations import MISSING, find_operations
 from tests.unit.replay.compute.windows import CPU, compute_of, program_of, slot_of
 
 

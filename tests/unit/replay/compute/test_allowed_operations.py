@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation
-from crossrank.replay.run.operations import MISSING, find_operations, refusal
+from crossrank.replay.run.allowed_operations import MISSING, find_operations, refusal
 
 FROM_FILE = (
     "aten::from_file(str filename, bool? shared=None, int? size=0, *, ScalarType? dtype=None, Layout? layout=None, "
