@@ -93,7 +93,7 @@ _NO_GRAPH = {"graph": "has no effect with --graph"}
 _NO_INIT_METHOD = {"init_method": "sets the meeting point of the ranks, as --init-method does"}
 
 READ = (
-    Option("--trace-path", "the trace to replay (PARAM's name of the argument)", "PATH"),
+    Option("--trace-path", "the same as the argument; PARAM's benchmarks call it so", "PATH"),
     Option(
         "--trace-type",
         "the kind of files to read (default: the best one found)",
@@ -171,7 +171,7 @@ RUN = (
     ),
     Option(
         "--threads",
-        "CPU threads of torch per rank (default: as recorded with --compute, otherwise 1)",
+        "CPU threads of torch per rank (default 1; with replay --compute, as recorded)",
         "N",
     ),
     Option(
@@ -198,7 +198,7 @@ RUN = (
     ),
     Option(
         "--rtol",
-        "relative tolerance of --compare-data (default: 8 roundings of the type, at least 1e-4)",
+        "relative tolerance of --compare-data (default: 8 x eps of the type, at least 1e-4)",
         "F",
         range=(0, 1e6),
         needs="compare-data",
@@ -233,7 +233,8 @@ RUN = (
     ),
     Option(
         "--groups",
-        "groups to measure: all pairs of ranks (default), neighbors (ring), or quarters, eighths … of them (bisect)",
+        "groups to measure. pairs: every two ranks (default). ring: neighbors. bisect: quarters of the ranks, then "
+        "eighths, and so on",
         default="pairs",
         choices=PROBES,
     ),
@@ -241,7 +242,7 @@ RUN = (
 WRITE = (
     Option(
         "-o --output --output-path",
-        "write replay.json, .csv and .html, or probe.json, to DIR",
+        "write the results to DIR (probe.json; of a replay: replay.json, .csv and .html)",
         "DIR",
         dest="output",
     ),
@@ -250,10 +251,10 @@ WRITE = (
         "print times per source line, per step or both: source,step (replay.json and the page have them)",
         "LIST",
     ),
-    Option("--batch --colls-per-batch", "print the time of N calls in a row on each rank", "N"),
+    Option("--batch --colls-per-batch", "time N calls in a row together, on each rank", "N"),
     Option("--json", "print the report as JSON"),
     Option("--save-plan", "write the plan, which you can replay instead of the trace", "FILE"),
-    Option("--dry-run", "show what a replay would cover, but start no process"),
+    Option("--dry-run", "show what would run, but start no process"),
 )
 _GROUPS = {"input": READ, "changes": CHANGE, "execution": RUN, "output": WRITE}
 OPTIONS = {one.name: one for options in _GROUPS.values() for one in options}

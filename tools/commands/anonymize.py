@@ -17,8 +17,9 @@ _SHOWN = 12
 class AnonymizeCommand:
     """Copy a recording or traces and replace what identifies the user or the model: hosts, paths, functions, modules,
     descriptions, serial numbers and ids. Times of day are shifted. The same text gets the same new name on all ranks;
-    its key is not stored. Commands give the same results for the copy, except for names. Fields and files without a
-    rule are skipped and counted. Exit code 1: a file cannot be read, or --verify found a replaced text."""
+    the key that makes the names is not stored. Commands give the same results for the copy, except for names. Fields
+    and files without a rule are skipped and counted. Exit code 1: a file cannot be read, or --verify found a replaced
+    text."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument

@@ -19,7 +19,7 @@ from crossrank.tools.output.console import Columns, print_counts, print_json, ta
 class CheckCommand:
     """Check that ASTRA-sim can read and run Chakra traces of any tool. Every dependency must be a node of the file,
     cycles are not allowed, communication nodes need the required attributes, and groups must be integers in the group
-    file. With several files, also check that the ranks of a group give the same amounts to its collectives. Exit code
+    file. With several files, also check that the ranks of a group have the same sizes in its collectives. Exit code
     1: a trace breaks a rule. 2: a file cannot be read to its end."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

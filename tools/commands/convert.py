@@ -46,33 +46,33 @@ class ConvertCommand:
         add("recording", nargs="+", help=meaning)
         add("-o", "--output", metavar="DIR", help="folder for the traces (default: the folder of the input)")
         meaning = (
-            "all: write every dependency to data_deps (default); data: write dependencies that are only the order of "
-            "a thread to ctrl_deps"
+            "all: put every dependency into data_deps (default); data: put those that are only the order of a thread "
+            "into ctrl_deps"
         )
         add("--deps", choices=("all", "data"), default="all", help=meaning)
         meaning = (
-            "gpu: write only GPU and communication nodes, with their dependencies through the host, which then takes "
-            "no time; ASTRA-sim reports overlap only for such traces"
+            "gpu: write only GPU and communication nodes, in the order that the host imposes, with no time for the "
+            "host; ASTRA-sim reports overlap only for such traces"
         )
         add("--nodes", choices=("all", "gpu"), default="all", help=meaning)
         meaning = "skip the time between the operations of a thread (default: write a node for each such pause)"
         add("--no-pauses", action="store_true", help=meaning)
         meaning = (
             "write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce as "
-            "reduce_scatter, a collective of one rank as computation; shorten threads and streams that overlap, "
-            "because it runs them one after the other"
+            "reduce_scatter, a collective of one rank as computation; where threads or streams of a rank overlap, "
+            "shorten their nodes, because it runs them one after the other"
         )
         add("--lower", choices=("astra-sim",), help=meaning)
         meaning = (
             "with --lower: prepare for ASTRA-sim's roofline, which needs num_ops of every computation on a GPU; write "
-            "a computation without num_ops as one of the host, which keeps its measured time"
+            "a computation without num_ops as a node of the host, with its measured time"
         )
         add("--roofline", action="store_true", help=meaning)
         meaning = "also write the process groups as a metadata node, as Chakra's converter does; ASTRA-sim refuses it"
         add("--group-node", action="store_true", help=meaning)
         add("--strict", action="store_true", help="fail if dependencies form a cycle")
         add("--keep-linked", action="store_true", help="also write rank-N.linked.json.zst")
-        meaning = "with --grow-to N: write equal files only once, as hard links; they then have no rank inside"
+        meaning = "with --grow-to N: write equal files only once, as hard links; they then do not contain their rank"
         add("--dedupe", action="store_true", help=meaning)
         add_growing(parser)
         add_shared(parser, "ranks", "min-match", "json")
@@ -142,9 +142,8 @@ class ConvertCommand:
 
 
 def _print(results: Sequence[ConvertedRank], folder: str) -> None:
-    print_fact(
-        "converted", f"{plural(len(results), 'trace')} of a rank and window; {sum(map(_nodes, results)):,} nodes"
-    )
+    ranks, windows = (plural(len({getattr(one, name) for one in results}), name) for name in ("rank", "window"))
+    print_fact("converted", f"{ranks} and {windows}, with {sum(map(_nodes, results)):,} nodes")
     print_fact("wrote", f"{folder}/*.et and {GROUPS}; next: crossrank check, or a simulator")
     table_of(results, _COLUMNS, limit=_SHOWN).print("Chakra traces")
     for name, title in (("dependencies", "Dependencies, by kind"), ("lowered", "Lowered to what ASTRA-sim runs")):
@@ -168,13 +167,14 @@ def _nodes(result: ConvertedRank, *kinds: str) -> int:
 
 
 _COLUMNS: Columns[ConvertedRank] = (
-    ("rank", lambda result: result.name.removeprefix("rank ")),
+    ("rank", lambda result: "-" if result.rank is None else result.rank),
+    ("window", lambda result: result.window),
     ("#nodes", lambda result: f"{_nodes(result):,}"),
-    ("#on the host", lambda result: f"{_nodes(result, _HOST):,}"),
-    ("#pauses", lambda result: f"{_nodes(result, _PAUSE):,}"),
+    ("#on the\nhost", lambda result: f"{_nodes(result, _HOST):,}"),
+    ("#pauses of\nthe host", lambda result: f"{_nodes(result, _PAUSE):,}"),
     ("#on GPUs", lambda result: f"{_nodes(result, _GPU):,}"),
-    ("#communications", lambda result: f"{_nodes(result) - _nodes(result, _HOST, _PAUSE, _GPU):,}"),
-    ("#dependencies", lambda result: f"{sum(result.converted.dependencies.values()):,}"),
-    ("#implied", lambda result: f"{result.converted.implied:,}"),
+    ("#commu-\nnications", lambda result: f"{_nodes(result) - _nodes(result, _HOST, _PAUSE, _GPU):,}"),
+    ("#depen-\ndencies", lambda result: f"{sum(result.converted.dependencies.values()):,}"),
+    ("#dropped as\nredundant", lambda result: f"{result.converted.implied:,}"),
     ("#size", lambda result: f"{result.size / 1e6:.2f} MB"),
 )

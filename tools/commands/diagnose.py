@@ -41,8 +41,8 @@ class DiagnoseCommand:
         add("--allow-missing", action="store_true", help=meaning)
         add("--world-size", type=int, metavar="N", help="number of ranks of the job, if no file has it")
         meaning = (
-            f"read only the unfinished calls of each dump and the N calls before them (at least {WINDOW}), and comms "
-            "files only of ranks that made calls after their dump; for jobs of thousands of ranks"
+            "for thousands of ranks: of each dump, read only the unfinished calls and the N calls before them (N is "
+            f"{WINDOW} or more); read comms files only of ranks that made calls after their dump"
         )
         add("--last", type=_count, metavar="N", help=meaning)
         meaning = (
@@ -93,7 +93,7 @@ def _read(arguments: argparse.Namespace) -> Evidence:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and WINDOW <= int(text) < 1 << 31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of calls of at least {WINDOW}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of calls; give {WINDOW} or more")
     return int(text)
 
 

@@ -28,7 +28,7 @@ class InspectCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = "a recording (the folder TRACING_DIR), one comms file, an fsspec URL, or FILE.et"
         parser.add_argument("recording", help=meaning)
-        meaning = "number of source lines to list (default 10); lists four times as many groups"
+        meaning = "number N of source lines to list (default 10), and of 4 x N groups"
         parser.add_argument("--top", type=_count, default=10, metavar="N", help=meaning)
         add_shared(parser, "json")
 
@@ -128,7 +128,7 @@ def _share(part: int, whole: int) -> str:
 _BYTES: tuple[str, Callable[[dict[str, Any]], object]] = ("#bytes", lambda row: amount(row["bytes"]))
 _OPERATIONS = (
     ("operation", itemgetter("op")),
-    ("called as", itemgetter("api")),
+    ("API call", lambda row: "- (from C++)" if row["api"] == "(C++)" else row["api"]),
     ("#calls", itemgetter("calls")),
     _BYTES,
     ("#bytes/call", lambda row: amount(row["bytes"] / row["calls"])),

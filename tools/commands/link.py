@@ -34,7 +34,7 @@ _COUNTED = {
     "kineto_unmatched": "Kineto host events without an operation in the execution trace",
     "activities_unlinked": "GPU activities without a host operation, kept in the graph",
     "activities_outside": "Skipped GPU activities",
-    "syncs_unresolved": "Synchronizations without a dependency",
+    "syncs_unresolved": "Waits of the host without a dependency",
 }
 """Counts of a report -> the heading above their totals."""
 _EXTENSIONS = {"zst": ".zst", "gz": ".gz", "none": ""}
@@ -215,7 +215,7 @@ def _print(results: Sequence[LinkedRank], linked: Sequence[LinkedRank], groups: 
     warnings = _warnings(linked)
     for text, ranks in warnings[:_WARNINGS]:
         print()
-        print_fact("note", f"{text} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
+        print_fact("note", f"{', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''}: {text}")
     if len(warnings) > _WARNINGS:
         print(f"\n… and {len(warnings) - _WARNINGS} more notes (--json shows all)")
 
@@ -234,7 +234,7 @@ def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:
     for text, given in found.items():
         for column in zip(*(numbers for numbers, _ in given), strict=True):
             low, high = min(column), max(column)
-            text = text.replace("\0", str(low) if low == high else f"{low}…{high}", 1)
+            text = text.replace("\0", str(low) if low == high else f"{low} to {high}", 1)
         merged.append((text, list(dict.fromkeys(name for _, name in given))))
     return sorted(merged, key=lambda item: -len(item[1]))
 
@@ -273,17 +273,19 @@ def _left_out(result: LinkedRank) -> int:
 
 
 _RANKS: Columns[LinkedRank] = (
-    ("rank", lambda result: result.name.removeprefix("rank ")),
-    ("#host ops", lambda result: f"{result.report.host_nodes:,}"),
-    ("#matched", lambda result: percent(result.report.host_rate)),
-    ("#GPU", lambda result: f"{sum(result.report.activities.values()) - _left_out(result):,}"),
-    ("#linked", lambda result: percent(result.report.activity_rate) if result.report.activities else "-"),
-    ("#skipped", lambda result: f"{_left_out(result):,}"),
-    ("#comms", lambda result: f"{sum(result.report.communications.values()):,}"),
-    ("#edges", lambda result: f"{sum(result.report.edges.values()):,}"),
+    ("rank", lambda result: "-" if result.rank is None else result.rank),
+    ("window", lambda result: result.window),
+    ("#host\noperations", lambda result: f"{result.report.host_nodes:,}"),
+    ("#host\nmatched", lambda result: percent(result.report.host_rate)),
+    ("#GPU\nactivities", lambda result: f"{sum(result.report.activities.values()) - _left_out(result):,}"),
+    ("#GPU\nlinked", lambda result: percent(result.report.activity_rate) if result.report.activities else "-"),
+    ("#GPU\nskipped", lambda result: f"{_left_out(result):,}"),
+    ("#commu-\nnications", lambda result: f"{sum(result.report.communications.values()):,}"),
+    ("#depen-\ndencies", lambda result: f"{sum(result.report.edges.values()):,}"),
 )
 _GROUPS: Columns[GroupRow] = (
-    ("group", _group_name),
+    ("group", lambda row: row.pg or "(named by an address)"),
+    ("window", lambda row: row.window),
     ("#members", lambda row: len(row.ranks) or "unknown"),
     ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "unknown"),
     ("#collectives per rank", _counts),

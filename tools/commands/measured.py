@@ -15,7 +15,7 @@ def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[st
     """Add the options that `read_measured` reads, and `shared` ones. `sources` are the choices of --source."""
     parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or files")
     add_source(parser, sources)
-    meaning = "read only these ranks, for example 0-7,12; times of groups with other ranks then include waiting time"
+    meaning = "read only these ranks, for example 0-7,12; if a group has other members, its times include waiting time"
     add_shared(parser, "ranks", *shared, "json", ranks=meaning)
 
 

@@ -167,6 +167,6 @@ def _print(output: str, size: int, found: Figures) -> None:
             shown = f"{least}{percent(exposed.share)} of step time, {median} per step (median)"
         print_fact(
             "exposed",
-            f"{shown}: the waits of the hosts, in all recorded steps; {plural(exposed.calls_without, 'call')} without "
-            "a recorded wait",
+            f"{shown}: the time that hosts waited, over all recorded steps; "
+            f"{plural(exposed.calls_without, 'call')} without a recorded wait",
         )

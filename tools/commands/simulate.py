@@ -51,10 +51,10 @@ T = TypeVar("T")
 
 
 class SimulateCommand:
-    """Simulate the windows of a recording: when each node runs if only dependencies delay it, how long it takes, and
-    why. A communication takes its measured time, or the time of a modelled network (--network, --intra, --inter).
-    --compute scales computation. --grow-to N simulates the job with N ranks. Exit code 1: a rank failed, lost part of a
-    file or matched less than --min-match, or the ranks of a group made different collectives."""
+    """Simulate the windows of a recording: when each operation runs if only its dependencies delay it, how long the
+    window takes, and why. A communication takes its measured time, or the time of a modelled network (--network,
+    --intra, --inter). --compute scales computation. --grow-to N simulates the job with N ranks. Exit code 1: a rank
+    failed, lost part of a file or matched less than --min-match, or the ranks of a group made different collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = "a recording, a folder of traces, the two files of one rank, or linked traces"

@@ -49,7 +49,7 @@ def alignment_text(clocks: Clocks) -> str:
     far = f"{microseconds(residual['p50'])} us (p50), {microseconds(residual['max'])} us (max)"
     if clocks.count > 1:
         return f"{clocks.note}; remaining difference {far}"
-    return f"{clocks.note}; ends of a collective differ by {far}"
+    return f"{clocks.note}; ranks leave the same collective {far} apart"
 
 
 def print_bandwidth(result: Bandwidth) -> None:
@@ -75,12 +75,12 @@ def print_bandwidth(result: Bandwidth) -> None:
         print_fact("measured", f"{TIMED_BY[source]} ({plural(count, 'rank')})")
     if overlap is not None:
         print_fact(
-            "time",
-            f"over {overlap.windows:,} traced steps or windows of {plural(overlap.of_ranks, 'rank')}, measured on the "
-            f"{' and the '.join(overlap.measured_on)}",
+            "shares",
+            f"of the time of {overlap.windows:,} traced steps or windows, over {plural(overlap.of_ranks, 'rank')}, "
+            f"measured on the {' and the '.join(overlap.measured_on)}",
         )
     print_fact("clocks", alignment_text(result.clocks))
-    print_counts("Communication kernels with a call, by method of matching", result.attributed.items())
+    print_counts("Measured times with a call, by source", result.attributed.items())
     print_counts("Not matched to a call", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())
     if result.unattributed_ms:
@@ -96,7 +96,7 @@ _MEASURED: tuple[Column, ...] = (
     ("#ranks", lambda row: row["ranks"] or "-"),
     ("#collectives", lambda row: f"{row['collectives']:,}"),
     ("#upper\nbounds", lambda row: row["upper_bounds"] or ""),
-    ("#bytes", lambda row: amount(row["bytes"], row["unsized"])),
+    ("#bytes,\ncounted once", lambda row: amount(row["bytes"], row["unsized"])),
     ("#time\np50 us", _of("time_us", "p50", microseconds)),
     ("#time\np95 us", _of("time_us", "p95", microseconds)),
     ("#time\nmax us", _of("time_us", "max", microseconds)),

@@ -20,7 +20,7 @@ from crossrank.text import amount, microseconds, milliseconds, percent, percents
 from crossrank.tools.analysis.diagnosis.findings import group_text
 from crossrank.tools.output.bandwidth import alignment_text
 from crossrank.tools.output.charts import Chart
-from crossrank.tools.output.diagnosis.verdict import clocks_text, compared_text, facts, finding_call
+from crossrank.tools.output.diagnosis.verdict import clocks_text, compared_text, facts, finding_call, frame_lines
 
 _TEMPLATES = Path(__file__).with_name("pages")
 _FILTERS = {
@@ -30,6 +30,7 @@ _FILTERS = {
     "clocks": clocks_text,
     "compared": compared_text,
     "facts": facts,
+    "frames": frame_lines,
     "group": group_text,
     "ms": milliseconds,
     "number": lambda count: f"{count:,}",

@@ -36,7 +36,7 @@ _ROWS: Columns[ReplayRow] = (
     ("group", lambda row: row.pg),
     ("#ranks", lambda row: row.ranks),
     ("size", lambda row: size_text(row.size_to)),
-    ("#calls", lambda row: row.calls),
+    ("#collectives", lambda row: row.calls),
     ("#time\np50 us", lambda row: microseconds(row.time_us.p50)),
     ("#time\np95 us", lambda row: microseconds(row.time_us.p95)),
     ("#time\np99 us", lambda row: microseconds(row.time_us.p99)),
@@ -48,7 +48,7 @@ _ROWS: Columns[ReplayRow] = (
 _COMPARED: Columns[Compared] = (
     ("operation", lambda row: row.op),
     ("size", lambda row: size_text(row.size_to)),
-    ("#calls", lambda row: row.calls),
+    ("#timed\ncalls", lambda row: row.calls),
     ("#call\nrecorded us", lambda row: microseconds(row.recorded_us)),
     ("#call\nreplayed us", lambda row: microseconds(row.replayed_us)),
     ("#call\nratio", lambda row: f"{row.ratio:.2f}"),
@@ -128,7 +128,7 @@ def step_lines(step: StepComparison) -> list[str]:
             f"{plural(step.recorded_steps, 'step')} outside windows, without a profiler"
             + (f"; {step.other_steps:,} other steps made other calls)" if step.other_steps else ")")
             if step.ratio is not None and step.recorded_ms is not None
-            else "and the recording has no step with the same calls outside windows to compare it with"
+            else "without a recorded step to compare it with: no step outside the windows has the same calls"
         )
     ]
     if step.error is not None and step.own_ratio is not None and step.noise is not None:
@@ -154,7 +154,7 @@ def step_lines(step: StepComparison) -> list[str]:
         exposed += f" ({milliseconds(step.recorded_exposed_ms)} in the recorded window)"
     host = f"host time between operations {milliseconds(step.host_ms)}"
     if step.host_once_ms >= 0.1:
-        host += f", without {milliseconds(step.host_once_ms)} of pauses that only single steps had"
+        host += f" (and {milliseconds(step.host_once_ms)} of pauses that only one recorded step had, not replayed)"
     lines.append(f"{exposed}; {host}")
     lines.append(
         f"Memory: {amount(step.bytes_per_rank)} planned for the tensors of a rank, peak {amount(step.peak_bytes)} per "
@@ -190,7 +190,7 @@ def comparison_text(comparison: Comparison) -> str:
         "No call has a recorded duration"
         if not comparison.calls
         else (
-            f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
+            f"Relative error of each timed call ({comparison.calls:,}): {percent(comparison.error_p50)} median, "
             f"{percent(comparison.error_p95)} p95; {plural(comparison.without_time, 'call')} without a recorded time"
         )
     )
@@ -213,12 +213,13 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     title = f"Replayed with {settings.backend}: {settings.repeats} passes after {settings.warmup} warm-up passes"
     if report.rows:
         found["rows"].print(title)
+        print("  time: from the last rank's arrival to the last rank's end; waiting: until the last rank's arrival")
     else:
         print(f"\n{title}; there is no communication")
     late = sum(row.late_ends for row in report.rows)
     if late:
-        only = f"for {plural(late, 'call')} only a wait shows the end"
-        print(f"  {only}: the time is an upper bound, and the bandwidth is unknown")
+        ops = ", ".join(dict.fromkeys(row.op for row in report.rows if row.late_ends))
+        print(f"  {ops}: the end of {plural(late, 'call')} is known only from a wait, so the time is an upper bound")
     for name in by:
         if found[name].rows:
             found[name].print(f"{_BLOCKS[name]}, all calls together, per pass")
@@ -232,8 +233,6 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     text = f"End to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)})"
     if report.step is None:  # with computation, the time is not the cost of the calls
         text += f"; {report.cpu_us_per_call:.1f} us CPU per call and rank"
-    if report.rows:
-        text += "; times are from the last arrival to the last end"
     print(f"\n{text}" + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else ""))
     if report.step is not None:
         title = (
@@ -245,7 +244,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if report.comparison is not None:
         if report.comparison.rows:
             found["compared"].print(
-                "Replayed and recorded: completion on each rank, and time of the collective (medians)"
+                "Replayed and recorded (medians): calls from their start on a rank, collectives from the last arrival"
             )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
             print(
@@ -263,7 +262,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if report.check is not None and report.check.failures:
         found["failures"].print(f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)")
     elif report.check is not None:
-        print(f"\nChecked: all {report.check.tensors:,} results are correct")
+        print(f"\nChecked: all {report.check.tensors:,} output tensors are correct")
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------

@@ -43,10 +43,12 @@ def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> N
         ("thread or stream", lambda one: one[0][1]),
         ("#busy ms", lambda one: _ms(one[1])),
         ("#share of time", lambda one: percent(one[1] / whole)),
-        ("#rank waits\nms", lambda one: _ms(simulation.waiting_ns[one[0][0]])),
     )
     busiest = sorted(simulation.busy_ns.items(), key=lambda one: -one[1])
     table_of(busiest, columns, limit=_BUSIEST).print("Busiest threads and streams")
+    waits: Columns[tuple[int, int]] = (("rank", lambda one: one[0]), ("#waiting ms", lambda one: _ms(one[1])))
+    longest = sorted(simulation.waiting_ns.items(), key=lambda one: -one[1])
+    table_of(longest, waits, limit=_BUSIEST).print("Waiting time of each rank in communication")
 
 
 def print_beside(simulations: Mapping[int, Simulation], astra: Sequence[AstraRun]) -> None:

@@ -42,7 +42,12 @@ def main_stack(ending: Ending) -> OwnStack | None:
 
 
 def is_users(frame: Frame) -> bool:
-    return _LIBRARY.search(frame.filename) is None and RECORDER not in frame.filename
+    return not is_library(frame.filename) and RECORDER not in frame.filename
+
+
+def is_library(text: str) -> bool:
+    """Return whether a path, or a frame as text, is of a package or of Python's own library."""
+    return _LIBRARY.search(text) is not None
 
 
 def may_wait(ending: Ending) -> bool:

@@ -27,7 +27,7 @@ elsewhere has its own: ("communication", its id)."""
 
 # Names of nodes that represent no operation of the trace.
 PAUSE = "host between operations"
-LATE = "before the rank starts"
+LATE = "late start of the rank"
 MESSAGES_END = "end of the messages"
 WORLD = "0"
 _MAX_INT = (1 << 31) - 1

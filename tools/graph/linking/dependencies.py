@@ -134,7 +134,7 @@ def work_waits(
         thread = threads.get(work.tid, [])
         at = bisect_left(thread, end, key=_start_of)
         if at == len(thread):
-            unresolved["no operation after the wait in the execution trace"] += 1
+            unresolved["the execution trace ends first"] += 1
             continue
         target, slack = thread[at], _start_of(thread[at]) - end
         if communication.record.is_async is False:
@@ -142,7 +142,7 @@ def work_waits(
         elif slack <= PAUSE_NS and _is_waiting(thread, at, end, slack):
             yield Edge(work.id, target.id, "sync", inferred=True, slack_ns=slack)
         else:
-            unresolved["no operation waits for the end of a Work"] += 1
+            unresolved["the next operation of the thread starts later than the end of the Work"] += 1
 
 
 def _is_waiting(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:

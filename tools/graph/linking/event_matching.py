@@ -237,8 +237,8 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
     if not corrected:
         return []
     return [
-        f"{len(corrected)} operation(s) have a recorded caller that was not running when they started "
-        f"(first: node {corrected[0]}); crossrank takes their caller from the Kineto trace"
+        f"{len(corrected)} operations have a wrong caller in the execution trace (first: operation {corrected[0]}), so "
+        "their caller is from the Kineto trace"
     ]
 
 

@@ -66,7 +66,9 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
         return Inputs(pairs=[_pair_two_files(paths[0], paths[1])], problems=[])
     files = discover(paths)
     if not is_folder(paths[0]):
-        raise CrossrankError(f"{paths[0]} is one file; give the other file of the pair too, or the folder of both")
+        raise CrossrankError(
+            f"{paths[0]} is one file; give the execution trace and the Kineto trace of a rank, or the folder of both"
+        )
     if ranks is not None:
         files = [file for file in files if file.rank is None or file.rank in ranks]
     inputs = pairs_of(files)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from crossrank.tools.analysis.diagnosis.findings import KINDS, LACKS_EVIDENCE, Diagnosis, Finding, group_text
-from crossrank.tools.output.diagnosis.verdict import finding_call, stragglers_table
+from crossrank.tools.output.diagnosis.verdict import WAITS, finding_call, stragglers_table
 
 _MOST_CELLS = 1024
 """Largest job with one cell per rank."""
@@ -33,6 +33,7 @@ def shown(diagnosis: Diagnosis, limit: int) -> dict[str, object]:
         "tone": {"ok": "good", "error": "bad"}.get(diagnosis.verdict, "none"),
         "cells": merge_cells(list(_cells(diagnosis))),
         "stragglers": stragglers_table(diagnosis.stragglers, limit),
+        "waits": WAITS,
         "following": following,
     }
 

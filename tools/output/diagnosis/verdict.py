@@ -19,6 +19,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
     group_text,
     rank_text,
 )
+from crossrank.tools.analysis.diagnosis.main_threads import is_library
 from crossrank.tools.output.console import Table, print_fact, print_notes, table_of
 
 _ROWS = 12
@@ -26,6 +27,8 @@ _FRAMES = 16
 _AFTER_EXCEPTION = "read the log of rank {culprits}: its exception is the cause"
 _WITHOUT_CULPRIT = ("raised", "not_recorded", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle")
 """Kinds of findings that need no culprit."""
+WAITS = "from the first rank's call to the last rank's, over all recorded collectives"
+"""What the waits in the table of stragglers are."""
 _VERDICTS = {
     "ok": "no fault found",
     "error": "a fault was found",
@@ -102,14 +105,11 @@ def compared_text(diagnosis: Diagnosis) -> str:
 
 
 def clocks_text(diagnosis: Diagnosis) -> str:
-    """Return how exact the waiting times in the table of stragglers are."""
-    text = "from the first rank's call to the last rank's, in every recorded collective, by the clocks of the hosts"
+    """Return how exact the waits in the table of stragglers are."""
     if diagnosis.clocks is None:
-        return text
+        return "unknown"
     residual = diagnosis.clocks.residual_ms
-    return f"{text}; {diagnosis.clocks.note}" + (
-        f"; remaining difference up to {milliseconds(residual)}" if residual else ""
-    )
+    return diagnosis.clocks.note + (f"; remaining difference up to {milliseconds(residual)}" if residual else "")
 
 
 def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
@@ -123,7 +123,7 @@ def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
             ("#wait\np50", lambda row: milliseconds(row.wait_ms["p50"])),
             ("#wait\np95", lambda row: milliseconds(row.wait_ms["p95"])),
             ("#wait\nmax", lambda row: milliseconds(row.wait_ms["max"])),
-            ("last at\nmax", lambda row: f"rank {row.max_rank}"),
+            ("last in\nthe longest", lambda row: f"rank {row.max_rank}"),
             ("#wait\ntotal", lambda row: milliseconds(row.wait_ms["total"])),
         ),
         limit=limit,
@@ -159,7 +159,8 @@ def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     print_fact("read", f"{len(diagnosis.ranks)} of {diagnosis.world_size} ranks ({rank_ranges(diagnosis.ranks)})")
     print_fact("compared", compared_text(diagnosis))
     if stragglers:
-        print_fact("waits", clocks_text(diagnosis))
+        print_fact("waits", WAITS)
+        print_fact("clocks", clocks_text(diagnosis))
 
 
 def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
@@ -180,10 +181,16 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
         print(f"   {'':<12} … and {len(follow) - _ROWS} more (--json shows all)")
 
 
+def frame_lines(place: Place) -> list[str]:
+    """Return the frames of the user's code, then those of libraries below a title."""
+    first = next((number for number, frame in enumerate(place.frames) if is_library(frame)), 0)
+    return [*place.frames[:first], *(["inside libraries:"] if first else []), *place.frames[first:]]
+
+
 def _print_places(places: Sequence[Place]) -> None:
     """Print stacks side by side if the terminal is wide enough."""
     width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
-    columns = [[f"rank {place.rank}, {place.role}: {place.what}", *place.frames[:_FRAMES]] for place in places]
+    columns = [[f"rank {place.rank}, {place.role}: {place.what}", *frame_lines(place)[:_FRAMES]] for place in places]
     columns = [list(map(printable, column)) for column in columns]
     left = max(map(len, columns[0])) if len(columns) == 2 else width
     if left <= (width - 3) // 2 - 2:
