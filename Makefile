@@ -121,7 +121,7 @@ gpu-wheels: $(STAMP)
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
 	  --requirement tests/gpu/wheels.txt
 
-# The compiled kernel under AddressSanitizer, UBSan and ThreadSanitizer: two ranks for about 13 minutes on two cores.
+# The compiled recorder under AddressSanitizer, UBSan and ThreadSanitizer: two ranks for about 13 minutes on two cores.
 sanitize: $(STAMP)
 	$(BIN)/python -m tests.sanitize
 

@@ -148,7 +148,7 @@ def calls(rounds: int, number: int) -> None:
         thread, process, untraced, inactive = [], [], [], []
         for _ in range(rounds):
             without = cpu_per_call(call, count, wait_for_writer)
-            with recorded(directory=folder, flight=False, kernel=kernel):
+            with recorded(directory=folder, flight=False, recorder=kernel):
                 call()
                 wait_for_writer()
                 recorder = api._current.recorder  # type: ignore[union-attr]
@@ -214,7 +214,7 @@ def threads(rounds: int, number: int) -> None:
         added, untraced = [], []
         for _ in range(rounds):
             without = us_per_call(count)
-            with recorded(directory=folder, flight=False, kernel=kernel):
+            with recorded(directory=folder, flight=False, recorder=kernel):
                 us_per_call(count)
                 added.append(us_per_call(count) - without)
             untraced.append(without)
@@ -246,7 +246,7 @@ def nvtx_attached(rounds: int, number: int) -> None:
         for _ in range(rounds):
             times = []
             for mode in ("0", "1"):
-                with recorded(directory=folder, flight=False, nvtx=mode, kernel=kernel):
+                with recorded(directory=folder, flight=False, nvtx=mode, recorder=kernel):
                     dist.all_reduce(small)
                     wait_for_writer()
                     times.append(cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0])
@@ -287,7 +287,7 @@ def disk(records: int) -> None:
     )
     for kernel, (name, call) in itertools.product(KERNELS, sizes):
         folder = tempfile.mkdtemp()
-        with recorded(directory=folder, flight=False, kernel=kernel):
+        with recorded(directory=folder, flight=False, recorder=kernel):
             for number in range(records // 10):
                 call(number)
             wait_for_writer()
@@ -365,7 +365,7 @@ def splits(number: int) -> None:
     rows, folder = [], tempfile.mkdtemp()
     for kernel, (name, of_calls) in itertools.product(("none", *KERNELS), kinds.items()):
         if kernel != "none":
-            crossrank.enable(tracing="ALL", directory=f"{folder}/{kernel}-{len(rows)}", flight=False, kernel=kernel)
+            crossrank.enable(tracing="ALL", directory=f"{folder}/{kernel}-{len(rows)}", flight=False, recorder=kernel)
         splits_of_calls = iter(of_calls)
 
         def call(of: Any = splits_of_calls) -> None:

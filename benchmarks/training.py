@@ -67,7 +67,7 @@ class Turns:
         if self._done % self.steps == 0:
             self._taken.clear()
             if part == "settling":
-                crossrank.enable(tracing="ALL", directory=self.folder, flight=False, kernel=self.kernel)
+                crossrank.enable(tracing="ALL", directory=self.folder, flight=False, recorder=self.kernel)
             elif part == "traced":
                 self._calls = api._current.recorder.calls()  # type: ignore[union-attr]
             elif part == "after":

@@ -61,7 +61,7 @@ def enable(
     nsys: bool | None = None,
     node: str | None = None,
     ring: int | None = None,
-    kernel: str | None = None,
+    recorder: str | None = None,
 ) -> Tracing:
     """Record every collective and P2P call of this process from now on.
 

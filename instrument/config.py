@@ -58,7 +58,7 @@ class Config:
     timing: bool = False
     exception_texts: bool = True
     nsys: bool = False
-    kernel: Literal["auto", "compiled", "python"] = "auto"
+    recorder: Literal["auto", "compiled", "python"] = "auto"
     node: str | None = None
     ring: int = 32_768
     """Largest number of calls that wait for the writer thread; further calls are dropped."""
@@ -166,7 +166,7 @@ SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "timing": (_on_off, ("TRACING_TIMING",)),
     "exception_texts": (_on_off, ("TRACING_EXCEPTION_TEXTS",)),
     "nsys": (_on_off, ("TRACING_NSYS",)),
-    "kernel": (_one_of("auto", "compiled", "python"), ("TRACING_KERNEL",)),
+    "recorder": (_one_of("auto", "compiled", "python"), ("TRACING_RECORDER",)),
     "node": (str, ("TRACING_NODE",)),
     "ring": (_ring, ("TRACING_RING",)),
     "gpu_serial": (str, ("GPU_SERIAL",)),

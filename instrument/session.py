@@ -251,7 +251,7 @@ class Session:
                 facts,
                 node=topology.node,
                 gpu=self.gpu.gpu,
-                kernel=self.recorder.kernel,
+                recorder=self.recorder.kernel,
                 blind_spots=self.groups.unseen_kinds(),
             ),
             on_look=self._on_look,

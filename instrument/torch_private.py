@@ -81,7 +81,7 @@ PARTS = {
         "torch.autograd: Variable._execution_engine.run_backward",
     ),
     "waits of backward passes": Part(
-        "with the Python kernel the waits of DDP's reducer are not seen",
+        "with the Python recorder the waits of DDP's reducer are not seen",
         "torch._C: _current_graph_task_id",
     ),
     "flight recorder": Part(

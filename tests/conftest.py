@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     done = cache / sha256("".join(facts).encode()).hexdigest()[:16]
     if not done.exists():  # the tests say what is wrong with it
         strict = os.environ | {"CXX": f"{os.environ.get('CXX', 'c++')} -Werror"}
-        subprocess.run([sys.executable, "-m", "crossrank", "build-kernel"], check=False, env=strict)
+        subprocess.run([sys.executable, "-m", "crossrank", "build-recorder"], check=False, env=strict)
         done.touch()
 
 
@@ -84,7 +84,7 @@ def _clean_environment(recorder_kernel: str) -> Iterator[None]:
         for name in list(os.environ):
             if name.startswith(("TRACING", "TORCH_DISTRIBUTED_TRACING")):
                 patch.delenv(name)
-        patch.setenv("TRACING_KERNEL", recorder_kernel)
+        patch.setenv("TRACING_RECORDER", recorder_kernel)
         yield
 
 

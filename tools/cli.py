@@ -50,8 +50,8 @@ COMMANDS = {
     "probe": ("replay.probe:ProbeCommand", "find the slow rank, node or link, with the sizes of a recording"),
     "minimize": ("tools.commands.minimize:MinimizeCommand", "cut a few steps out of a recording, to share them"),
     "anonymize": ("tools.commands.anonymize:AnonymizeCommand", "remove the names from traces, to share them"),
-    "build-kernel": (
-        "instrument.compiled.command:BuildKernelCommand",
+    "build-recorder": (
+        "instrument.compiled.command:BuildRecorderCommand",
         "compile the C++ recorder before a job needs it",
     ),
 }

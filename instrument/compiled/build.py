@@ -1,10 +1,10 @@
-"""Builds the compiled kernel once per version of torch and Python on a machine, into a folder of the user's.
+"""Builds the compiled recorder once per version of torch and Python on a machine, into a folder of the user's.
 
 The sources are compiled with the machine's own compiler against the headers that torch and Python ship. The reason: the
 dispatcher's boxed kernels, and the process groups among their arguments, are not part of a stable ABI of torch.
 
 A job never waits for that: it takes the kernel that is there (`load`). Where there is none, a process of low priority
-builds one for the next job (`start`); `crossrank build-kernel` does so beforehand (`make`). Why a build failed is
+builds one for the next job (`start`); `crossrank build-recorder` does so beforehand (`make`). Why a build failed is
 written down, and it is not tried again with the same compiler unless somebody asks for it.
 """
 
@@ -63,8 +63,8 @@ _loaded: ModuleType | None = None
 
 
 def load() -> ModuleType:
-    """The compiled kernel that is there. Raises `NotBuiltError` where there is none yet, and `CrossrankError` where it
-    cannot be had: why."""
+    """Return the compiled recorder. Raises `NotBuiltError` if there is none yet, and `CrossrankError` if there can be
+    none, with the reason."""
     global _loaded
     try:
         built = _place()
@@ -80,8 +80,8 @@ def load() -> ModuleType:
                 os.close(descriptor)
         _refuse_known_failure(built)
     except (OSError, RuntimeError) as error:
-        raise CrossrankError(f"the compiled kernel is not available ({one_line(error)})") from error
-    raise NotBuiltError("the compiled kernel is not built yet")
+        raise CrossrankError(f"the compiled recorder is not available ({one_line(error)})") from error
+    raise NotBuiltError("the compiled recorder is not built yet")
 
 
 def _opened(built: Path) -> int | None:
@@ -157,16 +157,16 @@ def build_idly(built: str) -> None:
 def _place() -> Path:
     """Where the kernel for this torch and Python is, or is to be. Raises `CrossrankError` where there can be none."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise CrossrankError("the compiled kernel is untested on a Python without the global interpreter lock")
+        raise CrossrankError("the compiled recorder is untested on a Python without the global interpreter lock")
     if sys.version_info >= _UNTRIED:
-        raise CrossrankError(f"the compiled kernel is untested on Python {platform.python_version()}")
+        raise CrossrankError(f"the compiled recorder is untested on Python {platform.python_version()}")
     return _folder() / f"{_MODULE}-{_fingerprint()}.so"
 
 
 def _refuse_known_failure(built: Path) -> None:
     failure = _failure(built, _compiler())
     if failure.exists():
-        raise CrossrankError(f"{failure.read_text()}; `crossrank build-kernel` tries again")
+        raise CrossrankError(f"{failure.read_text()}; `crossrank build-recorder` tries again")
 
 
 def _import(built: Path, descriptor: int) -> ModuleType:

@@ -1,4 +1,4 @@
-"""`crossrank build-kernel`."""
+"""`crossrank build-recorder`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from crossrank.instrument.compiled import build
 
 
-class BuildKernelCommand:
+class BuildRecorderCommand:
     """Compile the C++ recorder for the torch and the Python that run this command. Takes about 12 s and needs a C++
     compiler.
 

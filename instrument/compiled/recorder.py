@@ -1,4 +1,4 @@
-"""The Python part of the compiled kernel: handles new groups and source lines, opens markers, takes the calls.
+"""The Python part of the compiled recorder: handles new groups and source lines, opens markers, takes the calls.
 
 The kernel calls Python through torch operations in the namespace `crossrank`, which are invisible to users' modes:
 
@@ -36,7 +36,7 @@ _MOST_AT_ONCE = 256
 
 
 class CompiledRecorder(Recorder):
-    """The kernel in C++."""
+    """The recorder in C++."""
 
     kernel = "compiled"
 

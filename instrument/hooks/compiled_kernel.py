@@ -1,4 +1,4 @@
-"""The compiled kernels at torch's dispatcher, and our operations through which they call Python.
+"""The compiled recorders at torch's dispatcher, and our operations through which they call Python.
 
 These operations are defined once and stay: a call may be inside one of them while a session ends. They use the recorder
 of the latest session. `crossrank.instrument.compiled.recorder` documents each.

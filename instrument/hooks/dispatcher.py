@@ -95,7 +95,7 @@ def install(session: Dispatched) -> None:
 
 def make_recorder(session: Recorded) -> Recorder:
     """Return the recorder of a session: compiled, or in Python if the settings ask for it or nothing else works."""
-    wanted: str = session.facts.config.kernel
+    wanted: str = session.facts.config.recorder
     if _kernels is not None:
         there = "python" if _kernels.kind is PythonRecorder else "compiled"
         if wanted not in ("auto", there):
@@ -108,13 +108,13 @@ def make_recorder(session: Recorded) -> Recorder:
     if wanted == "python":
         return _in_python(session)
     try:
-        return CompiledRecorder(session, _loaded(waits=session.facts.config.kernel == "compiled"))
+        return CompiledRecorder(session, _loaded(waits=session.facts.config.recorder == "compiled"))
     except Exception as error:
         return _python_instead(session, error)
 
 
 def _loaded(*, waits: bool) -> ModuleType:
-    """Return the compiled kernel. If there is none yet, build it: now if `waits`, else in the background for the next
+    """Return the compiled recorder. If there is none yet, build it: now if `waits`, else in the background for the next
     job."""
     try:
         return build.load()
@@ -122,7 +122,7 @@ def _loaded(*, waits: bool) -> ModuleType:
         if not waits:
             build.start()
             raise CrossrankError(
-                f"{error}, and is being built for the next job (`crossrank build-kernel` builds it beforehand)"
+                f"{error}, and is being built for the next job (`crossrank build-recorder` builds it beforehand)"
             ) from None
     build.make()
     return build.load()
@@ -131,7 +131,7 @@ def _loaded(*, waits: bool) -> ModuleType:
 def _python_instead(session: Recorded, error: Exception) -> PythonRecorder:
     why = one_line(error) if not isinstance(error, CrossrankError) else str(error)
     log.warning(
-        "crossrank: calls are recorded in Python, which is slower: %s; TRACING_KERNEL=python keeps it so and hides "
+        "crossrank: calls are recorded in Python, which is slower: %s; TRACING_RECORDER=python keeps it so and hides "
         "this line",
         why,
     )
@@ -140,7 +140,7 @@ def _python_instead(session: Recorded, error: Exception) -> PythonRecorder:
 
 def _in_python(session: Recorded, why: str = "") -> PythonRecorder:
     if session.facts.config.timing:
-        log.warning("crossrank: durations of calls on a CPU backend are not recorded: they need the compiled kernel")
+        log.warning("crossrank: durations of calls on a CPU backend are not recorded: they need the compiled recorder")
     return PythonRecorder(session, why)
 
 

@@ -20,7 +20,7 @@ from crossrank.recording import SCHEMA
 from crossrank.text import writable
 
 
-def describe_rank(facts: Facts, *, node: str, gpu: Gpu | None, kernel: str, blind_spots: list[str]) -> dict[str, Any]:
+def describe_rank(facts: Facts, *, node: str, gpu: Gpu | None, recorder: str, blind_spots: list[str]) -> dict[str, Any]:
     """Return the header of this rank, with the fields of `crossrank.recording.Header`."""
     local_rank = os.environ.get("LOCAL_RANK", "")
     config = facts.config
@@ -44,7 +44,7 @@ def describe_rank(facts: Facts, *, node: str, gpu: Gpu | None, kernel: str, blin
             "cuda": torch.version.cuda,
             "nccl": nccl_version(),
             "driver": gpu.driver if gpu else None,
-            "kernel": kernel,
+            "recorder": recorder,
         },
         "config": {name: writable(one) if isinstance(one, str) else one for name, one in asdict(config).items()},
         "all_calls": True,

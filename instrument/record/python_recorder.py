@@ -1,4 +1,4 @@
-"""The kernel in Python.
+"""The recorder in Python.
 
 `before` identifies the call, gives it its numbers and puts a tuple into a ring. `launched` notes the Work that a launch
 returned. They cost about 4 us, in addition to the dispatcher's cost of a call to Python.
@@ -50,10 +50,10 @@ _MOST_WORKS = 2048
 
 
 class PythonRecorder(Recorder):
-    """The kernel in Python."""
+    """The recorder in Python."""
 
     def __init__(self, session: Recorded, why: str = "") -> None:
-        """`why` there is no compiled kernel, if the settings did not ask for this one."""
+        """`why` there is no compiled recorder, if the settings did not ask for this one."""
         super().__init__(session)
         self.kernel = f"python ({why})" if why else "python"
         self._calls: deque[Call] = deque()

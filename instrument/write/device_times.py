@@ -1,7 +1,7 @@
 """Durations of NCCL calls on the device: measured by torch's flight recorder, joined to the recorded calls.
 
 If timing is on, torch measures every call by two events on the device and keeps the durations of the last calls in a
-ring. A thread reads the ring before half of it is new, without stack traces, and with the compiled kernel without the
+ring. A thread reads the ring before half of it is new, without stack traces, and with the compiled recorder without the
 interpreter's lock. The thread may hang: torch queries the device about unfinished calls, and the query waits while
 another thread has CUDA's lock. So only the end of a recording waits for this thread, for a second.
 

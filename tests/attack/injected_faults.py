@@ -1,7 +1,7 @@
 """A training loop that is recorded once for each function of the recorder, which raises an exception at its first call.
 
 `python -m tests.attack.injected_faults` prints the functions whose exception reached the loop, or changed what it
-computes: first with the compiled kernel, then, with the Python kernel and a window, those that did not run before.
+computes: first with the compiled recorder, then, with the Python recorder and a window, those that did not run before.
 With `0 2` it tries the first of every two, with `1 2` the second.
 """
 
@@ -81,7 +81,7 @@ class Injector:
         threading.settrace(self.trace)
         sys.settrace(self.trace)
         try:
-            crossrank.enable(tracing="ALL", directory=folder, kernel=kernel, window="1:2" if window else None)
+            crossrank.enable(tracing="ALL", directory=folder, recorder=kernel, window="1:2" if window else None)
             result = train()
             crossrank.disable()
         finally:

@@ -43,7 +43,7 @@ def test_with_little_memory_left_training_goes_on(megabytes: int, when: str, ker
         + LOOP
         + (limit if when == "before enable()" else "")
         + f"""
-crossrank.enable(tracing="ALL", kernel={kernel!r})
+crossrank.enable(tracing="ALL", recorder={kernel!r})
 loop(20)
 {limit if when != "before enable()" else ""}
 loop(300)

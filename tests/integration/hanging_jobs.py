@@ -59,7 +59,7 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     kernel = ("compiled", "python")[rank % 2]
-    crossrank.enable(directory=folder / "recording", node=f"node-{rank}", kernel=kernel)
+    crossrank.enable(directory=folder / "recording", node=f"node-{rank}", recorder=kernel)
     for _ in range(2):
         dist.all_reduce(torch.ones(8))
     WAYS[name](rank)

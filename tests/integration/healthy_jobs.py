@@ -411,7 +411,7 @@ JOBS: dict[str, Callable[[int], None]] = {
 
 def run_rank(name: str, folder: Path, rank: int) -> None:
     os.environ["STORE"] = str(folder / "store")
-    os.environ["TRACING_KERNEL"] = ("compiled", "python")[rank % 2]
+    os.environ["TRACING_RECORDER"] = ("compiled", "python")[rank % 2]
     slower = init_process_group(rank, RANKS, folder, TIMEOUT)
     crossrank.enable(
         tracing="ALL", directory=folder / "recording", node="one", hang_seconds=HANG_SECONDS * slower, on_hang="abort"

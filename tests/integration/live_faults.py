@@ -655,7 +655,7 @@ BY_NAME = {one.name: one for one in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
 def run_rank(name: str, folder: Path, rank: int) -> None:
     fault = BY_NAME[name]
     os.environ[FOLDER] = str(folder)
-    os.environ["TRACING_KERNEL"] = _KERNELS[rank % 2]
+    os.environ["TRACING_RECORDER"] = _KERNELS[rank % 2]
     slower = init_process_group(rank, fault.ranks, folder, fault.timeout, eager=fault.eager)
     crossrank.enable(
         tracing=fault.tracing,

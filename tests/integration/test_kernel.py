@@ -1,4 +1,4 @@
-"""The compiled kernel: what it records is what the one in Python records, and where it cannot be had that one does."""
+"""The compiled recorder records what the one in Python records. If there can be none, the one in Python records."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ dist.all_reduce(wide, group=dist.new_group([0]))
 
 
 def kernel_of(comms: Recorded) -> str:
-    return comms.header.versions["kernel"] or ""
+    return comms.header.versions["recorder"] or ""
 
 
 @names.needs_reductions
 def test_both_kernels_record_the_same(scripts: Scripts) -> None:
     found = {}
     for kernel in ("compiled", "python"):
-        scripts(folder=kernel, TRACING_KERNEL=kernel).python(MANY_CALLS)
+        scripts(folder=kernel, TRACING_RECORDER=kernel).python(MANY_CALLS)
         comms = scripts(folder=kernel).recorded()
         assert kernel_of(comms) == kernel
         found[kernel] = [msgspec.structs.replace(one, t=0, thread=None) for one in comms.calls]
@@ -129,7 +129,7 @@ def broken_compiler(tmp_path: Path) -> Cache:
 
 
 def test_a_job_without_a_kernel_records_in_python_at_once_and_the_next_one_has_it(cache: Cache) -> None:
-    why = "the compiled kernel is not built yet, and is being built for the next job"
+    why = "the compiled recorder is not built yet, and is being built for the next job"
     said, _, kernel = cache.job("first").rpartition("\n")
     assert said.startswith(f"crossrank: calls are recorded in Python, which is slower: {why}")
     assert "\n" not in said
@@ -151,7 +151,7 @@ def test_ranks_that_start_together_build_once_and_none_waits(cache: Cache) -> No
 
 
 def test_whoever_asks_for_the_compiled_kernel_waits_for_it(cache: Cache) -> None:
-    assert cache.job("first", TRACING_KERNEL="compiled") == "compiled"
+    assert cache.job("first", TRACING_RECORDER="compiled") == "compiled"
     assert cache.niceness() == [0]
 
 
@@ -160,9 +160,9 @@ def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_com
     wait_until(lambda: bool(broken_compiler.files("*.failed")), "nothing says that the build failed", _PATIENCE)
     why = f"{broken_compiler.folder}/c++ failed with exit code 1: "
     for name, kernel in (("second", "auto"), ("third", "compiled")):
-        said = broken_compiler.job(name, TRACING_KERNEL=kernel)
+        said = broken_compiler.job(name, TRACING_RECORDER=kernel)
         assert said.startswith(f"crossrank: calls are recorded in Python, which is slower: {why}"), said
-        assert said.count("`crossrank build-kernel` tries again") == 2  # the line and the header
+        assert said.count("`crossrank build-recorder` tries again") == 2  # the line and the header
     assert len(broken_compiler.niceness()) == 1
 
 
@@ -194,7 +194,7 @@ def _is_free(cache: Cache) -> bool:
 
 
 def test_build_kernel_builds_what_failed_before(broken_compiler: Cache) -> None:
-    command = ["-m", "crossrank", "build-kernel"]
+    command = ["-m", "crossrank", "build-recorder"]
     result = jobs.fork(command, broken_compiler.folder, **broken_compiler.variables)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"crossrank: {broken_compiler.folder}/c++ failed with exit code 1: ")
@@ -229,12 +229,12 @@ def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
 
 def test_a_python_that_the_kernel_has_not_been_tried_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_UNTRIED", sys.version_info[:2])
-    with pytest.raises(CrossrankError, match="the compiled kernel is untested on Python 3"):
+    with pytest.raises(CrossrankError, match="the compiled recorder is untested on Python 3"):
         build.load()
 
 
 def test_experts_with_splits_that_change_cost_the_calls_that_do_not_change_nothing(scripts: Scripts) -> None:
-    result = scripts(TRACING_KERNEL="compiled").python("""
+    result = scripts(TRACING_RECORDER="compiled").python("""
         from crossrank.instrument.compiled.recorder import CompiledRecorder
 
         described, describe = [], CompiledRecorder.describe
@@ -273,7 +273,7 @@ def test_what_another_user_may_have_written_is_refused(is_file: bool, scripts: S
 def test_a_process_that_records_several_times_loads_one_kernel_and_forks(scripts: Scripts) -> None:
     result = scripts.python("""
         for number in range(3):
-            with crossrank.enable(directory=f"recording-{number}", kernel="compiled"):
+            with crossrank.enable(directory=f"recording-{number}", recorder="compiled"):
                 dist.all_reduce(torch.ones(8))
         child = os.fork()
         if child == 0:
@@ -291,7 +291,7 @@ def test_inspect_says_which_kernel_recorded(scripts: Scripts) -> None:
 
 
 def test_what_cpp_throws_is_an_exception_of_python(scripts: Scripts) -> None:
-    result = scripts(TRACING_KERNEL="compiled").python("""
+    result = scripts(TRACING_RECORDER="compiled").python("""
         recording = crossrank.enable()
         try:
             recording._session.recorder.native.begin(1 << 60)

@@ -34,7 +34,7 @@ def _late(rank: int) -> None:
 
 
 def test_a_call_took_from_its_launch_to_its_end_whenever_it_was_waited_for(two_ranks: TwoRanks) -> None:
-    two_ranks.run(_late, timing=True, kernel="compiled")
+    two_ranks.run(_late, timing=True, recorder="compiled")
     early, late = times(two_ranks, 0), times(two_ranks, 1)
     assert [one.id for one in early] == [one.id for one in late] == [1, 2]  # a barrier has no tensor to tell its device
     assert LATE * 0.5e9 < early[0].took < 60e9
@@ -52,14 +52,14 @@ def _untimed(rank: int) -> None:
 
 
 def test_unless_asked_for_ends_are_not_followed(two_ranks: TwoRanks) -> None:
-    two_ranks.run(_untimed, kernel="compiled")
+    two_ranks.run(_untimed, recorder="compiled")
     assert times(two_ranks, 0) == []
 
 
 def test_the_kernel_in_python_says_that_it_does_not_follow_them(scripts: Scripts) -> None:
     source = "crossrank.enable()\ndist.all_reduce(torch.ones(8))\n"
-    result = scripts(TRACING_TIMING="1", TRACING_KERNEL="python").python(source)
-    said = "crossrank: durations of calls on a CPU backend are not recorded: they need the compiled kernel"
+    result = scripts(TRACING_TIMING="1", TRACING_RECORDER="python").python(source)
+    said = "crossrank: durations of calls on a CPU backend are not recorded: they need the compiled recorder"
     assert result.stderr.splitlines()[0] == said
 
 
@@ -110,7 +110,7 @@ for number in range(1500):
 
 @needs_gloo_recorder
 def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(scripts: Scripts) -> None:
-    result = scripts(TRACING_KERNEL="python", TRACING_FLIGHT="0").python(NUMBERED + CALLS)
+    result = scripts(TRACING_RECORDER="python", TRACING_FLIGHT="0").python(NUMBERED + CALLS)
     assert result.stderr.count("crossrank: ") == 1, result.stderr
     file = scripts.recorded()
     calls = {one.id: one for one in file.calls}
@@ -146,7 +146,7 @@ while len(reads) < 6:
     dist.all_reduce(torch.ones(8))
     time.sleep(0.01)
 """
-    result = scripts(TRACING_KERNEL="python", TORCH_FR_BUFFER_SIZE="300").python(NUMBERED + loop)
+    result = scripts(TRACING_RECORDER="python", TORCH_FR_BUFFER_SIZE="300").python(NUMBERED + loop)
     lost = [line for line in result.stderr.splitlines() if "before they were read" in line]
     assert len(lost) == 1
     assert lost[0].endswith(
@@ -172,7 +172,7 @@ def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(scripts:
     crossrank.disable()
     print(time.monotonic() - began)
     """
-    result = scripts(TRACING_KERNEL="python").python(NUMBERED + textwrap.dedent(source))
+    result = scripts(TRACING_RECORDER="python").python(NUMBERED + textwrap.dedent(source))
     assert float(result.stdout) < 5
     file = scripts.recorded()
     assert len(file.calls) == 200
@@ -191,7 +191,7 @@ def test_a_recorder_that_keeps_nothing_is_said(variable: str, why: str, scripts:
     source = (
         "crossrank.enable(timing=True)\nfor _ in range(3):\n    dist.all_reduce(torch.ones(8))\n    time.sleep(0.3)\n"
     )
-    result = scripts(TRACING_KERNEL="python", **{variable: "0"}).python(NUMBERED + source)
+    result = scripts(TRACING_RECORDER="python", **{variable: "0"}).python(NUMBERED + source)
     (said,) = (line for line in result.stderr.splitlines() if "NCCL calls" in line)
     assert said.startswith(f"crossrank: durations are missing for some NCCL calls: {why}")
 

@@ -173,7 +173,7 @@ def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(
     silence: str, verdict: str, kernel: str, tmp_path: Path
 ) -> None:
     source = f"{silence}train_step()\nsys.stdout.write('trained\\n')\n"
-    ended = run(tmp_path, source, TRACING_ON_HANG="abort", TRACING_KERNEL=kernel)
+    ended = run(tmp_path, source, TRACING_ON_HANG="abort", TRACING_RECORDER=kernel)
     assert (ended.codes, ended.stdout.count("trained\n")) == ([0, 0], 2), ended.stderr
     assert "the job hangs" not in ended.stderr
     lines = [line for line in ended.stderr.splitlines() if line.startswith("crossrank: no communication")]
@@ -189,7 +189,7 @@ receive.wait() if receive is not None else look_elsewhere()
 if rank == 0:
     dist.send(torch.ones(8), 1)
 """
-    ended = run(tmp_path, source, TRACING_KERNEL=kernel)
+    ended = run(tmp_path, source, TRACING_RECORDER=kernel)
     assert ended.codes == [0, 0], ended.stderr
     assert ended.stderr.count("crossrank: the job hangs") == 1
     assert re.search(r"p2p_unmatched.*culprit +rank 0\n +waiting +rank 1\n", ended.stderr, re.DOTALL), ended.stderr

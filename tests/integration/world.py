@@ -47,7 +47,7 @@ class World:
         """
         folder.mkdir(parents=True, exist_ok=True)
         for pipe in self._pipes:
-            pipe.send((task, str(folder), arguments, options, os.environ.get("TRACING_KERNEL", "auto")))
+            pipe.send((task, str(folder), arguments, options, os.environ.get("TRACING_RECORDER", "auto")))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(120):
@@ -118,7 +118,7 @@ def _serve(pipe: Connection[Any, Any], rank: int, size: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            task, folder, arguments, options, os.environ["TRACING_KERNEL"] = pipe.recv()
+            task, folder, arguments, options, os.environ["TRACING_RECORDER"] = pipe.recv()
         except EOFError:
             return
         try:

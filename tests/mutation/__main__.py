@@ -122,7 +122,7 @@ def _is_noticed(tests: Tests, site: Site, copy: Path) -> bool:
         return False
     ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "demo*")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
-    (copy / ".pytest_cache").symlink_to(ROOT / ".pytest_cache")  # has the compiled kernel
+    (copy / ".pytest_cache").symlink_to(ROOT / ".pytest_cache")  # has the compiled recorder
     mutated = copy / site.path
     mutated.write_text(site.apply(mutated.read_text()))
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen]

@@ -1,4 +1,4 @@
-"""The compiled kernel under AddressSanitizer, UBSan and ThreadSanitizer: `python -m tests.sanitize`.
+"""The compiled recorder under AddressSanitizer, UBSan and ThreadSanitizer: `python -m tests.sanitize`.
 
 Two gloo ranks run `stress.py` with a kernel that is built for each. Exit code 1 if a sanitizer reports anything, or a
 rank does not come to its end.
@@ -40,7 +40,7 @@ def _passes(sanitizer: str, library: str, options: dict[str, str]) -> bool:
             "TRACING": "ALL",
             "FOLDER": folder,
         }
-        subprocess.run([sys.executable, "-m", "crossrank", "build-kernel"], env=environment, cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "crossrank", "build-recorder"], env=environment, cwd=ROOT, check=True)
         # With it, before what throws: a sanitizer looks for the C++ library when it starts.
         environment["LD_PRELOAD"] = " ".join(_library_of(compiler, name) for name in (library, "libstdc++.so.6"))
         environment |= {key: f"{value}:log_path={reports}" for key, value in options.items()}

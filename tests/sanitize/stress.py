@@ -1,4 +1,4 @@
-"""One of two ranks that asks of the compiled kernel all that a job may, much of it at the same time.
+"""One of two ranks that asks of the compiled recorder all that a job may, much of it at the same time.
 
 It says `all calls were made` and ends with a receive in flight.
 """
@@ -34,7 +34,7 @@ def main() -> None:
     for number in range(ROUNDS):
         # The other rank has it off in a part of the rounds.
         if number % 5 != rank:
-            crossrank.enable(directory=folder / f"{number}", timing=number % 3 == 0, kernel="compiled", ring=64)
+            crossrank.enable(directory=folder / f"{number}", timing=number % 3 == 0, recorder="compiled", ring=64)
         if number % 10 == 9:
             for group in groups:
                 dist.destroy_process_group(group)
@@ -48,7 +48,7 @@ def main() -> None:
             one.join()
         crossrank.step()
         crossrank.disable()
-    crossrank.enable(directory=folder / "last", kernel="compiled")
+    crossrank.enable(directory=folder / "last", recorder="compiled")
     dist.barrier()
     print("all calls were made", flush=True)
     stop.set()

@@ -133,7 +133,7 @@ assert b"all_reduce" in read[0], read
 
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
 def test_the_thread_that_reads_durations_breaks_no_capture(kernel: str, tmp_path: Path) -> None:
-    record(tmp_path, READS, TRACING_KERNEL=kernel)
+    record(tmp_path, READS, TRACING_RECORDER=kernel)
 
 
 COUNTS = """

@@ -66,4 +66,4 @@ def test_crossrank_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> 
         main([])
 
     assert ended.value.code == 0
-    assert "diagnose    find missing, mismatched or stuck ranks" in capsys.readouterr().out
+    assert "diagnose      find missing, mismatched or stuck ranks" in capsys.readouterr().out

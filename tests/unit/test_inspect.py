@@ -65,7 +65,7 @@ calls      4, 8 kB (size S of nccl-tests, summed over ranks)
 cross-node 75.0 % of the bytes
 
 Operations
-  operation   called as   calls  bytes  bytes/call  cross-node
+  operation   API call    calls  bytes  bytes/call  cross-node
   all_reduce  all_reduce      2   6 kB        3 kB     100.0 %
   send        (C++)           2   2 kB        1 kB       0.0 %
 

@@ -128,7 +128,7 @@ def _share(part: int, whole: int) -> str:
 _BYTES: tuple[str, Callable[[dict[str, Any]], object]] = ("#bytes", lambda row: amount(row["bytes"]))
 _OPERATIONS = (
     ("operation", itemgetter("op")),
-    ("API call", lambda row: "- (from C++)" if row["api"] == "(C++)" else row["api"]),
+    ("API call", itemgetter("api")),
     ("#calls", itemgetter("calls")),
     _BYTES,
     ("#bytes/call", lambda row: amount(row["bytes"] / row["calls"])),

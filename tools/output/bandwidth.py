@@ -72,7 +72,7 @@ def print_bandwidth(result: Bandwidth) -> None:
     print()
     print_fact("ranks", f"{len(result.ranks)} of {result.world_size}{lacking}")
     for source, count in result.sources.items():
-        print_fact("measured", f"{TIMED_BY[source]} ({plural(count, 'rank')})")
+        print_fact("measured", f"{TIMED_BY[source]}; {plural(count, 'rank')}")
     if overlap is not None:
         print_fact(
             "shares",

@@ -154,7 +154,7 @@ def step_lines(step: StepComparison) -> list[str]:
         exposed += f" ({milliseconds(step.recorded_exposed_ms)} in the recorded window)"
     host = f"host time between operations {milliseconds(step.host_ms)}"
     if step.host_once_ms >= 0.1:
-        host += f" (and {milliseconds(step.host_once_ms)} of pauses that only one recorded step had, not replayed)"
+        host += f" ({milliseconds(step.host_once_ms)} more in single recorded steps, not replayed)"
     lines.append(f"{exposed}; {host}")
     lines.append(
         f"Memory: {amount(step.bytes_per_rank)} planned for the tensors of a rank, peak {amount(step.peak_bytes)} per "

@@ -1,4 +1,4 @@
-"""The compiled kernel reads Python's frames as `sys._getframe` shows them, in every version of Python that is here."""
+"""The compiled recorder reads Python's frames as `sys._getframe` shows them, in every installed version of Python."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> N
         "wrong 5 results checked",
         "damaged: a torn file",
         "all_reduce 0 2 ≤4 KiB 1 1.0 1.0 1.0",
-        "Relative error over 2 calls: 31.2 % median",
+        "Relative error of each timed call (2): 31.2 % median",
         "0 1 all_reduce 0 0 2 3 1 2",
     )
 

@@ -65,7 +65,7 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     of_call = place_of_call(job, rank, row, role, what) if row is not None else None
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
-        where = Place(rank=rank, role=role, what=f"its {name} at the time of the dump", frames=frame_texts(main.frames))
+        where = Place(rank=rank, role=role, what=f"its {name}", frames=frame_texts(main.frames))
         # On a GPU the host continues while a call waits.
         has_gone_on = row is not None and trace.backend != GLOO and not _is_in(main.frames, job.stack(rank, row))
         places = [of_call, where] if of_call is not None and has_gone_on else [where]

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 
 import numpy as np
 
+from crossrank.text import plural
 from crossrank.tools.graph.linking.nesting import Nesting, events_by_thread
 from crossrank.tools.traces.execution_trace import ExecutionTrace, HostOp, is_thread_root
 from crossrank.tools.traces.kineto import HostEvent, KinetoTrace
@@ -237,8 +238,8 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
     if not corrected:
         return []
     return [
-        f"{len(corrected)} operations have a wrong caller in the execution trace (first: operation {corrected[0]}), so "
-        "their caller is from the Kineto trace"
+        f"{plural(len(corrected), 'operation')} with a wrong caller in the execution trace (first: operation "
+        f"{corrected[0]}): the caller is from the Kineto trace"
     ]
 
 

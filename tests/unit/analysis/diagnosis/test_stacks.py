@@ -114,7 +114,7 @@ def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp
         ("metrics", (("wait", "/usr/lib/python3.11/threading.py", 1), ("average", "metrics.py", 9))),
     )
     (finding,) = left_by_rank_2(tmp_path, Moment(reason="SIGTERM", after=9, stacks=stacks), Moment(after=9))
-    assert finding.places[0].what == "its thread metrics at the time of the dump"
+    assert finding.places[0].what == "its thread metrics"
     assert finding.places[0].frames[0] == "average (metrics.py:9)"
 
 

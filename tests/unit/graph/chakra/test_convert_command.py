@@ -31,8 +31,11 @@ def test_a_recording_becomes_a_trace_per_rank_and_a_group_file(folder: Path, run
     out = run(folder, "-o", folder / "out")[1]
     assert sorted(os.listdir(folder / "out")) == ["chakra.0.et", "chakra.1.et", "comm_groups.json"]
     assert json.loads((folder / "out" / "comm_groups.json").read_text()) == {}
-    assert "  rank  nodes  on the host  pauses  on GPUs  communications  dependencies  implied     size\n" in out
-    assert "  0        25           12      11        0               2            25        1  0.00 MB\n" in out
+    assert (
+        "                       on the  pauses of              commu-   depen-  dropped as\n"
+        "  rank  window  nodes    host   the host  on GPUs  nications  dencies   redundant     size\n"
+        "  0     1          25      12         11        0          2       25           1  0.00 MB\n"
+    ) in out
     assert "         44  program_order" in out
     assert main(["check", str(folder / "out" / "chakra.0.et"), str(folder / "out" / "chakra.1.et")]) == 0
 

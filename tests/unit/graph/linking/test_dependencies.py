@@ -108,8 +108,8 @@ def test_a_thread_waits_for_a_work_where_its_call_or_its_idle_time_says_so(tmp_p
         Edge(waited_for, after, "sync", inferred=True, slack_ns=15_000),
     ]
     assert result.report.syncs_unresolved == {
-        "no operation waits for the end of a Work": 1,
-        "no operation after the wait in the execution trace": 1,
+        "the next operation of the thread starts later than the end of the Work": 1,
+        "the execution trace ends first": 1,
     }
 
 

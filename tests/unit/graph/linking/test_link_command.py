@@ -53,9 +53,10 @@ linked     2 of 2 traces: 100.0 % of 24 host operations matched
 wrote      {folder}/rank-0.linked.json.zst and 1 more; next: crossrank convert, simulate, or replay --compute
 
 Linked traces
-  rank  host ops  matched  GPU   linked  skipped  comms  edges
-  0           12  100.0 %    2  100.0 %        0      2     29
-  1           12  100.0 %    2  100.0 %        0      2     29
+                      host     host         GPU      GPU      GPU     commu-   depen-
+  rank  window  operations  matched  activities   linked  skipped  nications  dencies
+  0     1               12  100.0 %           2  100.0 %        0          2       29
+  1     1               12  100.0 %           2  100.0 %        0          2       29
 
 Matched host operations, by method
          24  record function id
@@ -71,8 +72,8 @@ Communications, by source of their record
           4  record_param_comms
 
 Process groups of the linked ranks
-  group  members  ranks  collectives per rank  sends and receives
-  0            2  0-1                       2                   0
+  group  window  members  ranks  collectives per rank  sends and receives
+  0      1             2  0-1                       2                   0
 """
     )
     assert load(folder / "rank-1.linked.json.zst")["crossrank"]["rank"] == 1
@@ -295,7 +296,7 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
             ["{folder}/rank-0.et.json", "{folder}/rank-1.et.json"],
             "one Kineto trace, but {folder}/rank-0.et.json is an execution trace, {folder}/rank-1.et.json is an",
         ),
-        (["{folder}/rank-0.et.json"], "is one file; give the other file of the pair too"),
+        (["{folder}/rank-0.et.json"], "is one file; give the execution trace and the Kineto trace of a rank"),
         (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; give one folder, or the two files of one rank"),
         (["{folder}", "--ranks", "7"], "rank 7 has no pair of traces"),
         (
