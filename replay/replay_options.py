@@ -165,8 +165,9 @@ RUN = (
     Option("--device", "cpu or cuda (default: cuda if there is a GPU, except with gloo)", "NAME"),
     Option(
         "--pace",
-        "time between calls: fast (default): none; recorded: the recorded gaps; compute: the same, with a busy device; "
-        "0.5: half of the gaps. With --compute, it is the host time between operations (default: recorded)",
+        "time between calls: fast (default): none; recorded: the recorded gaps; compute: the recorded gaps, with the "
+        "device kept busy; 0.5: half of the gaps. With --compute, it is the host time between operations (default: "
+        "recorded)",
         "PACE",
     ),
     Option(
@@ -233,8 +234,8 @@ RUN = (
     ),
     Option(
         "--groups",
-        "groups to measure. pairs: every two ranks (default). ring: neighbors. bisect: quarters of the ranks, then "
-        "eighths, and so on",
+        "groups to measure. pairs: every two ranks (default). ring: neighbors. bisect: a quarter of the ranks, an "
+        "eighth, and so on",
         default="pairs",
         choices=PROBES,
     ),
@@ -242,7 +243,7 @@ RUN = (
 WRITE = (
     Option(
         "-o --output --output-path",
-        "write the results to DIR (probe.json; of a replay: replay.json, .csv and .html)",
+        "write the results as files to DIR",
         "DIR",
         dest="output",
     ),
@@ -281,7 +282,9 @@ NO_EFFECT = _split_names("strict sweep output by json save_plan dry_run")
 def add_arguments(parser: argparse.ArgumentParser, mode: str = REPLAY) -> None:
     """Add the options of the command; all others get their unset values."""
     parser.add_argument(
-        "trace", nargs="?", help="a recording, a folder with the traces of all ranks, one file, or a plan"
+        "trace",
+        nargs="?",
+        help="a recording, a folder with the traces of all ranks, one file, or a plan (written by --save-plan)",
     )
     names = _BOTH | _ONLY_PROBE if mode == PROBE else OPTIONS.keys() - _ONLY_PROBE
     for title, options in _GROUPS.items():

@@ -164,7 +164,7 @@ TARGETS = (
     _command("link recording -o out", _COMMS),
     _command("convert recording -o out", _ET),
     _command("convert recording -o out", _KINETO),
-    _command("simulate recording --network recorded", _COMMS),
+    _command("simulate recording --network fitted", _COMMS),
     _command("simulate recording --leave-one-out", _KINETO),
     _command("minimize recording --steps 1:2 -o out", _COMMS),
     _command("anonymize recording -o out --verify", _COMMS),

@@ -235,7 +235,7 @@ def test_check_fails_on_what_does_not_finish_and_on_nothing_else(tmp_path: Path,
     ("words", "ranks", "apart"),
     [
         ((), 8, 0.002),
-        (("--network", "recorded"), 8, 0.002),
+        (("--network", "fitted"), 8, 0.002),
         (("--inter", "0.01GB/s,8us"), 8, 0.01),
         (("--inter", "0.01GB/s,8us", "--algorithm", "direct"), 8, 0.01),
         (("--inter", "50GB/s,5ms"), 8, 0.01),

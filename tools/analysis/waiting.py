@@ -108,7 +108,8 @@ def _calls(found: JobTables) -> pl.DataFrame:
     """Return the launches with `wait` (ns), its start `moment`, and the number of `launches` of their collective. Uses
     times of communication, or else times of calls on the host."""
     calls = found.calls.select("rank", "kind", "step", "collective", "called_ns", wait="waiting_ns", moment="began_ns")
-    calls = calls.hstack(found.of_collective("last_rank", "expected", "opens", "launches"))
+    shared = found.collectives.select(pl.col("last_rank", "expected").cast(pl.Int32), "opens", "launches")
+    calls = calls.hstack(shared[calls["collective"]])
     return calls if _has_times(found) else _wait_by_calls(calls, found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-def _write_csv(frame: pl.DataFrame, path: str) -> None:
+def _write_csv(frame: pl.LazyFrame, path: str) -> None:
     """Write CSV. A text that a spreadsheet would run as a formula gets a quote, as in `csv_text`."""
     import polars as pl
 
-    texts = [name for name, kind in frame.schema.items() if kind in (pl.String, pl.Categorical, pl.Enum)]
+    texts = [name for name, kind in frame.collect_schema().items() if kind in (pl.String, pl.Categorical, pl.Enum)]
     columns = [pl.col(name).cast(pl.String) for name in texts]
     is_formula = [pl.any_horizontal(column.str.starts_with(one) for one in FORMULA) for column in columns]
     safe = [
         pl.when(found).then(pl.lit("'") + column).otherwise(column).alias(name)
         for name, column, found in zip(texts, columns, is_formula, strict=True)
     ]
-    frame.with_columns(safe).write_csv(path)
+    frame.with_columns(safe).sink_csv(path)
 
 
-_WRITERS: dict[str, tuple[str, Callable[[pl.DataFrame, str], object]]] = {
-    "parquet": ("parquet", lambda frame, path: frame.write_parquet(path)),
+_WRITERS: dict[str, tuple[str, Callable[[pl.LazyFrame, str], object]]] = {
+    "parquet": ("parquet", lambda frame, path: frame.sink_parquet(path)),
     "csv": ("csv", _write_csv),
-    "arrow": ("arrow", lambda frame, path: frame.write_ipc(path)),
+    "arrow": ("arrow", lambda frame, path: frame.sink_ipc(path)),
 }
 """Format -> (extension, function that writes a file)."""
 SCHEMA = "schema.json"
@@ -158,12 +158,28 @@ class _Export:
         made = calls(trace)
         return Counter({table: self.write(OF_RANK[table](trace, made), table, name) for table in self.of_rank})
 
-    def write(self, frame: pl.DataFrame, table: str, name: str) -> int:
-        """Write one file, and return its number of rows."""
+    def write(self, table: pl.DataFrame | Iterator[pl.DataFrame], name: str, of: str) -> int:
+        """Write one file, part by part if the table comes in parts. Return its number of rows."""
+        import polars as pl
+        from polars.io.plugins import register_io_source
+
+        rows = 0
+
+        def count(parts: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
+            nonlocal rows
+            for part in parts:
+                rows += len(part)
+                yield part
+
+        if isinstance(table, pl.DataFrame):
+            rows, frame = len(table), table.lazy()
+        else:
+            parts = count(table)
+            frame = register_io_source(lambda *_: parts, schema=TABLES[name].schema)
         ending, write = _WRITERS[self.format]
-        with output_file(join(self.folder, f"{table}/{name}.{ending}")) as path:
+        with output_file(join(self.folder, f"{name}/{of}.{ending}")) as path:
             write(frame, str(path))
-        return len(frame)
+        return rows
 
     def write_schema(self) -> None:
         tables = {

@@ -28,7 +28,7 @@ class InspectCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = "a recording (the folder TRACING_DIR), one comms file, an fsspec URL, or FILE.et"
         parser.add_argument("recording", help=meaning)
-        meaning = "number N of source lines to list (default 10), and of 4 x N groups"
+        meaning = "list N source lines (default 10) and 4 x N groups"
         parser.add_argument("--top", type=_count, default=10, metavar="N", help=meaning)
         add_shared(parser, "json")
 

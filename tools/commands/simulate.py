@@ -61,10 +61,10 @@ class SimulateCommand:
         parser.add_argument("recording", nargs="+", help=meaning)
         add = parser.add_argument_group("another machine").add_argument
         meaning = (
-            "measured: use measured times (default); recorded: use latency and bandwidth per operation, fitted to the "
+            "measured: use measured times (default); fitted: use latency and bandwidth per operation, fitted to the "
             "collectives of the recording (default with --grow-to N)"
         )
-        add("--network", choices=("measured", "recorded"), help=meaning)
+        add("--network", choices=("measured", "fitted"), help=meaning)
         meaning = "bus bandwidth, and latency per round, inside a node: 300GB/s,2us"
         add("--intra", type=_link, metavar="RATE[,LATENCY]", help=meaning)
         add("--inter", type=_link, metavar="RATE[,LATENCY]", help="the same between nodes: 400Gbps,8us")
@@ -171,7 +171,7 @@ def _network(arguments: argparse.Namespace, fleet: Fleet) -> tuple[Network | Non
             f"--network {arguments.network} sets the time of communications; remove --intra and --inter"
         )
     grows = arguments.grow_to is not None and arguments.network is None and not links
-    recorded = arguments.network == "recorded" or grows
+    recorded = arguments.network == "fitted" or grows
     kinds = _measured(arguments.recording, fleet) if recorded or arguments.leave_one_out else []
     if links:
         return Network(links=links, algorithm=algorithm), kinds
@@ -185,7 +185,7 @@ def _network(arguments: argparse.Namespace, fleet: Fleet) -> tuple[Network | Non
         return network, kinds
     if arguments.per_node is not None or (arguments.algorithm is not None and not arguments.leave_one_out):
         raise CrossrankError(
-            "--per-node and --algorithm need a modelled network: give --intra and --inter, or --network recorded"
+            "--per-node and --algorithm need a modelled network: give --intra and --inter, or --network fitted"
         )
     return None, kinds
 

@@ -75,13 +75,13 @@ def print_bandwidth(result: Bandwidth) -> None:
         print_fact("measured", f"{TIMED_BY[source]}; {plural(count, 'rank')}")
     if overlap is not None:
         print_fact(
-            "shares",
-            f"of the time of {overlap.windows:,} traced steps or windows, over {plural(overlap.of_ranks, 'rank')}, "
+            "time",
+            f"is the sum over {overlap.windows:,} traced steps or windows of {plural(overlap.of_ranks, 'rank')}, "
             f"measured on the {' and the '.join(overlap.measured_on)}",
         )
     print_fact("clocks", alignment_text(result.clocks))
     print_counts("Measured times with a call, by source", result.attributed.items())
-    print_counts("Not matched to a call", result.unattributed.items())
+    print_counts("Skipped, by reason", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())
     if result.unattributed_ms:
         print(f"  {result.unattributed_ms:,.3f} ms of communication kernels without a call")

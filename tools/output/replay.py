@@ -51,7 +51,7 @@ _COMPARED: Columns[Compared] = (
     ("#timed\ncalls", lambda row: row.calls),
     ("#call\nrecorded us", lambda row: microseconds(row.recorded_us)),
     ("#call\nreplayed us", lambda row: microseconds(row.replayed_us)),
-    ("#call\nratio", lambda row: f"{row.ratio:.2f}"),
+    ("#call\nratio p50", lambda row: f"{row.ratio:.2f}"),
     ("#call\nerror p50", lambda row: percent(row.error_p50)),
     ("#call\nerror p95", lambda row: percent(row.error_p95)),
     ("#collective\nrecorded us", lambda row: microseconds(row.collective_recorded_us)),
@@ -122,13 +122,13 @@ def tables(report: ReplayReport, limit: int) -> dict[str, Table]:
 def step_lines(step: StepComparison) -> list[str]:
     """Return sentences that compare a replayed step with the recorded steps."""
     lines = [
-        f"A step took {milliseconds(step.replayed_ms)} (p95 {milliseconds(step.replayed_p95_ms)}), "
+        f"A step took {milliseconds(step.replayed_ms)} (p95 {milliseconds(step.replayed_p95_ms)})"
         + (
-            f"{step.ratio:.2f} x the recorded {milliseconds(step.recorded_ms)} (median of "
+            f", {step.ratio:.2f} x the recorded {milliseconds(step.recorded_ms)} (median of "
             f"{plural(step.recorded_steps, 'step')} outside windows, without a profiler"
             + (f"; {step.other_steps:,} other steps made other calls)" if step.other_steps else ")")
             if step.ratio is not None and step.recorded_ms is not None
-            else "without a recorded step to compare it with: no step outside the windows has the same calls"
+            else ". The recording has no step to compare it with: none with the same calls ran without a profiler"
         )
     ]
     if step.error is not None and step.own_ratio is not None and step.noise is not None:
@@ -149,13 +149,13 @@ def step_lines(step: StepComparison) -> list[str]:
             f"The operations took {step.operations_ratio:.2f} x their recorded time, both under the profiler; a ratio "
             "other than 1 means another machine, or other load"
         )
-    exposed = f"Exposed communication {milliseconds(step.exposed_ms)} per step"
+    exposed = f"Exposed communication: {milliseconds(step.exposed_ms)} per step"
     if step.recorded_exposed_ms is not None:
-        exposed += f" ({milliseconds(step.recorded_exposed_ms)} in the recorded window)"
-    host = f"host time between operations {milliseconds(step.host_ms)}"
+        exposed += f" (recorded: {milliseconds(step.recorded_exposed_ms)} per step)"
+    host = f"Host time between operations: {milliseconds(step.host_ms)} per step"
     if step.host_once_ms >= 0.1:
-        host += f" ({milliseconds(step.host_once_ms)} more in single recorded steps, not replayed)"
-    lines.append(f"{exposed}; {host}")
+        host += f". Pauses of single recorded steps ({milliseconds(step.host_once_ms)} per step) are not replayed"
+    lines += [exposed, host]
     lines.append(
         f"Memory: {amount(step.bytes_per_rank)} planned for the tensors of a rank, peak {amount(step.peak_bytes)} per "
         "process"
@@ -244,7 +244,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if report.comparison is not None:
         if report.comparison.rows:
             found["compared"].print(
-                "Replayed and recorded (medians): calls from their start on a rank, collectives from the last arrival"
+                "Replayed and recorded (medians). call: on one rank, with waiting. collective: from the last arrival"
             )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
             print(
@@ -252,7 +252,9 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
             )
         print(f"\n{comparison_text(report.comparison)}")
         if report.comparison.calls:
-            print(f"Recorded times are from a profiler or from torch; the replay ran with --pace {settings.pace}")
+            gaps = "without the recorded gaps" if settings.pace == "fast" else "with gaps"
+            how = "recorded times are from a profiler or torch's timing"
+            print(f"The methods differ: {how}, and the replay ran {gaps} (--pace {settings.pace})")
     if not (report.comparison and report.comparison.calls) and not report.what_if and report.rows:
         print("To compare with recorded durations, record with TRACING_TIMING=1, or run `crossrank link` on a window")
     if report.data is not None:

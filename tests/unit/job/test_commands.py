@@ -43,7 +43,7 @@ Collectives and transfers, most time first
 
 ranks      2 of 2
 measured   Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL; 2 ranks
-shares     of the time of 2 traced steps or windows, over 2 ranks, measured on the device
+time       is the sum over 2 traced steps or windows of 2 ranks, measured on the device
 clocks     2 clocks, aligned by the end times of collectives; remaining difference 0.0 us (p50), 0.0 us (max)
 
 Measured times with a call, by source

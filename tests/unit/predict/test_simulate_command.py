@@ -43,7 +43,7 @@ def test_communication_takes_what_it_took_unless_a_network_is_named(
 
 
 def test_a_recording_says_its_own_network(capsys: pytest.CaptureFixture[str]) -> None:
-    answer = simulated(capsys, RECORDING, "--network", "recorded", "--leave-one-out")
+    answer = simulated(capsys, RECORDING, "--network", "fitted", "--leave-one-out")
     shown = {(one["op"], one["locality"]) for one in answer["network"]["operations"]}
     assert shown == {("all_reduce", "intra_node"), ("all_gather", "intra_node"), ("reduce_scatter", "intra_node")}
     assert abs(answer["simulations"][0]["error"]) < 0.03
@@ -95,7 +95,7 @@ def test_what_it_prints(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_streams().write(tmp_path)
-    assert main(["simulate", str(tmp_path), "--network", "recorded", "--jobs", "1"]) == 2
+    assert main(["simulate", str(tmp_path), "--network", "fitted", "--jobs", "1"]) == 2
     assert "give --intra and --inter, or --network measured" in capsys.readouterr().err
 
 
@@ -109,8 +109,8 @@ def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pyt
         (("--dims", "dp"), "'dp' is not a list of dimensions; write it as dp=8,tp=4"),
         (("--ranks", "3-1"), "'3-1' goes backwards; write the lower rank first"),
         (("--network", "measured", "--inter", "1GB/s"), "remove --intra and --inter"),
-        (("--per-node", "2"), "give --intra and --inter, or --network recorded"),
-        (("--algorithm", "tree"), "give --intra and --inter, or --network recorded"),
+        (("--per-node", "2"), "give --intra and --inter, or --network fitted"),
+        (("--algorithm", "tree"), "give --intra and --inter, or --network fitted"),
         (("--grow", "tp"), "--grow needs --grow-to N"),
         (("--ranks", "0-1", "--astra-sim", "x"), "--astra-sim simulates all ranks of a job"),
         (("--astra-sim",), "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware"),

@@ -142,7 +142,7 @@ def work_waits(
         elif slack <= PAUSE_NS and _is_waiting(thread, at, end, slack):
             yield Edge(work.id, target.id, "sync", inferred=True, slack_ns=slack)
         else:
-            unresolved["the next operation of the thread starts later than the end of the Work"] += 1
+            unresolved["nothing shows that the thread waited for the Work"] += 1
 
 
 def _is_waiting(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:

@@ -238,8 +238,8 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
     if not corrected:
         return []
     return [
-        f"{plural(len(corrected), 'operation')} with a wrong caller in the execution trace (first: operation "
-        f"{corrected[0]}): the caller is from the Kineto trace"
+        f"the execution trace has a wrong caller for {plural(len(corrected), 'operation')}; the caller is from the "
+        "Kineto trace"
     ]
 
 

@@ -123,7 +123,7 @@ def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
             ("#wait\np50", lambda row: milliseconds(row.wait_ms["p50"])),
             ("#wait\np95", lambda row: milliseconds(row.wait_ms["p95"])),
             ("#wait\nmax", lambda row: milliseconds(row.wait_ms["max"])),
-            ("last in\nthe longest", lambda row: f"rank {row.max_rank}"),
+            ("last rank\nat max", lambda row: f"rank {row.max_rank}"),
             ("#wait\ntotal", lambda row: milliseconds(row.wait_ms["total"])),
         ),
         limit=limit,

@@ -87,14 +87,14 @@ def _calls(found: JobTables) -> Iterator[pl.DataFrame]:
                 yield source.about(part, "group", "op", "is_p2p").filter(is_p2p=p2p).drop("kind", "is_p2p")
 
 
-def arrivals_by_call(found: JobTables) -> pl.DataFrame:
-    """Return the table `arrivals`."""
+def arrivals_by_call(found: JobTables) -> Iterator[pl.DataFrame]:
+    """Yield the table `arrivals` in parts, because it is as large as all calls."""
     ranks, table = found.job.ranks, TABLES["arrivals"]
     first_of = dict(zip(ranks, accumulate(map(len, ranks.values()), initial=0), strict=False))
     place = pl.col("rank").replace_strict(first_of, return_dtype=pl.UInt32) + pl.col("row")
     numbers = pl.lit(pl.Series(np.concatenate([np.zeros(0, np.int64), *(trace.numbers for trace in ranks.values())])))
-    parts = (table.select(calls.with_columns(call=numbers.gather(place))) for calls in _calls(found))
-    return pl.concat([pl.DataFrame(schema=table.schema), *parts])
+    for calls in _calls(found):
+        yield table.select(calls.with_columns(call=numbers.gather(place)))
 
 
 def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
@@ -113,7 +113,7 @@ def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
     )
 
 
-OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame]] = {
+OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame | Iterator[pl.DataFrame]]] = {
     "overlap": overlap_frame,
     "collectives": lambda found: measured(found, p2p=False),
     "transfers": lambda found: measured(found, p2p=True),
@@ -122,7 +122,7 @@ OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame]] = {
     "arrivals": arrivals_by_call,
     "stragglers": count_arrivals,
 }
-"""Table -> function that returns it."""
+"""Table -> function that returns it, or yields its parts."""
 
 
 def _name(group: ProcessGroup) -> tuple[str, str]:
