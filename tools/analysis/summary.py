@@ -215,7 +215,7 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         nodes=_ranks_by((header.node, header.rank) for header in headers),
         versions=headers[0].versions if headers else {},
         emit=headers[0].config.get("emit") if headers else None,
-        steps=max((rank.steps for rank in ranks), default=0),
+        steps=max(rank.steps for rank in ranks),
         parts=sorted({header.part for header in headers if header.part is not None}),
         calls=_tallies(calls)[()],
         counts=dict(counts),

@@ -110,8 +110,8 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
     gathered: dict[str, Any] = {"op": "all_gather", "bytes": 10, "seq": 2}
     found = made(
         traced(
-            gathered | {"id": 4, "batch": 4},
-            gathered | {"id": 5, "batch": 4},
+            gathered | {"id": 0, "batch": 0},
+            gathered | {"id": 1, "batch": 0},
             gathered | {"id": 7, "batch": 6},
             gathered | {"id": 8, "batch": 6},
             gathered | {"id": 9, "batch": 9},

@@ -209,6 +209,19 @@ def test_what_was_met_on_the_way_is_noted() -> None:
     ] == [(0, 1, True, 16, 0, 0), (1, 2, False, 16, 0, 0)]
 
 
+@pytest.mark.parametrize(
+    ("early", "told"), [(_A, "all_reduce #1 on a, rank 1 "), (isend(1), "barrier #1 on 0, rank 1 ")]
+)
+def test_the_first_call_that_never_ends_is_told_but_no_send_that_is_waited_for_later(
+    early: CommRecord, told: str
+) -> None:
+    groups = {"0": [0, 1], "a": [0, 1]}
+    first = _waiting(rank_trace(0, [early, BARRIER, BARRIER], groups), [3, 2, 3], [0, 1, 1])
+    plan = build([first, rank_trace(1, [], groups)], "job", "comms")
+    with pytest.raises(CrossrankError, match=f"together: missing_rank: {told}"):
+        settle(plan)
+
+
 def test_recorded_waits_go_past_what_is_left_out_and_a_batch_has_one() -> None:
     one, of_batch = record("all_reduce", is_async=True), record("all_reduce", is_async=True, batch=7)
     calls = [one, record("all_reduce", dtype=None), of_batch, of_batch, BARRIER]
@@ -310,13 +323,15 @@ def test_an_invalid_number_of_ranks_is_refused(given: int | None, message: str) 
         ([[SUM], [SUM], [record("all_reduce", dtype="int32")]], "together: dtype_mismatch: "),
         ([[SUM], [SUM], [record("all_reduce", reduce="max")]], "together: reduce_op_mismatch: "),
         ([[_A, _B], [_B, _A]], "opposite_order"),
+        ([[_B, _A], [msgspec.structs.replace(_B, dtype="int32"), msgspec.structs.replace(_A, reduce="max")]],
+         "together: dtype_mismatch: all_reduce #1 on b.*; reduce_op_mismatch: all_reduce #1 on a"),
         ([[send(1), BARRIER], [BARRIER]], "p2p_unmatched: send"),
         ([[send(1)], [recv(0, outputs=[[5]])]], "p2p_size_mismatch"),
         ([[_LISTS[0]], [_LISTS[1]]], "all_to_all #1 on 0: rank 0 sends 2 elements to rank 1, which expects 9; "),
         ([[_IDLE], [_EVEN]], r"rank 0 \(rank-0\): rank 0 sends 0 elements to rank 0, which expects 6; "),
         ([[_UNEVEN], [_EVEN]], "rank 0 sends 4 elements to rank 1, which expects 3; rank 1 sends 3 elements to rank 0"),
     ],
-)
+)  # fmt: skip
 def test_ranks_that_do_not_fit_together_are_refused(ranks: list[list[CommRecord]], message: str) -> None:
     everyone = list(range(len(ranks)))
     with pytest.raises(CrossrankError, match=message):

@@ -13,7 +13,7 @@ from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import settle
 from crossrank.replay.plan.probe import PROBES, Machine, Probe, ProbeGroup, all_pairs, make_probe, sizes_of
-from crossrank.replay.results.probe_report import ProbeReport, judge
+from crossrank.replay.results.probe_report import ProbeReport, judge, print_probe
 from tests.unit.replay.plans import built, record
 from tests.unit.replay.ranks import result
 
@@ -157,3 +157,14 @@ def test_in_a_ring_of_hosts_a_slow_edge_is_the_link_or_one_of_its_ranks() -> Non
 def test_where_no_groups_are_alike_nothing_is_probed() -> None:
     with pytest.raises(CrossrankError, match="4 ranks on 2 hosts has no 3 similar groups to compare"):
         probe_of("ring", 4, per_host=2)
+
+
+def test_the_last_line_says_who_is_slow_or_that_nobody_is(capsys: pytest.CaptureFixture[str]) -> None:
+    probe, machines = probe_of("pairs", 16, per_host=16)
+    for slow, said in (
+        ((), "No compared rank or link is slower than 1.5 x similar ones; the others 1.00 to 1.00"),
+        ((1,), "Slow: rank 1 on host00, up to 2.00 x similar ones (tolerance 1.5; "),
+        ((4, 5), "Slow link: rank 4 (host00) with rank 5 (host00), 2.00 x pairs like it with 1.02 kB (200.0 us)"),
+    ):
+        print_probe(judged(probe, machines, {frozenset(slow): 2.0}))
+        assert capsys.readouterr().out.splitlines()[-1].startswith(said)

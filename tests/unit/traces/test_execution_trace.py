@@ -33,6 +33,7 @@ def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
         node = trace.nodes[1]
         numbers = (node.id, node.caller, node.rf_id, node.tid, node.seq_id, node.scope, node.fw_tid)
         assert numbers == (7, 1, 3, 2, 9, 1, 1)
+        assert (node.start_ns, node.duration_ns, node.exclusive_ns, node.blocked_ns) == (None, 0, 0, 0)
         assert (io(node.inputs).values, io(node.inputs).shapes, io(node.outputs).values) == ([tensor], shapes, [])
         assert (attributes(node)["op_schema"], attributes(node)["rf_id"]) == ('mm(Tensor "x")', 3)
         assert (trace.pid, trace.start_ts, trace.finish_ts, trace.warnings) == (5, 1, 2, ())

@@ -37,6 +37,15 @@ def test_a_rank_that_left_before_the_others_made_their_call_is_the_culprit(
     assert found.findings[0].exception == error
 
 
+@pytest.mark.parametrize("error", [None, RAISED])
+def test_a_rank_that_left_takes_what_its_gpu_had_still_to_do_with_it(error: str | None, tmp_path: Path) -> None:
+    job = SimulatedJob([[STEP] * 3] * 4, WORLD, broken={("0", 3)})
+    left = Moment(reason="exit", after=0, error=error)
+    found = diagnose_moments(job, tmp_path, {0: Moment(), 1: Moment(), 2: left, 3: Moment()})
+    assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
+    assert f"the call; rank 2 left the job ({error or 'exit'}) before it finished" in found.findings[0].text
+
+
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
 def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_shortly(op: str, tmp_path: Path) -> None:
     programs = training_that_rank_2_leaves()

@@ -14,7 +14,7 @@ from crossrank.tools.analysis.diagnosis.stacks import frame_texts
 from crossrank.tools.output.diagnosis.verdict import next_step
 from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
-from tests.unit.analysis.diagnosis.ranks import call, job, rank, world
+from tests.unit.analysis.diagnosis.ranks import call, group, job, rank, world
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 
@@ -164,6 +164,18 @@ def test_where_the_host_has_gone_on_the_line_of_the_call_is_shown_beside_that_of
     (finding,) = diagnose(Evidence(ranks))[0].findings
     texts = [place.frames for place in finding.places if place.role == "culprit"]
     assert texts == [["all_reduce (train.py:10)"], ["main (/home/me/train.py:12)"]][-shown:]
+
+
+def test_of_a_culprit_that_has_gone_on_its_own_call_on_the_group_is_shown() -> None:
+    first, second, last = ((Frame(name="main", filename="train.py", line=line),) for line in (5, 10, 20))
+    groups = group("a", 0, 1, 2), group("b", 0, 1, 2)
+    ranks = []
+    for one, size in enumerate((8, 9, 8)):
+        calls = call(pg="a", stack=first), call(pg="b", inputs=[[size]], stack=second), call("barrier", 2, stack=last)
+        ranks.append(rank(one, *calls, groups=groups))
+    (finding,) = diagnose(Evidence(ranks))[0].findings
+    culprit = next(place for place in finding.places if place.role == "culprit")
+    assert (culprit.what, culprit.frames) == ("its call, all_reduce #1 on b", ["main (train.py:10)"])
 
 
 def test_a_culprit_that_handles_an_exception_is_shown_where_it_raised_it() -> None:

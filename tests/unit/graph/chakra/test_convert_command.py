@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
+from crossrank.tools.graph.chakra.framing import read_trace
 from tests.unit.command import Command
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
@@ -116,3 +117,23 @@ def test_pauses_and_a_node_of_the_groups_are_written_as_asked(
     assert kinds("--group-node")["pause of the host"] == 11
     assert main(["check", str(folder / "out" / "chakra.0.et")]) == 1
     assert "a METADATA_NODE, at which the statistics of ASTRA-sim stop" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dedupe", "files"), [([], 4), (["--dedupe"], 2)])
+def test_each_rank_of_a_larger_job_has_the_nodes_of_the_recorded_one_whose_part_it_takes(
+    folder: Path, run: Command, dedupe: list[str], files: int
+) -> None:
+    of_rank_1 = rank_trace(1)
+    of_rank_1.op("aten::add", 3000, 5)
+    of_rank_1.write(folder, 1)
+
+    def nodes(name: str, *words: str) -> list[list[tuple[str, int]]]:
+        assert run(folder, "-o", folder / name, *words)[0] == 0
+        paths = sorted((folder / name).glob("*.et"))
+        return [[(node.name, node.duration_micros) for _, node in read_trace(str(path))[1]] for path in paths]
+
+    first, second = nodes("recorded")
+    assert nodes("grown", "--grow-to", "4", *dedupe) == [first, second, second, second]
+    written = sorted((folder / "grown").glob("*.et"))
+    assert len({path.stat().st_ino for path in written}) == files
+    assert main(["check", *map(str, written)]) == 0

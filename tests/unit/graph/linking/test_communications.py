@@ -170,10 +170,13 @@ def batched(trace: SmallTrace, launches: int = 1) -> list[int]:
 def test_calls_that_go_out_together_share_the_kernel_that_is_launched_after_the_last_of_them(tmp_path: Path) -> None:
     trace = SmallTrace()
     batched(trace)
+    trace.op("crossrank#5", 200, 5, inputs=text(RANGE | {"op": "send", "c10d": "send", "peer": 1, "batch": 5}))
+    trace.op("nccl:coalesced", 210, 50)
+    trace.launch("ncclDevKernel_SendRecv(x)", 220, 400, 30, 502)
     result = link(*trace.write(tmp_path))
-    kernel = result.activities[0].id
+    kernel, of_one = (activity.id for activity in result.activities)
     shown = [(one.record.id, one.record.op, one.activities) for one in result.communications]
-    assert shown == [(3, "send", [kernel]), (4, "recv", [kernel])]
+    assert shown == [(3, "send", [kernel]), (4, "recv", [kernel]), (5, "send", [of_one])]
     assert result.report.communication_kernels_alone == 0
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from crossrank.replay.plan.compute.index_ranges import IndexRanges
 from crossrank.replay.plan.compute.tensors import BoundTensors, StandInError, Tensors
 from crossrank.tools.traces.execution_trace import IO
 
@@ -85,3 +86,21 @@ def test_an_uninitialised_tensor_and_a_generator_are_none() -> None:
     kinds = ["Generator", "None", "Tensor(nullptr (uninitialized))"]
     bound = Tensors().bind(0, IO(values=values, shapes=[[]] * 3, types=kinds, strides=[[]] * 3), IO())
     assert bound.arguments == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "known"),
+    [
+        ('{"0": [3, 3]}', (3, 3)),
+        ('{"0": [-2, 7], "1": [0, 9]}', (-2, 7)),  # of an operation with one tensor
+        ('{"0": [7, 3]}', (0, None)),
+        (f'{{"0": [0, {1 << 40}]}}', (0, None)),
+        (f'{{"0": [{-1 << 40}, -1]}}', (0, None)),
+    ],
+)
+def test_a_recorded_range_of_integers_is_known_if_it_can_be(recorded: str, known: tuple[int, int | None]) -> None:
+    tensors = Tensors()
+    bound = bind(tensors, [tensor(1, 10, 8)], [])
+    IndexRanges().note("aten::embedding", bound, tensors, recorded)
+    storage = tensors.storage_of[bound.used[0]]
+    assert (storage.low, storage.high) == known

@@ -324,6 +324,9 @@ def test_shapes_of_a_coalesced_all_gather_of_a_group_of_unknown_size_are_not_kno
     one = entry(0, "gloo:all_gather", 1, input_sizes=[[3, 5]], output_sizes=[[1, 3, 5]])
     (found,) = read(tmp_path, one, pg_config={}).signatures
     assert (found.inputs, found.outputs) == ([], [])
+    of_size = moment() | {"groups": [{"pg": "0", "size": 2}]}  # of members that nothing names
+    (found,) = read(tmp_path, one, pg_config={}, crossrank=of_size).signatures
+    assert (found.inputs, found.outputs) == ([[3, 5]], [[2, 3, 5]])
 
 
 def test_gloo_beside_another_backend_is_counted_apart(tmp_path: Path) -> None:

@@ -80,6 +80,11 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
         "2 of 12 entries are unusable (entry 3: ValidationError: Expected `int`, got `str` - at `$.record_id`) "
         "and were skipped"
     ]
+    content = job.dump(0)
+    content["entries"][3] = "none"
+    dump = decode(content)
+    assert (len(dump.entries), len(dump.problems)) == (11, 1)
+    assert dump.problems[0].startswith("1 of 12 entries are unusable (entry 3: ")
 
 
 @pytest.mark.parametrize(
