@@ -164,12 +164,10 @@ def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
     reached = {rank.rank: len(rank.calls) for rank in ranks}
     for (rank_number, _), index in stuck_at.items():
         reached[rank_number] = min(reached[rank_number], index)
-    made = {
-        rank.rank: bytearray(
-            index <= stuck_at.get((rank.rank, call.record.thread), index) for index, call in enumerate(rank.calls)
-        )
-        for rank in ranks
-    }
+    made = {rank.rank: bytearray(len(rank.calls)) for rank in ranks}
+    for worker, program in programs.items():
+        for index, is_wait in program[: at[worker]]:
+            made[worker[0]][index] |= not is_wait
     return Walk(reached=reached, made=made, keys=keys, over=over)
 
 

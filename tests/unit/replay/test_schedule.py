@@ -93,6 +93,12 @@ def test_a_walk_says_in_which_call_a_rank_stays() -> None:
     assert found.over == {0: bytearray([1, 0]), 1: bytearray([1])}
 
 
+def test_a_walk_counts_a_call_as_made_that_was_launched_before_the_wait_that_never_ends() -> None:
+    both_then_wait = _made([(record("all_reduce"), 2), (record("barrier"), 2)])
+    found = walk([RankPlan(rank=0, calls=both_then_wait), RankPlan(rank=1, calls=[])], {"0": [0, 1]})
+    assert (found.reached[0], found.made[0]) == (0, bytearray([1, 1]))
+
+
 def test_ranks_that_no_diagnosis_finds_a_fault_in_are_refused_where_they_wait() -> None:
     plan = plan_of(*[[record("all_reduce"), record("barrier")]] * 2)
     over = dict.fromkeys((0, 1), bytearray([1, 0]))
