@@ -41,8 +41,8 @@ class DiagnoseCommand:
         add("--allow-missing", action="store_true", help=meaning)
         add("--world-size", type=int, metavar="N", help="number of ranks of the job, if no file has it")
         meaning = (
-            "for thousands of ranks: read less. Of a dump, the unfinished calls and the N calls before them (N is "
-            f"{WINDOW} or more). Of comms files, those of ranks that made calls after their dump"
+            "for thousands of ranks: read only the unfinished calls of a dump and the N calls before them (N is "
+            f"{WINDOW} or more), and only comms files of ranks that made calls after their dump"
         )
         add("--last", type=_count, metavar="N", help=meaning)
         meaning = (
