@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import polars as pl
@@ -14,6 +14,7 @@ from crossrank.tools.traces.rank_trace import RankTrace
 _MOST_BINS = 120
 _MOST_ROWS = 128
 _MOST_STEPS = 2000
+_PARTS = 8
 _MOST_RANKS = 16
 """Ranks in a list."""
 
@@ -174,8 +175,9 @@ def _count_arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     took_part = known.group_by("rank").agg(collectives=pl.len(), last=(rank == last).sum()).collect()
     late = known.filter((wait > 0) & last.is_not_null())
     # The rank that waited longest in a collective was first, unless it was last.
-    longest = late.group_by("collective").agg(pl.first("last_rank"), rank=rank.filter(wait == wait.max()).min())
-    earliest = longest.filter(rank != last).group_by("rank").agg(first=pl.len()).collect()
+    longest_wait = {"last_rank": pl.first("last_rank"), "rank": rank.filter(wait == wait.max()).min()}
+    longest = _in_parts(late, ["collective"], lambda part: part.group_by("collective").agg(**longest_wait))
+    earliest = longest.filter(rank != last).group_by("rank").agg(first=pl.len())
     counted = calls.lazy().filter((wait > 0) & ~pl.col("opens"))
     waiting = covered(counted, ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
     waited_for = covered(late, ["last_rank"], moment, moment + wait)
@@ -190,14 +192,23 @@ def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr
     """Return `ns`, the time that the spans of each `by` cover; overlapping spans count once."""
     # A span adds its part after the end of all spans that started before it.
     covered_until = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(by))
-    return (
-        spans.select(*by, begin=begin, end=end)
-        .sort(*by, "begin")
-        .with_columns(ns=(pl.col("end") - covered_until).clip(0))
-        .group_by(by)
-        .agg(pl.sum("ns"))
-        .collect()
+    return _in_parts(
+        spans.select(*by, begin=begin, end=end),
+        by,
+        lambda part: (
+            part.sort(*by, "begin")
+            .with_columns(ns=(pl.col("end") - covered_until).clip(0))
+            .group_by(by)
+            .agg(pl.sum("ns"))
+        ),
     )
+
+
+def _in_parts(rows: pl.LazyFrame, by: Sequence[str], work: Callable[[pl.LazyFrame], pl.LazyFrame]) -> pl.DataFrame:
+    """Return the result of `work`, which groups by `by`, for a part of the groups after the other: `rows` may be as
+    many as calls."""
+    number = pl.struct(by).hash() % _PARTS
+    return pl.concat([work(rows.filter(number == part)).collect() for part in range(_PARTS)])
 
 
 def with_most(frame: pl.DataFrame, column: str) -> pl.DataFrame:
