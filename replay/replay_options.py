@@ -135,8 +135,8 @@ CHANGE = (
     # torchrun takes --nproc as an abbreviation of one of its options, and rejects it as ambiguous.
     Option(
         "--nproc --num-ranks",
-        "replay with N ranks (default: the recorded number, or the number that the launcher started; torchrun accepts "
-        "only --num-ranks)",
+        "replay with N ranks (default: the recorded number, or the number that the launcher started). Under torchrun, "
+        "write --num-ranks: torchrun takes --nproc for its own option",
         "N",
     ),
     Option("--scale-bytes", "multiply message sizes by F", "F", default=1.0),
@@ -165,9 +165,8 @@ RUN = (
     Option("--device", "cpu or cuda (default: cuda if there is a GPU, except with gloo)", "NAME"),
     Option(
         "--pace",
-        "time between calls: fast (default): none; recorded: the recorded gaps; compute: the recorded gaps, with the "
-        "device kept busy; 0.5: half of the gaps. With --compute, it is the host time between operations (default: "
-        "recorded)",
+        "time between calls: fast (none, the default), recorded, compute (as recorded, with the device kept busy), or "
+        "a factor such as 0.5. With the option --compute: time between operations on the host, by default as recorded",
         "PACE",
     ),
     Option(
@@ -219,8 +218,8 @@ RUN = (
     ),
     Option(
         "--init-method",
-        "meeting point of the ranks: tcp://HOST:PORT or file:///PATH (a new file that all ranks see), with "
-        "?rank=R&world_size=N without a launcher; env:// = the launcher's",
+        "meeting point of the ranks: tcp://HOST:PORT or file:///PATH (a new file that all ranks see); without a "
+        "launcher, append ?rank=R&world_size=N. env:// uses the variables of the launcher",
         "URL",
     ),
     Option("--master-ip", "host of rank 0, if the launcher does not set it", "HOST", not_with=_NO_INIT_METHOD),
@@ -234,8 +233,8 @@ RUN = (
     ),
     Option(
         "--groups",
-        "groups to measure. pairs: every two ranks (default). ring: neighbors. bisect: a quarter of the ranks, an "
-        "eighth, and so on",
+        "groups to measure. pairs: every two ranks (default). ring: neighbors. bisect: all ranks in 4 groups, then in "
+        "8, and so on",
         default="pairs",
         choices=PROBES,
     ),
@@ -249,7 +248,7 @@ WRITE = (
     ),
     Option(
         "--by",
-        "print times per source line, per step or both: source,step (replay.json and the page have them)",
+        "print times per source line, per step or both: source,step (with -o, replay.json and replay.html have both)",
         "LIST",
     ),
     Option("--batch --colls-per-batch", "time N calls in a row together, on each rank", "N"),

@@ -59,13 +59,13 @@ class ConvertCommand:
         add("--no-pauses", action="store_true", help=meaning)
         meaning = (
             "write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce as "
-            "reduce_scatter, a collective of one rank as computation; where threads or streams of a rank overlap, "
-            "shorten their nodes, because it runs them one after the other"
+            "reduce_scatter, a collective of one rank as computation; shorten nodes that overlap on a rank, because "
+            "ASTRA-sim runs these one after the other"
         )
         add("--lower", choices=("astra-sim",), help=meaning)
         meaning = (
-            "with --lower: prepare for ASTRA-sim's roofline, which needs num_ops of every computation on a GPU; write "
-            "a computation without num_ops as a node of the host, with its measured time"
+            "with --lower: prepare for ASTRA-sim's roofline, which needs num_ops: a computation on a GPU without it "
+            "becomes a node of the host, with its measured time"
         )
         add("--roofline", action="store_true", help=meaning)
         meaning = "also write the process groups as a metadata node, as Chakra's converter does; ASTRA-sim refuses it"
@@ -175,6 +175,6 @@ _COLUMNS: Columns[ConvertedRank] = (
     ("#on GPUs", lambda result: f"{_nodes(result, _GPU):,}"),
     ("#commu-\nnications", lambda result: f"{_nodes(result) - _nodes(result, _HOST, _PAUSE, _GPU):,}"),
     ("#depen-\ndencies", lambda result: f"{sum(result.converted.dependencies.values()):,}"),
-    ("#dropped as\nredundant", lambda result: f"{result.converted.implied:,}"),
+    ("#redundant\nones dropped", lambda result: f"{result.converted.implied:,}"),
     ("#size", lambda result: f"{result.size / 1e6:.2f} MB"),
 )

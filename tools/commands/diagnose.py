@@ -41,8 +41,8 @@ class DiagnoseCommand:
         add("--allow-missing", action="store_true", help=meaning)
         add("--world-size", type=int, metavar="N", help="number of ranks of the job, if no file has it")
         meaning = (
-            "for thousands of ranks: read only the unfinished calls of a dump and the N calls before them (N is "
-            f"{WINDOW} or more), and only comms files of ranks that made calls after their dump"
+            "faster for thousands of ranks: read the unfinished calls of each dump and the N calls before them "
+            f"({WINDOW} or more). A comms file is read only if its rank made calls after the dump"
         )
         add("--last", type=_count, metavar="N", help=meaning)
         meaning = (

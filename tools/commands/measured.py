@@ -15,7 +15,10 @@ def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[st
     """Add the options that `read_measured` reads, and `shared` ones. `sources` are the choices of --source."""
     parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or files")
     add_source(parser, sources)
-    meaning = "read only these ranks, for example 0-7,12; if a group has other members, its times include waiting time"
+    meaning = (
+        "read only these ranks, for example 0-7,12. In a group with other members, the last arrival is unknown, so its "
+        "times include waiting"
+    )
     add_shared(parser, "ranks", *shared, "json", ranks=meaning)
 
 

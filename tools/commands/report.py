@@ -162,11 +162,7 @@ def _print(output: str, size: int, found: Figures) -> None:
     if (exposed := found.exposed) is not None:
         shown = plural(exposed.waits, "wait")
         if exposed.steps:
-            median = milliseconds(exposed.per_step_ms)
-            least = "at least " if exposed.calls_without else ""
-            shown = f"{least}{percent(exposed.share)} of step time, {median} per step (median)"
-        print_fact(
-            "exposed",
-            f"{shown}: the time that hosts waited, over all recorded steps; "
-            f"{plural(exposed.calls_without, 'call')} without a recorded wait",
-        )
+            shown = f"{milliseconds(exposed.per_step_ms)} per step (median), {percent(exposed.share)} of step time"
+        print_fact("exposed", f"{shown}: the time that hosts waited, over all recorded steps")
+        if exposed.calls_without:
+            print_fact("", f"a lower bound: {plural(exposed.calls_without, 'call')} without a recorded wait")

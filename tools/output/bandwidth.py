@@ -49,7 +49,7 @@ def alignment_text(clocks: Clocks) -> str:
     far = f"{microseconds(residual['p50'])} us (p50), {microseconds(residual['max'])} us (max)"
     if clocks.count > 1:
         return f"{clocks.note}; remaining difference {far}"
-    return f"{clocks.note}; ranks leave the same collective {far} apart"
+    return f"{clocks.note}; as a check: ranks end the same collective {far} apart"
 
 
 def print_bandwidth(result: Bandwidth) -> None:
@@ -64,6 +64,8 @@ def print_bandwidth(result: Bandwidth) -> None:
             (overlap.computation, overlap.exposed, overlap.memory, overlap.idle)
         )
         print_fact("time", f"{computation} computation, {exposed} exposed communication, {memory} copies, {idle} idle")
+        of = f"of {overlap.windows:,} traced steps or windows, all {plural(overlap.of_ranks, 'rank')} together"
+        print_fact("", f"{of}, measured on the {' and the '.join(overlap.measured_on)}")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json shows all")
     table.print("Collectives and transfers, most time first")
     if any(row["upper_bounds"] for row in result.rows):
@@ -73,12 +75,6 @@ def print_bandwidth(result: Bandwidth) -> None:
     print_fact("ranks", f"{len(result.ranks)} of {result.world_size}{lacking}")
     for source, count in result.sources.items():
         print_fact("measured", f"{TIMED_BY[source]}; {plural(count, 'rank')}")
-    if overlap is not None:
-        print_fact(
-            "time",
-            f"is the sum over {overlap.windows:,} traced steps or windows of {plural(overlap.of_ranks, 'rank')}, "
-            f"measured on the {' and the '.join(overlap.measured_on)}",
-        )
     print_fact("clocks", alignment_text(result.clocks))
     print_counts("Measured times with a call, by source", result.attributed.items())
     print_counts("Skipped, by reason", result.unattributed.items())
@@ -96,7 +92,7 @@ _MEASURED: tuple[Column, ...] = (
     ("#ranks", lambda row: row["ranks"] or "-"),
     ("#collectives", lambda row: f"{row['collectives']:,}"),
     ("#upper\nbounds", lambda row: row["upper_bounds"] or ""),
-    ("#bytes,\ncounted once", lambda row: amount(row["bytes"], row["unsized"])),
+    ("#bytes, once\nper collective", lambda row: amount(row["bytes"], row["unsized"])),
     ("#time\np50 us", _of("time_us", "p50", microseconds)),
     ("#time\np95 us", _of("time_us", "p95", microseconds)),
     ("#time\nmax us", _of("time_us", "max", microseconds)),

@@ -128,7 +128,7 @@ def step_lines(step: StepComparison) -> list[str]:
             f"{plural(step.recorded_steps, 'step')} outside windows, without a profiler"
             + (f"; {step.other_steps:,} other steps made other calls)" if step.other_steps else ")")
             if step.ratio is not None and step.recorded_ms is not None
-            else ". The recording has no step to compare it with: none with the same calls ran without a profiler"
+            else ". No recorded step to compare with: steps with the same calls ran only under the profiler"
         )
     ]
     if step.error is not None and step.own_ratio is not None and step.noise is not None:
@@ -154,7 +154,9 @@ def step_lines(step: StepComparison) -> list[str]:
         exposed += f" (recorded: {milliseconds(step.recorded_exposed_ms)} per step)"
     host = f"Host time between operations: {milliseconds(step.host_ms)} per step"
     if step.host_once_ms >= 0.1:
-        host += f". Pauses of single recorded steps ({milliseconds(step.host_once_ms)} per step) are not replayed"
+        host += (
+            f". Pauses that only one recorded step had ({milliseconds(step.host_once_ms)} per step) are not replayed"
+        )
     lines += [exposed, host]
     lines.append(
         f"Memory: {amount(step.bytes_per_rank)} planned for the tensors of a rank, peak {amount(step.peak_bytes)} per "
@@ -214,6 +216,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if report.rows:
         found["rows"].print(title)
         print("  time: from the last rank's arrival to the last rank's end; waiting: until the last rank's arrival")
+        print("  issue: until the launch returns")
     else:
         print(f"\n{title}; there is no communication")
     late = sum(row.late_ends for row in report.rows)
@@ -243,9 +246,9 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
             print(f"\n{line}" if line.startswith("A step") else line)
     if report.comparison is not None:
         if report.comparison.rows:
-            found["compared"].print(
-                "Replayed and recorded (medians). call: on one rank, with waiting. collective: from the last arrival"
-            )
+            found["compared"].print("Replayed and recorded (medians)")
+            print("  call: time on one rank, with waiting; collective: from the last rank's arrival to the end")
+            print("  error and ratio: of each call, replayed to recorded")
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
             print(
                 "  -: the recorded times do not show the time of the collective, because a root or sender may end early"

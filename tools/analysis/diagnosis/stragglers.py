@@ -83,7 +83,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
     """Return (offset of each rank in ns, summary)."""
     offsets: dict[int, int] = {}
     if not any(one.ends.any() for one in times):
-        note = "the clocks of the hosts, not aligned: no dump has end times of calls"
+        note = "clocks of the hosts, not aligned: no dump has the end times that an alignment needs"
         return {}, ClockAlignment(aligned=False, note=note)
     by_size = sorted(times, key=lambda one: -len(one.ranks))
     for first in sorted(job.ranks):

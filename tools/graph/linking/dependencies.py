@@ -142,7 +142,7 @@ def work_waits(
         elif slack <= PAUSE_NS and _is_waiting(thread, at, end, slack):
             yield Edge(work.id, target.id, "sync", inferred=True, slack_ns=slack)
         else:
-            unresolved["nothing shows that the thread waited for the Work"] += 1
+            unresolved["the traces show no wait for the end of a Work"] += 1
 
 
 def _is_waiting(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:

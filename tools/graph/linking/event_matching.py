@@ -238,8 +238,8 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
     if not corrected:
         return []
     return [
-        f"the execution trace has a wrong caller for {plural(len(corrected), 'operation')}; the caller is from the "
-        "Kineto trace"
+        f"the execution trace names a wrong caller for {plural(len(corrected), 'operation')}; crossrank uses "
+        "the caller in the Kineto trace"
     ]
 
 

@@ -106,7 +106,7 @@ def test_what_no_clock_explains_is_told_and_without_ends_no_clock_is_moved() -> 
         aligned=True, offset_ms={"1": -5e-6}, residual_ms=3e-6, note="the clocks of 1 rank were aligned"
     )
     unknown = job(*(rank(one, *made(1, 2, 3, 4, 5, ends=False)) for one in (0, 1)))
-    note = "the clocks of the hosts, not aligned: no dump has end times of calls"
+    note = "clocks of the hosts, not aligned: no dump has the end times that an alignment needs"
     assert find_stragglers(unknown)[1] == ClockAlignment(aligned=False, note=note)
 
 

@@ -88,7 +88,7 @@ def test_a_call_whose_op_another_thread_took_off_the_stack_of_callers_is_one_com
     result = link(*trace.write(tmp_path))
     assert [(one.origin, one.host) for one in result.communications] == [("crossrank range", ours)]
     assert {op.id: op.caller for op in result.host}[ours] == c10d
-    assert "the execution trace has a wrong caller for 1 operation" in result.report.warnings[0]
+    assert "the execution trace names a wrong caller for 1 operation" in result.report.warnings[0]
 
 
 def test_without_anything_better_the_c10d_op_gives_the_record_and_calls_are_counted(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_thread_waits_for_a_work_where_its_call_or_its_idle_time_says_so(tmp_p
         Edge(waited_for, after, "sync", inferred=True, slack_ns=15_000),
     ]
     assert result.report.syncs_unresolved == {
-        "nothing shows that the thread waited for the Work": 1,
+        "the traces show no wait for the end of a Work": 1,
         "the execution trace ends first": 1,
     }
 
