@@ -156,4 +156,4 @@ def test_the_host_goes_on_when_the_work_of_a_call_is_done(two_ranks: TwoRanks) -
         assert syncs[second.work].inferred
         assert ops[syncs[second.work].target].start_ns is not None
     else:
-        assert result.report.syncs_unresolved == {"no operation waits for the end of a Work": 1}
+        assert result.report.syncs_unresolved == {"the traces show no wait for the end of a Work": 1}
