@@ -140,6 +140,7 @@ def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> N
         "all_reduce 0 2 ≤4 KiB 1 1.0 1.0 1.0",
         "Relative error of each timed call (2): 31.2 % median",
         "0 1 all_reduce 0 0 2 3 1 2",
+        "time p50 us",
     )
 
 
