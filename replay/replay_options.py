@@ -166,7 +166,8 @@ RUN = (
     Option(
         "--pace",
         "time between calls: fast (none, the default), recorded, compute (as recorded, with the device kept busy), or "
-        "a factor such as 0.5. With the option --compute: time between operations on the host, by default as recorded",
+        "a factor of the recorded gaps. With the option --compute, gaps are those between operations of the host, and "
+        "the default is recorded",
         "PACE",
     ),
     Option(

@@ -11,8 +11,9 @@ class BuildRecorderCommand:
     """Compile the C++ recorder for the torch and the Python that run this command. Takes about 12 s and needs a C++
     compiler.
 
-    Without it, a job records in Python, which costs more per call, and compiles the recorder for the next job. Run this
-    while you build an image, with the HOME or XDG_CACHE_HOME of your jobs. The image then needs no compiler.
+    If you do not run this command, a job records in Python, which costs more per call, and compiles the recorder for
+    the next job. Run this while you build an image, with the HOME or XDG_CACHE_HOME of your jobs. The image then needs
+    no compiler.
 
     Exit code 2: the recorder cannot be compiled.
     """

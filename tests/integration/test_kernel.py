@@ -285,9 +285,9 @@ def test_a_process_that_records_several_times_loads_one_kernel_and_forks(scripts
     assert result.stdout == "3\n1\n"
 
 
-def test_inspect_says_which_kernel_recorded(scripts: Scripts) -> None:
+def test_inspect_says_which_recorder_ran(scripts: Scripts) -> None:
     scripts.python(ONE_CALL)
-    assert "kernel compiled" in scripts.crossrank("inspect", RECORDING).stdout
+    assert "recorder compiled" in scripts.crossrank("inspect", RECORDING).stdout
 
 
 def test_what_cpp_throws_is_an_exception_of_python(scripts: Scripts) -> None:

@@ -267,5 +267,5 @@ def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_reported_once(t
         for rank in (0, 1)
     ]
     outputs = ended(processes, 2)
-    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: holds no comms files of a recording; give a recording")
+    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: the folder is empty; give a recording")
     assert "crossrank:" not in outputs[1][1]

@@ -18,9 +18,9 @@ from crossrank.tools.output.console import Columns, print_counts, print_json, ta
 
 class CheckCommand:
     """Check that ASTRA-sim can read and run Chakra traces of any tool. Every dependency must be a node of the file,
-    cycles are not allowed, communication nodes need the required attributes, and groups must be integers in the group
-    file. With several files, also check that the ranks of a group have the same sizes in its collectives. Exit code
-    1: a trace breaks a rule. 2: a file cannot be read to its end."""
+    cycles are not allowed, communication nodes need the required attributes, and each group must be an integer that the
+    group file has. With several files, also check that the ranks of a group have the same sizes in its collectives.
+    Exit code 1: a trace breaks a rule. 2: a file cannot be read to its end."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("traces", nargs="+", metavar="FILE.et", help="Chakra traces, plain, gzip or zstd")

@@ -64,15 +64,15 @@ class ConvertCommand:
         )
         add("--lower", choices=("astra-sim",), help=meaning)
         meaning = (
-            "with --lower: prepare for ASTRA-sim's roofline, which needs num_ops: a computation on a GPU without it "
-            "becomes a node of the host, with its measured time"
+            "with --lower: prepare for ASTRA-sim's roofline, which needs num_ops: GPU nodes without num_ops become "
+            "host nodes with their measured time"
         )
         add("--roofline", action="store_true", help=meaning)
         meaning = "also write the process groups as a metadata node, as Chakra's converter does; ASTRA-sim refuses it"
         add("--group-node", action="store_true", help=meaning)
         add("--strict", action="store_true", help="fail if dependencies form a cycle")
         add("--keep-linked", action="store_true", help="also write rank-N.linked.json.zst")
-        meaning = "with --grow-to N: write equal files only once, as hard links; they then do not contain their rank"
+        meaning = "with --grow-to N: write equal files only once, as hard links; their metadata then has no rank"
         add("--dedupe", action="store_true", help=meaning)
         add_growing(parser)
         add_shared(parser, "ranks", "min-match", "json")

@@ -42,7 +42,7 @@ class DiagnoseCommand:
         add("--world-size", type=int, metavar="N", help="number of ranks of the job, if no file has it")
         meaning = (
             "faster for thousands of ranks: read the unfinished calls of each dump and the N calls before them "
-            f"({WINDOW} or more). A comms file is read only if its rank made calls after the dump"
+            f"({WINDOW} or more). With it, the comms file of a rank is skipped unless it has calls after the dump"
         )
         add("--last", type=_count, metavar="N", help=meaning)
         meaning = (
@@ -114,8 +114,8 @@ def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -
 def _check_filters(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
     strange = sorted((ranks or set()) - set(job.world))
     if strange:
-        raise CrossrankError(f"--ranks: the job has no rank {strange[0]}, but rank {rank_ranges(job.world)}")
+        raise CrossrankError(f"--ranks: the job has no rank {strange[0]}; it has rank {rank_ranges(job.world)}")
     names = {name for group in job.groups for name in group.pg if name}
     for name in groups or ():
         if name not in names:
-            raise CrossrankError(f"--groups: the job has no group {name!r}, but {', '.join(sorted(names)[:20])}")
+            raise CrossrankError(f"--groups: the job has no group {name!r}; it has {', '.join(sorted(names)[:20])}")

@@ -34,7 +34,7 @@ _COUNTED = {
     "kineto_unmatched": "Kineto host events without an operation in the execution trace",
     "activities_unlinked": "GPU activities without a host operation, kept in the graph",
     "activities_outside": "Skipped GPU activities",
-    "syncs_unresolved": "Missing dependencies of waits, by reason",
+    "syncs_unresolved": "Waits without a dependency on their communication, by reason",
 }
 """Counts of a report -> the heading above their totals."""
 _EXTENSIONS = {"zst": ".zst", "gz": ".gz", "none": ""}

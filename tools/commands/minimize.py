@@ -18,8 +18,9 @@ _ROWS = 16
 
 class MinimizeCommand:
     """Copy the steps A to B - 1 of a recording to a new recording: the calls of all ranks with waits and times, and the
-    windows inside these steps with their traces. If the run ends there, also copy the flight-recorder dumps. Names do
-    not change. Exit code 1: a part of a file cannot be read."""
+    windows inside these steps with their traces. If the run ends there, also copy the flight-recorder dumps. Names of
+    hosts, files and functions stay: `crossrank anonymize` removes them. Exit code 1: a part of a file cannot be
+    read."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument

@@ -72,7 +72,7 @@ class SimulateCommand:
         add("--per-node", type=_positive(int), metavar="N", help=meaning)
         meaning = "algorithm of collectives, which sets the number of rounds (default ring)"
         add("--algorithm", choices=ALGORITHMS, help=meaning)
-        meaning = "multiply the time of computation on GPUs by FACTOR; without GPUs, that of operations (default 1)"
+        meaning = "multiply the time of computation on GPUs by FACTOR; in a job without GPUs, of operations (default 1)"
         add("--compute", type=_positive(float), default=1.0, metavar="FACTOR", help=meaning)
         meaning = "predict each kind of collective from the others, and print the error"
         parser.add_argument("--leave-one-out", action="store_true", help=meaning)

@@ -92,7 +92,7 @@ _MEASURED: tuple[Column, ...] = (
     ("#ranks", lambda row: row["ranks"] or "-"),
     ("#collectives", lambda row: f"{row['collectives']:,}"),
     ("#upper\nbounds", lambda row: row["upper_bounds"] or ""),
-    ("#bytes, once\nper collective", lambda row: amount(row["bytes"], row["unsized"])),
+    ("#total\nbytes", lambda row: amount(row["bytes"], row["unsized"])),
     ("#time\np50 us", _of("time_us", "p50", microseconds)),
     ("#time\np95 us", _of("time_us", "p95", microseconds)),
     ("#time\nmax us", _of("time_us", "max", microseconds)),

@@ -154,9 +154,7 @@ def step_lines(step: StepComparison) -> list[str]:
         exposed += f" (recorded: {milliseconds(step.recorded_exposed_ms)} per step)"
     host = f"Host time between operations: {milliseconds(step.host_ms)} per step"
     if step.host_once_ms >= 0.1:
-        host += (
-            f". Pauses that only one recorded step had ({milliseconds(step.host_once_ms)} per step) are not replayed"
-        )
+        host += f". One-time pauses ({milliseconds(step.host_once_ms)} per step on average) are not replayed"
     lines += [exposed, host]
     lines.append(
         f"Memory: {amount(step.bytes_per_rank)} planned for the tensors of a rank, peak {amount(step.peak_bytes)} per "
@@ -216,7 +214,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if report.rows:
         found["rows"].print(title)
         print("  time: from the last rank's arrival to the last rank's end; waiting: until the last rank's arrival")
-        print("  issue: until the launch returns")
+        print("  issue: time of the host in the call, until it returns")
     else:
         print(f"\n{title}; there is no communication")
     late = sum(row.late_ends for row in report.rows)
@@ -246,9 +244,11 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
             print(f"\n{line}" if line.startswith("A step") else line)
     if report.comparison is not None:
         if report.comparison.rows:
-            found["compared"].print("Replayed and recorded (medians)")
+            found["compared"].print("Replayed and recorded")
             print("  call: time on one rank, with waiting; collective: from the last rank's arrival to the end")
-            print("  error and ratio: of each call, replayed to recorded")
+            print(
+                "  ratio: replayed / recorded, error: |replayed - recorded| / recorded; of each call, then p50 and p95"
+            )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
             print(
                 "  -: the recorded times do not show the time of the collective, because a root or sender may end early"

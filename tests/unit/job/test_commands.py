@@ -38,9 +38,9 @@ time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies, 77.8 %
            of 2 traced steps or windows, all 2 ranks together, measured on the device
 
 Collectives and transfers, most time first
-                                                                         bytes, once    time    time    time  waiting  waiting     algbw     busbw    busbw   share of
-  operation   group           size    locality    ranks  collectives  per collective  p50 us  p95 us  max us   p50 us   p95 us  p50 GB/s  p50 GB/s  p5 GB/s  line rate
-  all_reduce  default_pg [0]  ≤4 MiB  cross_node      2            2            8 MB   100.0   100.0   100.0     25.0     50.0        40        40       40     50.0 %
+                                                                      total    time    time    time  waiting  waiting     algbw     busbw    busbw   share of
+  operation   group           size    locality    ranks  collectives  bytes  p50 us  p95 us  max us   p50 us   p95 us  p50 GB/s  p50 GB/s  p5 GB/s  line rate
+  all_reduce  default_pg [0]  ≤4 MiB  cross_node      2            2   8 MB   100.0   100.0   100.0     25.0     50.0        40        40       40     50.0 %
 
 ranks      2 of 2
 measured   Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL; 2 ranks
