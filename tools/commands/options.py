@@ -13,7 +13,7 @@ from typing import Any
 
 from crossrank.atomic_file import make_folder, whole_file
 from crossrank.comm import MOST_RANKS
-from crossrank.errors import CrossrankError
+from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import is_folder
 from crossrank.text import printable
 from crossrank.tools.output.console import terminal
@@ -150,7 +150,8 @@ def output_file(name: str) -> Iterator[Path]:
         with whole_file(name) as temporary:
             yield temporary
     except OSError as error:
-        raise CrossrankError(f"{name}: cannot be written ({error.strerror}); choose another file") from error
+        why = error.strerror or one_line(error)  # some libraries raise it with a text alone
+        raise CrossrankError(f"{name}: cannot be written ({why}); choose another file") from error
 
 
 def write_output(name: str, content: bytes) -> None:
