@@ -53,11 +53,6 @@ class Filter:
         ranks = {*finding.culprit_ranks, *finding.waiting_ranks, *(place.rank for place in finding.places)}
         return self.takes(finding.pg, ranks)
 
-    @property
-    def text(self) -> str:
-        ranks = [f"rank {rank_ranges(sorted(self.ranks))}"] if self.ranks is not None else []
-        return " and ".join(ranks + ([f"group {', '.join(self.groups)}"] if self.groups is not None else []))
-
 
 # --- shared by the console and the page ------------------------------------------------------------------------------
 
