@@ -6,8 +6,7 @@ import argparse
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.bandwidth import BY, KEYS, Bandwidth, bandwidth, line_rates
-from crossrank.tools.commands.measured import add_measured_arguments, complain_of, read_measured
-from crossrank.tools.commands.options import write_output
+from crossrank.tools.commands.options import add_measured_arguments, complain_of, read_measured, write_output
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.job.launches import LEFT_OUT

@@ -9,15 +9,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crossrank.atomic_file import make_folder, whole_file
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import is_folder
-from crossrank.text import printable
+from crossrank.text import printable, rank_ranges
 from crossrank.tools.output.console import terminal
 from crossrank.tools.parallel import Fleet
+
+if TYPE_CHECKING:
+    from crossrank.tools.job.collectives import JobTables
 
 _DIGITS = 18
 _WORTH_PROCESSES = 8_000_000
@@ -113,6 +116,34 @@ def fleet_of(arguments: argparse.Namespace, size: int | None = None) -> Fleet:
     is_small = size is not None and size <= _WORTH_PROCESSES and arguments.cluster is None
     jobs = arguments.jobs or (1 if is_small else os.cpu_count() or 1)
     return Fleet(jobs=jobs, cluster=arguments.cluster, bar=progress)
+
+
+def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[str], *shared: str) -> None:
+    """Add the options that `read_measured` reads, and `shared` ones. `sources` are the choices of --source."""
+    parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or files")
+    add_source(parser, sources)
+    meaning = (
+        "read only these ranks, for example 0-7,12. In a group with other members, the last arrival is unknown, so its "
+        "times include waiting"
+    )
+    add_shared(parser, "ranks", *shared, "json", ranks=meaning)
+
+
+def read_measured(arguments: argparse.Namespace) -> JobTables:
+    """Return the tables of the job. Raises `CrossrankError` if no file is usable."""
+    from crossrank.tools.job.sources import open_job  # not needed by most commands
+
+    wanted, source = arguments.ranks, arguments.source
+    return open_job(arguments.path, fleet_of(arguments), wanted, source, arguments.communication_kernels)
+
+
+def complain_of(found: JobTables, arguments: argparse.Namespace) -> int:
+    """Report skipped files and missing ranks, and return the exit code. With --ranks, no rank counts as missing."""
+    complain(*found.job.skipped, most=8)
+    missing = found.job.missing if arguments.ranks is None else []
+    if missing:
+        complain(f"rank {rank_ranges(missing)} is missing: times of its groups include waiting time")
+    return 1 if found.job.skipped or missing else 0
 
 
 def output_folder(paths: Sequence[str], output: str | None) -> str:

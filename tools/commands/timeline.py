@@ -10,8 +10,7 @@ import msgspec
 
 from crossrank.atomic_file import compressed, join
 from crossrank.text import amount, plural
-from crossrank.tools.commands.measured import add_measured_arguments, complain_of, read_measured
-from crossrank.tools.commands.options import folder_of, output_file
+from crossrank.tools.commands.options import add_measured_arguments, complain_of, folder_of, output_file, read_measured
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.sources import CHOICES
 from crossrank.tools.output.bandwidth import alignment_text
