@@ -36,7 +36,7 @@ def records(folder: Path) -> CommsFile:
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
 @pytest.mark.parametrize("when", ["before enable()", "while it records"])
 @pytest.mark.parametrize("megabytes", [4, 8])
-def test_with_little_memory_left_training_goes_on(megabytes: int, when: str, kernel: str, tmp_path: Path) -> None:
+def test_training_continues_with_little_memory_left(megabytes: int, when: str, kernel: str, tmp_path: Path) -> None:
     limit = f"limit_memory({megabytes} << 20)"
     source = (
         "from crossrank.machine import limit_memory"
@@ -60,7 +60,7 @@ print("trained")
         assert "this process can allocate less than 32 MiB more" in result.stderr
 
 
-def test_a_clock_that_jumps_by_an_hour_and_back_moves_no_call(tmp_path: Path) -> None:
+def test_a_clock_jump_of_an_hour_moves_no_call(tmp_path: Path) -> None:
     source = """
 plain, plain_ns, offset = time.time, time.time_ns, 0
 time.time = lambda: plain() + offset
@@ -84,7 +84,7 @@ print("trained")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user, and its own processes have no limit")
-def test_where_no_thread_can_be_started_training_goes_on(tmp_path: Path) -> None:
+def test_training_continues_if_no_thread_can_start(tmp_path: Path) -> None:
     source = """
 import resource
 import crossrank.instrument.session
@@ -111,7 +111,7 @@ print("trained")
         assert len(list(comms.records())) == 5, result.stderr
 
 
-def test_a_file_system_that_takes_long_delays_enable_by_a_second_and_loses_no_call(tmp_path: Path) -> None:
+def test_a_slow_file_system_delays_enable_by_a_second_and_loses_no_call(tmp_path: Path) -> None:
     source = """
 import builtins, io
 import crossrank.instrument.session

@@ -40,7 +40,7 @@ def names_of_a_run() -> list[str]:
     return [*whole, *growing, *(f"{name}{end}" for name in growing for end in (".tmp", ".zst")), VERDICT, f"{PAUSING}0"]
 
 
-def test_a_run_writes_through_no_link(tmp_path: Path) -> None:
+def test_a_run_does_not_write_through_links(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     recording = tmp_path / "crossrank-recording"
@@ -55,7 +55,7 @@ def test_a_run_writes_through_no_link(tmp_path: Path) -> None:
     assert main(["inspect", str(recording)]) == 0
 
 
-def test_a_run_waits_for_no_pipe(tmp_path: Path) -> None:
+def test_a_run_does_not_wait_for_pipes(tmp_path: Path) -> None:
     recording = tmp_path / "crossrank-recording"
     recording.mkdir()
     for name in names_of_a_run():
@@ -68,7 +68,7 @@ def test_a_run_waits_for_no_pipe(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_lock_that_another_user_holds_is_free() -> None:
+def test_a_lock_of_another_user_counts_as_free() -> None:
     ours = take_lock("a folder")
     assert ours is not None
     address = ours.getsockname()
@@ -97,7 +97,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
 
 
 @pytest.mark.parametrize("how", ["a link", "a parent that others may write", "a folder of another user"])
-def test_a_kernel_that_others_could_have_put_there_is_refused(
+def test_a_recorder_file_others_could_write_is_refused(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = Path(str(build.load().__file__))
@@ -121,7 +121,7 @@ def test_a_kernel_that_others_could_have_put_there_is_refused(
 
 
 @pytest.mark.parametrize("module", ["msgspec", "zstandard", "orjson"])
-def test_without_a_requirement_training_goes_on_and_one_line_says_so(module: str, tmp_path: Path) -> None:
+def test_training_continues_without_a_requirement_and_prints_one_line(module: str, tmp_path: Path) -> None:
     source = f"""
 import sys
 sys.modules[{module!r}] = None
@@ -143,7 +143,7 @@ print(tracing.active, crossrank.enabled())
     assert module in line
 
 
-def test_without_a_descriptor_left_training_goes_on(tmp_path: Path) -> None:
+def test_training_continues_without_file_descriptors(tmp_path: Path) -> None:
     source = TRAIN.replace(
         "crossrank.enable(",
         """
@@ -164,7 +164,7 @@ crossrank.enable(""",
     assert "crossrank: tracing is off: " in result.stderr
 
 
-def test_a_folder_whose_name_is_no_utf_8_is_recorded_in(tmp_path: Path) -> None:
+def test_a_folder_name_may_be_invalid_utf_8(tmp_path: Path) -> None:
     name = os.fsdecode(b"run-\xff")
     result = jobs.python(tmp_path, TRAIN, TRACING_DIR=name)
 
@@ -173,7 +173,7 @@ def test_a_folder_whose_name_is_no_utf_8_is_recorded_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("texts", ["1", "0"])
-def test_a_recording_holds_no_environment_no_argument_and_no_value_and_texts_of_exceptions_only_if_wanted(
+def test_a_recording_has_no_environment_arguments_or_values_and_exception_texts_only_if_wanted(
     texts: str, tmp_path: Path
 ) -> None:
     source = TRAIN.replace("crossrank.disable()", "").replace("torch.ones(8)", "torch.tensor([777.125] * 8)")
@@ -194,7 +194,7 @@ def test_a_recording_holds_no_environment_no_argument_and_no_value_and_texts_of_
 
 
 @pytest.mark.parametrize("part", ["0", "1"])
-def test_an_exception_in_any_function_of_the_recorder_stays_there(part: str) -> None:
+def test_no_exception_in_the_recorder_reaches_the_training_loop(part: str) -> None:
     ended = jobs.fork(["-m", "tests.attack.injected_faults", part, "2"], ROOT, 240)
     assert ended.returncode == 0, ended.stderr
     said = json.loads(ended.stdout)
@@ -203,7 +203,7 @@ def test_an_exception_in_any_function_of_the_recorder_stays_there(part: str) -> 
 
 
 @needs_root
-def test_a_full_disk_is_one_line_for_the_job(tmp_path: Path) -> None:
+def test_a_full_disk_prints_one_line_per_job(tmp_path: Path) -> None:
     small = tmp_path / "crossrank-recording"
     small.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", small], check=False)

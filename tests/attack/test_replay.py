@@ -89,7 +89,7 @@ def test_a_plan_writes_no_file(tmp_path: Path) -> None:
     assert "2 x aten::from_file" in said
 
 
-def test_an_operation_that_gives_more_than_the_share_of_a_rank_fails_alone(tmp_path: Path) -> None:
+def test_an_operation_over_the_memory_share_of_a_rank_fails_alone(tmp_path: Path) -> None:
     content = save_plan(tmp_path)
     for rank in content["ranks"]:
         compute = rank["compute"]
@@ -109,12 +109,12 @@ def test_an_operation_that_gives_more_than_the_share_of_a_rank_fails_alone(tmp_p
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_operation_of_torch_writes_a_file_that_a_plan_names(seed: int, tmp_path: Path) -> None:
+def test_no_torch_operation_writes_a_file_named_in_a_plan(seed: int, tmp_path: Path) -> None:
     assert attack(save_plan(tmp_path), seed, tmp_path).problem == ""
 
 
 @pytest.mark.parametrize("schema", ["aten::add._qualified_op_name(Tensor self) -> Tensor", "what?"])
-def test_a_schema_that_is_none_is_left_out_and_named(schema: str, tmp_path: Path) -> None:
+def test_an_invalid_schema_is_skipped_and_reported(schema: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     content = save_plan(tmp_path)
     content["ranks"][0]["compute"]["schemas"] = [schema] * len(content["ranks"][0]["compute"]["schemas"])
@@ -124,7 +124,7 @@ def test_a_schema_that_is_none_is_left_out_and_named(schema: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("key", [b"", b"another"])
-def test_a_work_item_that_no_rank_put_there_ends_the_replay(key: bytes) -> None:
+def test_a_work_item_from_outside_the_job_ends_the_replay(key: bytes) -> None:
     store = HashStore()
     ours, stranger = Rendezvous(store, 2, key=b"secret"), Rendezvous(store, 2, key=key)
     ours.put("work/0", WorkItem(world_size=2))
@@ -136,7 +136,7 @@ def test_a_work_item_that_no_rank_put_there_ends_the_replay(key: bytes) -> None:
         ours.work_item(0)
 
 
-def test_an_item_of_one_rank_is_none_of_another() -> None:
+def test_an_item_of_one_rank_is_refused_for_another() -> None:
     ours = Rendezvous(HashStore(), 2, key=b"secret")
     ours.put("work/0", WorkItem(world_size=2))
     ours.store.set("work/1", ours.store.get("work/0"))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ RECORDING = Path(__file__).parents[1] / "fuzz" / "seeds" / "recording"
 
 
 @pytest.mark.parametrize("what", ["a pipe", "a device", "a large file"])
-def test_watch_shows_a_job_whatever_lies_where_its_verdict_belongs(what: str, tmp_path: Path) -> None:
+def test_watch_shows_a_job_with_an_unreadable_verdict_file(what: str, tmp_path: Path) -> None:
     shutil.copytree(RECORDING, tmp_path / "recording")
     verdict = tmp_path / "recording" / VERDICT
     if what == "a pipe":
@@ -35,7 +35,7 @@ def test_watch_shows_a_job_whatever_lies_where_its_verdict_belongs(what: str, tm
     assert f"{VERDICT}: is " in ended.stdout + ended.stderr
 
 
-def test_a_name_that_is_a_formula_is_none_in_a_csv(tmp_path: Path) -> None:
+def test_a_formula_in_a_name_is_escaped_in_a_csv(tmp_path: Path) -> None:
     recording = shutil.copytree(RECORDING, tmp_path / "recording")
     for path in recording.glob("*.comms.jsonl.zst"):
         content = zstandard.ZstdDecompressor().stream_reader(path.read_bytes(), read_across_frames=True).read()

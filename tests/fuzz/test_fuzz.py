@@ -14,7 +14,7 @@ pytestmark = pytest.mark.touches("crossrank", "tools", "replay", traced=False)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_reader_and_command_takes_whatever_is_in_a_file(tmp_path: Path, seed: int) -> None:
+def test_every_reader_and_command_handles_any_file_content(tmp_path: Path, seed: int) -> None:
     workspace(tmp_path)
     fuzzer = Fuzzer(tmp_path, seed)
 
@@ -24,7 +24,7 @@ def test_every_reader_and_command_takes_whatever_is_in_a_file(tmp_path: Path, se
     assert fuzzer.outcomes[0].counts.total() > 0
 
 
-def test_an_input_depends_on_its_number_and_the_seed_alone(tmp_path: Path) -> None:
+def test_an_input_depends_only_on_its_number_and_the_seed(tmp_path: Path) -> None:
     runs = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -36,7 +36,7 @@ def test_an_input_depends_on_its_number_and_the_seed_alone(tmp_path: Path) -> No
     assert runs[0] == runs[1]
 
 
-def test_every_reader_and_command_takes_the_file_that_is_not_mutated(tmp_path: Path) -> None:
+def test_every_reader_and_command_accepts_the_unmutated_file(tmp_path: Path) -> None:
     workspace(tmp_path)
     fuzzer = Fuzzer(tmp_path)
 
@@ -49,7 +49,7 @@ def test_every_reader_and_command_takes_the_file_that_is_not_mutated(tmp_path: P
 
 
 @pytest.mark.parametrize("number", [(1 << 62) - 1, 1 << 64, -(1 << 63) - 1])
-def test_every_reader_takes_a_number_of_any_size_in_any_field(number: int, tmp_path: Path) -> None:
+def test_every_reader_handles_numbers_of_any_size_in_any_field(number: int, tmp_path: Path) -> None:
     workspace(tmp_path)
     fuzzer = Fuzzer(tmp_path)
     readers = [target for target in TARGETS if target.read and target.mutation in (mutate.json_tree, mutate.json_lines)]

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.touches("crossrank", "tools", "replay", traced=False)
 
 @needs_traces
 @pytest.mark.parametrize("trace", TRACES)
-def test_every_command_answers_as_it_did(trace: str, tmp_path: Path) -> None:
+def test_every_command_gives_its_golden_output(trace: str, tmp_path: Path) -> None:
     assert as_text(answers(Path(public(trace)), tmp_path)) == golden_file(trace).read_text()
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_command_answers_on_small_files_as_it_did(name: str, tmp_path: Path) -> None:
+def test_every_command_gives_its_golden_output_on_small_files(name: str, tmp_path: Path) -> None:
     assert as_text(answers_on_a_copy(name, tmp_path)) == golden_file(f"small-{name}").read_text()

@@ -11,7 +11,7 @@ from tests.gpu.machine import ONE_RANK, STAND_IN, Way
 
 
 @pytest.mark.needs(seconds=40, cuda=True)
-def test_graphs_are_captured_whatever_is_recorded_meanwhile(tmp_path: Path) -> None:
+def test_graphs_are_captured_during_any_recording(tmp_path: Path) -> None:
     done = machine.run_job("graphs", tmp_path, ONE_RANK, 80, fails=True)
     found = machine.facts(tmp_path, "graphs").get(0)
     assert found is not None, done.last
@@ -28,7 +28,7 @@ def test_two_ranks_capture_a_collective(way: Way, tmp_path: Path) -> None:
 
 
 @pytest.mark.needs(seconds=40, real=True)
-def test_compiled_functions_compute_what_they_should(tmp_path: Path) -> None:
+def test_compiled_functions_compute_correct_results(tmp_path: Path) -> None:
     done = machine.run_job("compiled", tmp_path, ONE_RANK, 110, fails=True)
     found = machine.facts(tmp_path, "compiled").get(0)
     assert found is not None, done.last

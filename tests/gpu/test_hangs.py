@@ -58,7 +58,7 @@ def snapshot_in_a_hang(folder: Path, process: subprocess.Popen[bytes], fixture: 
 
 
 @pytest.mark.needs(seconds=60, ranks=2)
-def test_the_rank_that_stays_away_is_accused_while_the_job_hangs(way: Way, tmp_path: Path, note: Any) -> None:
+def test_the_missing_rank_is_reported_while_the_job_hangs(way: Way, tmp_path: Path, note: Any) -> None:
     theirs = tmp_path / "torch" / "torch_trace_"
     theirs.parent.mkdir()
     with started(
@@ -94,7 +94,7 @@ def assert_nccls(dump: Path) -> None:
 
 
 @pytest.mark.needs(seconds=40, ranks=2)
-def test_a_hang_of_gloo_beside_nccl_is_found(way: Way, tmp_path: Path) -> None:
+def test_a_gloo_hang_in_an_nccl_job_is_found(way: Way, tmp_path: Path) -> None:
     with started("hang_beside_nccl", tmp_path, way) as process:
         assert "checkpoint" in snapshot_in_a_hang(tmp_path, process, "hang-beside")[1]
 

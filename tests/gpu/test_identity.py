@@ -16,7 +16,7 @@ from tests.gpu.machine import ONE_RANK
 
 
 @pytest.mark.needs(seconds=15, cuda=True, real=True)
-def test_the_gpu_is_the_one_that_nvidia_smi_names(tmp_path: Path, note: Any) -> None:
+def test_the_recorded_gpu_matches_nvidia_smi(tmp_path: Path, note: Any) -> None:
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     (uuid, *_) = re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed)
     done = machine.run_job("identity", tmp_path, ONE_RANK, 60, fails=True, CUDA_VISIBLE_DEVICES=uuid)

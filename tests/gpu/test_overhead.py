@@ -13,7 +13,7 @@ from tests.gpu.machine import CUDA, ONE_RANK
 
 @pytest.mark.needs(seconds=50, real=True)
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
-def test_a_call_and_a_step_cost_little_more(kernel: str, tmp_path: Path, note: Any) -> None:
+def test_recording_adds_little_time_per_call_and_step(kernel: str, tmp_path: Path, note: Any) -> None:
     calls, rounds = ("2000", "7") if CUDA else ("300", "3")
     variables = {"JOB_CALLS": calls, "JOB_ROUNDS": rounds, "TRACING_RECORDER": kernel}
     done = machine.run_job("overhead", tmp_path, ONE_RANK, 110, fails=True, **variables)

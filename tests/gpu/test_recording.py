@@ -17,7 +17,7 @@ from tests.gpu.results import FIXTURES, keep_chakra, keep_recording
 
 
 @pytest.mark.needs(seconds=90)
-def test_a_recorded_job_computes_what_it_computes_without(recorded: Recorded, way: Way, tmp_path: Path) -> None:
+def test_recording_does_not_change_the_results_of_a_job(recorded: Recorded, way: Way, tmp_path: Path) -> None:
     assert recorded.done.code == 0, recorded.done.last
     machine.run_job("training", tmp_path, way, 100, TRACING="NONE")
     found = machine.facts(recorded.folder, "training")
@@ -78,7 +78,7 @@ def test_every_call_of_the_window_is_a_communication(traces: list[tuple[RawTrace
 
 
 @pytest.mark.needs(seconds=20)
-def test_gloos_works_are_each_of_one_call(traces: list[tuple[RawTrace, LinkedTrace]]) -> None:
+def test_each_gloo_work_belongs_to_one_call(traces: list[tuple[RawTrace, LinkedTrace]]) -> None:
     if CUDA:
         pytest.skip("with NCCL a call has kernels")
     for raw, linked in traces:
@@ -87,7 +87,7 @@ def test_gloos_works_are_each_of_one_call(traces: list[tuple[RawTrace, LinkedTra
 
 
 @pytest.mark.needs(seconds=20, cuda=True)
-def test_kernels_of_a_call_are_those_launched_within_its_range(traces: list[tuple[RawTrace, LinkedTrace]]) -> None:
+def test_a_call_has_the_kernels_launched_within_its_range(traces: list[tuple[RawTrace, LinkedTrace]]) -> None:
     """None is lost, and each is of the call that the raw trace says."""
     for raw, linked in traces:
         activities = {one.id: one for one in linked.activities}
@@ -104,7 +104,7 @@ def test_kernels_of_a_call_are_those_launched_within_its_range(traces: list[tupl
 
 
 @pytest.mark.needs(seconds=20, cuda=True)
-def test_bytes_of_a_call_are_those_that_kineto_says(traces: list[tuple[RawTrace, LinkedTrace]]) -> None:
+def test_bytes_of_a_call_match_kineto(traces: list[tuple[RawTrace, LinkedTrace]]) -> None:
     compared = 0
     for raw, linked in traces:
         for one in linked.communications:

@@ -44,7 +44,7 @@ def test_two_ranks_on_one_gpu_are_refused_without_a_launcher(recorded: Recorded,
 
 @pytest.mark.needs(seconds=50, ranks=2)
 @pytest.mark.parametrize("name", ["ring", "barrier"])
-def test_a_replay_comes_to_its_end(way: Way, name: str, tmp_path: Path) -> None:
+def test_a_replay_finishes(way: Way, name: str, tmp_path: Path) -> None:
     """The ring's communicators were made when they were needed; made ahead they would run one after the other."""
     machine.run_job(name, tmp_path, way, 60)
     replay(way, tmp_path / "replay", tmp_path / "recording", "--repeat", "2")

@@ -125,7 +125,7 @@ def as_measured(simulated: Simulated, ours: dict[str, Any]) -> bool:
 
 
 @needs_traces
-def test_the_ranks_of_dlrm_finish_when_they_did(tmp_path: Path, command: Commands) -> None:
+def test_dlrm_ranks_finish_at_the_measured_time(tmp_path: Path, command: Commands) -> None:
     (ours,) = convert(public("dlrm_8gpu"), tmp_path, command)
     for system in ("system.json", "replay.json"):
         simulated = simulate(tmp_path / "chakra", system)
@@ -146,7 +146,7 @@ def test_a_range_around_backward_does_not_count_its_time_twice(tmp_path: Path, c
 
 
 @needs_traces
-def test_without_the_host_astra_sim_says_the_overlap(tmp_path: Path, command: Commands) -> None:
+def test_astra_sim_reports_overlap_without_host_nodes(tmp_path: Path, command: Commands) -> None:
     convert(public("dlrm_8gpu"), tmp_path, command, "--nodes", "gpu")
     simulated = simulate(tmp_path / "chakra")
     assert simulated.finished == 8
@@ -154,7 +154,7 @@ def test_without_the_host_astra_sim_says_the_overlap(tmp_path: Path, command: Co
     assert "removed before call" not in simulated.text
 
 
-def test_both_windows_of_the_demo_finish_when_they_did(tmp_path: Path, command: Commands) -> None:
+def test_both_demo_windows_finish_at_the_measured_time(tmp_path: Path, command: Commands) -> None:
     done = jobs.torchrun(tmp_path, ROOT / "examples" / "demo.py", ranks=4, TRACING_DIR=str(tmp_path / "recording"))
     assert done.returncode == 0, done.stderr
     for prefix, ours in zip(
@@ -165,7 +165,7 @@ def test_both_windows_of_the_demo_finish_when_they_did(tmp_path: Path, command: 
         assert simulate(tmp_path / "out" / prefix).finished == 4
 
 
-def test_experts_that_send_each_other_different_amounts_finish(tmp_path: Path, command: Commands) -> None:
+def test_experts_that_exchange_different_amounts_finish(tmp_path: Path, command: Commands) -> None:
     script = jobs.write_script(tmp_path, EXPERTS)
     done = jobs.torchrun(tmp_path, script, ranks=2, TRACING_DIR=str(tmp_path / "recording"))
     assert done.returncode == 0, done.stderr
@@ -189,7 +189,7 @@ def test_a_job_of_every_kind_of_communication_finishes_when_it_is_lowered(comman
 
 
 @pytest.mark.parametrize("host", [True, False])
-def test_ranks_that_end_with_a_message_stop_where_they_have_host_nodes(tmp_path: Path, host: bool) -> None:
+def test_ranks_with_host_nodes_stop_if_they_end_with_a_message(tmp_path: Path, host: bool) -> None:
     kept = []
     for rank, kind in enumerate((pb.COMM_SEND_NODE, pb.COMM_RECV_NODE)):
         message = node(2, 1, kind=kind, comm_src=0, comm_dst=1, comm_size=8, comm_tag=1)
@@ -215,7 +215,7 @@ COLLECTIVE: dict[str, Any] = {"kind": pb.COMM_COLL_NODE, "comm_type": pb.ALL_RED
     ],
     ids=str,
 )
-def test_check_fails_on_what_does_not_finish_and_on_nothing_else(tmp_path: Path, attributes: dict[str, Any]) -> None:
+def test_check_fails_only_on_traces_that_do_not_finish(tmp_path: Path, attributes: dict[str, Any]) -> None:
     groups = {"5": [0], "6": [0, 1], "7": [1]}
     (tmp_path / "comm_groups.json").write_text(json.dumps(groups))
     kept = []
@@ -243,7 +243,7 @@ def test_check_fails_on_what_does_not_finish_and_on_nothing_else(tmp_path: Path,
         (("--inter", "1GB/s,8us", "--ranks", "64"), 64, 0.05),
     ],
 )
-def test_it_takes_as_long_as_our_simulation_on_the_same_network(
+def test_astra_sim_matches_our_simulation_on_the_same_network(
     command: Commands, words: tuple[str, ...], ranks: int, apart: float
 ) -> None:
     binary = os.environ["ASTRA_SIM"]
@@ -254,7 +254,7 @@ def test_it_takes_as_long_as_our_simulation_on_the_same_network(
 
 
 @needs_traces
-def test_its_roofline_runs_what_has_a_count_and_plays_the_rest(tmp_path: Path, command: Commands) -> None:
+def test_roofline_runs_nodes_with_a_count_and_replays_the_rest(tmp_path: Path, command: Commands) -> None:
     words = ["--lower", "astra-sim", "--nodes", "gpu", "--jobs", "1"]
     system = json.loads((EXAMPLES / "system.json").read_text()) | {"roofline-enabled": 1, "peak-perf": 15}
     (tmp_path / "roofline.json").write_text(json.dumps(system))
@@ -265,7 +265,7 @@ def test_its_roofline_runs_what_has_a_count_and_plays_the_rest(tmp_path: Path, c
 
 
 @needs_traces
-def test_what_is_no_astra_sim_ends_in_one_line(tmp_path: Path, command: Commands) -> None:
+def test_a_wrong_astra_sim_binary_ends_in_one_line(tmp_path: Path, command: Commands) -> None:
     for binary in (tmp_path / "gone", Path("/bin/false")):
         said = command.said("simulate", public("dlrm_8gpu"), "--astra-sim", binary, "--jobs", "1")
         assert said.startswith(f"crossrank: {binary}: ")

@@ -56,7 +56,7 @@ def test_every_example_is_valid_for_the_shell(example: Path) -> None:
     ],
     ids=["with a GPU", "without a GPU"],
 )
-def test_one_report_per_rank_under_torchrun(tmp_path: Path, gpu: bool, capture: set[str]) -> None:
+def test_each_rank_has_one_report_under_torchrun(tmp_path: Path, gpu: bool, capture: set[str]) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, source in (("nsys", NSYS), ("nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")):

@@ -36,7 +36,7 @@ def of_windows(scripts: Scripts) -> list[set[int]]:
     return [set(execution_trace_ids(scripts.load("et"))), set(kineto_ids(scripts.load("kineto")))]
 
 
-def test_a_signal_at_the_first_moment_of_the_end_leaves_whole_files(scripts: Scripts) -> None:
+def test_a_signal_at_the_start_of_shutdown_leaves_complete_files(scripts: Scripts) -> None:
     result = scripts(-signal.SIGTERM).python("""
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
@@ -56,7 +56,7 @@ def test_a_signal_at_the_first_moment_of_the_end_leaves_whole_files(scripts: Scr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_in_a_window_leaves_whole_files_and_kills_as_ever(number: signal.Signals, scripts: Scripts) -> None:
+def test_a_signal_in_a_window_kills_and_leaves_complete_files(number: signal.Signals, scripts: Scripts) -> None:
     process = scripts.start("""
         crossrank.enable(window="0:1000000")
         dist.all_reduce(torch.ones(4))
@@ -92,7 +92,7 @@ def test_sys_exit_keeps_its_status(scripts: Scripts) -> None:
     assert comms.end is not None
 
 
-def test_os_exit_loses_at_most_the_last_second_and_names_the_torn_trace(scripts: Scripts, tmp_path: Path) -> None:
+def test_os_exit_loses_at_most_a_second_and_inspect_reports_the_cut_trace(scripts: Scripts, tmp_path: Path) -> None:
     scripts(5).python("""
         crossrank.enable(window="0:10")
         dist.all_reduce(torch.ones(4))
@@ -162,7 +162,7 @@ def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(
     assert comms.end["reason"] == "SIGTERM"
 
 
-def test_the_scripts_own_signal_handlers_are_left_alone(scripts: Scripts) -> None:
+def test_the_scripts_own_signal_handlers_stay_unchanged(scripts: Scripts) -> None:
     result = scripts.python("""
         seen = []
         mine = lambda number, frame: seen.append(number)
@@ -203,7 +203,7 @@ def test_a_forked_child_leaves_the_parents_files_intact(scripts: Scripts, tmp_pa
     assert sorted(os.listdir(tmp_path / RECORDING)) == [f"rank-0.{kind}.zst" for kind in kinds]
 
 
-def test_data_loader_workers_do_no_harm(scripts: Scripts) -> None:
+def test_data_loader_workers_do_not_disturb_a_recording(scripts: Scripts) -> None:
     scripts.python("""
         from torch.utils.data import DataLoader
         crossrank.enable(window="0:10")
@@ -264,7 +264,7 @@ def test_forked_workers_of_multiprocessing_finish_their_files(scripts: Scripts) 
         assert comms.end is not None
 
 
-def test_a_handler_that_the_script_sets_later_has_all_the_time_it_takes(scripts: Scripts) -> None:
+def test_a_handler_set_later_by_the_script_runs_to_its_end(scripts: Scripts) -> None:
     result = scripts.python("""
         crossrank.enable()
         def save(number, frame):
@@ -279,7 +279,7 @@ def test_a_handler_that_the_script_sets_later_has_all_the_time_it_takes(scripts:
     assert scripts.recorded().ids == [0]
 
 
-def test_what_the_scripts_signal_handlers_raise_reaches_the_script(scripts: Scripts) -> None:
+def test_exceptions_of_signal_handlers_reach_the_script(scripts: Scripts) -> None:
     result = scripts.python("""
         class Late(Exception):
             pass
@@ -305,7 +305,7 @@ def test_what_the_scripts_signal_handlers_raise_reaches_the_script(scripts: Scri
 
 
 @pytest.mark.parametrize("main_thread", ["runs Python", "is stuck as well"])
-def test_on_a_stuck_gpu_a_signal_ends_the_process_with_its_dump_and_its_comms_file(
+def test_a_signal_ends_a_process_on_a_stuck_gpu_with_its_dump_and_comms_file(
     main_thread: str, scripts: Scripts
 ) -> None:
     # A thread that is stuck in C++ runs no handler of Python's; here such signals are blocked for it.
@@ -330,7 +330,7 @@ def test_on_a_stuck_gpu_a_signal_ends_the_process_with_its_dump_and_its_comms_fi
 
 
 @pytest.mark.parametrize("ending", ["disable() on another thread", "disable() on the main thread"])
-def test_a_signal_that_comes_while_the_recording_ends_is_carried_out_when_it_has(ending: str, scripts: Scripts) -> None:
+def test_a_signal_during_the_end_of_a_recording_acts_after_the_end(ending: str, scripts: Scripts) -> None:
     start = "threading.Thread(target=crossrank.disable).start()" if "another" in ending else "crossrank.disable()"
     process = scripts.start(f"""
         from crossrank.instrument.write import flight_dump
@@ -350,7 +350,7 @@ def test_a_signal_that_comes_while_the_recording_ends_is_carried_out_when_it_has
     assert (comms.ids, comms.end["reason"]) == ([0], "disable")
 
 
-def test_what_ends_too_slowly_on_another_thread_does_not_keep_the_process_alive(scripts: Scripts) -> None:
+def test_a_slow_end_on_another_thread_does_not_keep_the_process_alive(scripts: Scripts) -> None:
     process = scripts.start("""
         from crossrank.instrument.hooks import signals
         from crossrank.instrument.write import flight_dump
@@ -367,7 +367,7 @@ def test_what_ends_too_slowly_on_another_thread_does_not_keep_the_process_alive(
     end(process)
 
 
-def test_the_calls_of_a_slow_job_are_on_disk_half_a_second_later_also_at_its_start(scripts: Scripts) -> None:
+def test_calls_of_a_slow_job_are_on_disk_after_half_a_second_even_at_its_start(scripts: Scripts) -> None:
     # Rank 1 does not record: what the nodes of the job are is not known for long.
     ranks = scripts.start_two("""
         if rank == 0:
@@ -390,7 +390,7 @@ def test_the_calls_of_a_slow_job_are_on_disk_half_a_second_later_also_at_its_sta
     assert len(comms.ids) >= old_enough
 
 
-def test_an_abort_of_gloo_leaves_the_call_that_caused_it(scripts: Scripts) -> None:
+def test_a_call_that_makes_gloo_abort_is_recorded(scripts: Scripts) -> None:
     ranks = scripts.start_two("""
         crossrank.enable()
         dist.barrier()
@@ -405,7 +405,7 @@ def test_an_abort_of_gloo_leaves_the_call_that_caused_it(scripts: Scripts) -> No
     assert scripts.load("flight")["crossrank"]["reason"] == "SIGABRT"
 
 
-def test_the_exceptions_that_end_a_script_and_its_threads_are_noted_and_printed_as_ever(scripts: Scripts) -> None:
+def test_exceptions_of_a_script_and_its_threads_are_recorded_and_still_printed(scripts: Scripts) -> None:
     result = scripts(1).python("""
         def fail():
             raise KeyError("shard 3")
@@ -433,7 +433,7 @@ def test_the_exceptions_that_end_a_script_and_its_threads_are_noted_and_printed_
     assert (moment["error"], moment["exceptions"]) == ("ValueError: the user's own", ends[1])
 
 
-def test_each_failure_at_exit_is_one_line_and_no_traceback(scripts: Scripts) -> None:
+def test_each_failure_at_exit_prints_one_line_and_no_traceback(scripts: Scripts) -> None:
     result = scripts.python("""
         from crossrank.instrument import api
         crossrank.enable()
@@ -447,7 +447,7 @@ def test_each_failure_at_exit_is_one_line_and_no_traceback(scripts: Scripts) -> 
     assert scripts.recorded().end is not None
 
 
-def test_a_comms_file_tells_until_when_it_is_complete(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_comms_file_reports_until_when_it_is_complete(scripts: Scripts, tmp_path: Path) -> None:
     process = scripts.start("""
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
@@ -469,7 +469,7 @@ def test_a_comms_file_tells_until_when_it_is_complete(scripts: Scripts, tmp_path
     assert abs(path.stat().st_size - size) < 100  # a rank that stands still writes over its last word
 
 
-def test_a_signal_to_a_child_that_was_just_forked_does_not_reach_its_parent(scripts: Scripts) -> None:
+def test_a_signal_to_a_newly_forked_child_does_not_reach_its_parent(scripts: Scripts) -> None:
     result = scripts.python("""
         import multiprocessing
         crossrank.enable(flight=False)
@@ -490,9 +490,7 @@ def test_a_signal_to_a_child_that_was_just_forked_does_not_reach_its_parent(scri
 
 
 @pytest.mark.parametrize("loop", ["before", "after"])
-def test_a_rank_that_hangs_dies_of_sigterm_also_where_an_event_loop_takes_the_signals(
-    loop: str, scripts: Scripts
-) -> None:
+def test_sigterm_ends_a_hanging_rank_even_if_an_event_loop_takes_the_signals(loop: str, scripts: Scripts) -> None:
     taken = """
 import asyncio
 loop = asyncio.new_event_loop()
@@ -507,9 +505,7 @@ loop.add_signal_handler(signal.SIGUSR2, lambda: None)
     ("text", "noted"),
     [("raise RuntimeError", "Odd: its text is unavailable"), ("return '\\ud800 half'", "Odd: \\ud800 half")],
 )
-def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(
-    text: str, noted: str, scripts: Scripts
-) -> None:
+def test_an_exception_with_an_unwritable_text_loses_only_its_text(text: str, noted: str, scripts: Scripts) -> None:
     result = scripts(1).python(f"""
         class Odd(Exception):
             def __str__(self):
@@ -531,7 +527,7 @@ def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(
     assert scripts.load("flight")["crossrank"]["error"] == noted
 
 
-def test_the_exception_of_a_worker_of_multiprocessing_is_noted(scripts: Scripts) -> None:
+def test_the_exception_of_a_multiprocessing_worker_is_recorded(scripts: Scripts) -> None:
     scripts.run("""
         import os, sys
         import torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -557,7 +553,7 @@ def test_the_exception_of_a_worker_of_multiprocessing_is_noted(scripts: Scripts)
         assert (found["error"], found["frames"][0]["name"]) == ("ValueError: shard 3", "work")
 
 
-def test_an_exception_of_long_ago_is_not_what_ended_a_recording(scripts: Scripts) -> None:
+def test_an_earlier_exception_is_not_recorded_at_the_end(scripts: Scripts) -> None:
     scripts.python("""
         sys.last_value = ZeroDivisionError("a cell of a notebook")
         crossrank.enable()
@@ -566,7 +562,7 @@ def test_an_exception_of_long_ago_is_not_what_ended_a_recording(scripts: Scripts
     assert scripts.recorded().end["exceptions"] == []
 
 
-def test_a_recording_whose_end_is_interrupted_is_taken_away_all_the_same(scripts: Scripts) -> None:
+def test_an_interrupted_disable_still_removes_the_hooks(scripts: Scripts) -> None:
     result = scripts(-signal.SIGTERM).python("""
         crossrank.enable()
         dist.all_reduce(torch.ones(4))

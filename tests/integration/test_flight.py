@@ -40,7 +40,7 @@ def dump_of(folder: Path) -> tuple[FlightDump, Moment]:
     return dump, dump.moment
 
 
-def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_hang_dump_stays_if_the_process_ends_during_the_hang(scripts: Scripts, tmp_path: Path) -> None:
     result = scripts(1).python(SILENT + 'raise RuntimeError("timed out")\n')
 
     folder = tmp_path / jobs.RECORDING
@@ -61,7 +61,7 @@ def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(scripts: S
 
 
 @needs_gloo_recorder
-def test_when_communication_goes_on_after_a_hang_the_end_is_written(scripts: Scripts, tmp_path: Path) -> None:
+def test_the_end_is_dumped_if_communication_continues_after_a_hang(scripts: Scripts, tmp_path: Path) -> None:
     scripts(1).python(SILENT + 'dist.all_reduce(torch.ones(4))\nraise RuntimeError("later")\n')
 
     dump, moment = dump_of(tmp_path)
@@ -74,7 +74,7 @@ def test_when_communication_goes_on_after_a_hang_the_end_is_written(scripts: Scr
 
 @needs_gloo_recorder
 @pytest.mark.parametrize("emit", ["ALL", "CROSSNODE"])
-def test_a_dump_holds_the_last_calls_whatever_is_emitted(emit: str, scripts: Scripts, tmp_path: Path) -> None:
+def test_a_dump_has_the_last_calls_in_every_tracing_mode(emit: str, scripts: Scripts, tmp_path: Path) -> None:
     scripts(TRACING=emit).python("""
         crossrank.enable()
         for _ in range(600):
@@ -116,7 +116,7 @@ def _entry(record_id: int, pg_id: int, group: str, seq: int, created: int) -> di
     }
 
 
-def test_the_recorders_of_nccl_and_gloo_become_one() -> None:
+def test_nccl_and_gloo_flight_recorders_are_merged() -> None:
     completed = {"train": {"last_completed_collective": 9}, "checkpoint": {"last_completed_collective": 1}}
     train = {
         "version": "2.10",
@@ -143,14 +143,14 @@ def test_the_recorders_of_nccl_and_gloo_become_one() -> None:
     ]
 
 
-def test_one_recorder_that_has_two_names_is_taken_once() -> None:
+def test_a_flight_recorder_with_two_names_counts_once() -> None:
     content = {"entries": [_entry(0, 0, "train", 1, 100)], "pg_status": {"0": {"last_completed_collective": 1}}}
     assert flight_dump._merged([content, content]) == content
     assert flight_dump._merged([{"entries": [], "pg_status": {}}, content]) == content
 
 
 @needs_gloo_recorder
-def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_gloo_hang_in_an_nccl_job_is_in_the_dump(scripts: Scripts, tmp_path: Path) -> None:
     result = scripts.python("""
         import pickle
         from crossrank.instrument import torch_dumps
@@ -172,7 +172,7 @@ def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(scripts: Scripts, tmp_path: P
     assert [entry.profiling_name for entry in dump.entries] == ["nccl:all_reduce", "gloo:all_reduce"]
 
 
-def test_one_rank_says_each_silence_once(scripts: Scripts, tmp_path: Path) -> None:
+def test_one_rank_reports_each_silence_once(scripts: Scripts, tmp_path: Path) -> None:
     ranks = scripts(TRACING_HANG_SECONDS="0.5").start_two("""
         crossrank.enable()
         for go_on in ("go-1", "go-2"):
@@ -192,7 +192,7 @@ def test_one_rank_says_each_silence_once(scripts: Scripts, tmp_path: Path) -> No
 
 
 @needs_gloo_recorder
-def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_hang_is_dumped_before_the_shortest_group_timeout(scripts: Scripts, tmp_path: Path) -> None:
     ranks = scripts.start_two("""
         crossrank.enable()
         group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=16))
@@ -211,7 +211,7 @@ def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(scripts
     assert dump.entries[-1].retired is False
 
 
-def test_a_rank_that_goes_on_without_its_group_shows_where_it_is_and_is_healthy(
+def test_a_rank_that_outlives_its_group_shows_its_position_and_is_healthy(
     scripts: Scripts, tmp_path: Path, command: Commands
 ) -> None:
     result = scripts.python("""

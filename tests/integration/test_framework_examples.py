@@ -72,7 +72,7 @@ def run(example: Example, script: Path, tracing: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("example", RUN, ids=lambda one: one.name)
-def test_an_example_is_recorded_and_trains_as_it_does_without(example: Example, tmp_path: Path) -> None:
+def test_a_recorded_example_trains_as_without_recording(example: Example, tmp_path: Path) -> None:
     if importlib.util.find_spec(example.framework) is None:
         pytest.skip(f"{example.framework} is not installed; `make examples` installs it")
     # As a user's own file: Python would look for modules beside it, and find the checkout's.

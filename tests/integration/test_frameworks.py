@@ -78,7 +78,7 @@ def _check_iterations(recording: Path) -> None:
 
 
 @needs("lightning")
-def test_lightnings_own_launcher(tmp_path: Path) -> None:
+def test_every_step_of_lightnings_own_launcher_is_recorded(tmp_path: Path) -> None:
     script = jobs.write_script(tmp_path, LIGHTNING)
     result = jobs.run([sys.executable, *RUNNER, script], tmp_path, 200, TRACING_WINDOW="5:6")
     assert result.returncode == 0, result.stderr
@@ -87,7 +87,7 @@ def test_lightnings_own_launcher(tmp_path: Path) -> None:
 
 @needs("deepspeed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_with_two_parameter_groups(stage: int, tmp_path: Path) -> None:
+def test_every_step_of_zero_with_two_parameter_groups_is_recorded(stage: int, tmp_path: Path) -> None:
     script = jobs.write_script(tmp_path, DEEPSPEED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = jobs.run(

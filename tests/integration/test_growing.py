@@ -25,7 +25,7 @@ def record(folder: Path, model: str, ranks: int) -> Path:
 
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp2"])
-def test_calls_groups_sizes_and_their_order_are_those_of_the_larger_job(tmp_path: Path, model: str) -> None:
+def test_grown_calls_have_the_groups_sizes_and_order_of_the_larger_job(tmp_path: Path, model: str) -> None:
     grown = convert(record(tmp_path, model, 2), tmp_path / "grown", "--grow-to", "4")
     truth = convert(record(tmp_path, model, 4), tmp_path / "recorded")
     assert len(truth) == 4
@@ -35,7 +35,7 @@ def test_calls_groups_sizes_and_their_order_are_those_of_the_larger_job(tmp_path
 
 
 @needs_traces
-def test_equal_ranks_are_one_file_on_request(tmp_path: Path, command: Commands) -> None:
+def test_dedupe_writes_equal_ranks_to_one_file(tmp_path: Path, command: Commands) -> None:
     words = ["convert", public("dlrm_8gpu"), "--grow-to", "24", "--jobs", "1", "-o"]
     assert main([*words, str(tmp_path / "plain")]) == main([*words, str(tmp_path / "dedupe"), "--dedupe"]) == 0
     assert json.loads((tmp_path / "dedupe" / "comm_groups.json").read_text()) == {}
@@ -63,14 +63,14 @@ def test_equal_ranks_are_one_file_on_request(tmp_path: Path, command: Commands) 
         (["--grow-to", "0"], "--grow-to 0 is not a number of ranks; a job has 1 to 1,048,576"),
     ],
 )
-def test_what_cannot_be_grown_ends_in_one_line(tmp_path: Path, command: Commands, words: list[str], said: str) -> None:
+def test_an_impossible_growth_ends_in_one_line(tmp_path: Path, command: Commands, words: list[str], said: str) -> None:
     code, _, err = command.ended("convert", public("dlrm_8gpu"), "--jobs", "1", "-o", tmp_path / "out", *words)
     # What is wrong with the traces themselves takes two lines.
     assert (code, said in err, err.count("\n")) == (2 if said else 0, True, 1 if said else 2)
 
 
 @needs_traces
-def test_ranks_that_are_not_there_are_named(tmp_path: Path, command: Commands) -> None:
+def test_missing_ranks_are_reported(tmp_path: Path, command: Commands) -> None:
     for rank in (0, 1, 3):
         for kind in ("et", "kineto"):
             name = f"rank-{rank}.{kind}.json.gz"

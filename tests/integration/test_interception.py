@@ -160,7 +160,7 @@ def test_caller_is_recorded_exactly_once(caller: Task, two_ranks: TwoRanks) -> N
     ],
     ids=lambda c: c.__name__,
 )
-def test_flight_recorder_counts_as_many_collectives(caller: Task, two_ranks: TwoRanks) -> None:
+def test_flight_recorder_counts_the_same_number_of_calls(caller: Task, two_ranks: TwoRanks) -> None:
     counts = two_ranks.run(_with_oracle, caller)
     for rank, count in enumerate(counts):
         assert len(two_ranks.recorded(rank).calls) == count

@@ -135,7 +135,7 @@ LOOPS = [per_group, per_sub_group, two_for_one_loss, joins_later, accumulated, i
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_turn_of_the_loop_is_one_iteration(loop: Callable[[int], None], two_ranks: TwoRanks) -> None:
+def test_every_loop_iteration_is_one_step(loop: Callable[[int], None], two_ranks: TwoRanks) -> None:
     two_ranks.run(loop, window="4:5")
     for rank in (0, 1):
         comms = two_ranks.recorded(rank)
@@ -162,7 +162,7 @@ def _two_critic_steps(rank: int) -> list[str]:
     return said
 
 
-def test_what_the_steps_do_not_tell_is_warned_of_once_for_the_job(two_ranks: TwoRanks) -> None:
+def test_ambiguous_steps_give_one_warning_per_job(two_ranks: TwoRanks) -> None:
     (warning,), others = two_ranks.run(_two_critic_steps)
     assert others == []
     assert "call crossrank.step() at the end of every iteration" in warning
@@ -186,6 +186,6 @@ def _without_the_engine(rank: int, directory: str) -> bool:
         Variable._execution_engine = engine
 
 
-def test_a_torch_without_the_engine_costs_only_that(two_ranks: TwoRanks) -> None:
+def test_calls_are_recorded_without_an_autograd_hook(two_ranks: TwoRanks) -> None:
     assert two_ranks.run_bare(_without_the_engine) == [True, True]
     assert len(two_ranks.recorded().calls) == 1

@@ -66,7 +66,7 @@ def kernel_of(comms: Recorded) -> str:
 
 
 @names.needs_reductions
-def test_both_kernels_record_the_same(scripts: Scripts) -> None:
+def test_both_recorders_record_the_same(scripts: Scripts) -> None:
     found = {}
     for kernel in ("compiled", "python"):
         scripts(folder=kernel, TRACING_RECORDER=kernel).python(MANY_CALLS)
@@ -128,7 +128,7 @@ def broken_compiler(tmp_path: Path) -> Cache:
     return Cache(tmp_path, "/nowhere/kernel.so")
 
 
-def test_a_job_without_a_kernel_records_in_python_at_once_and_the_next_one_has_it(cache: Cache) -> None:
+def test_a_job_records_in_python_until_the_compiled_recorder_is_built(cache: Cache) -> None:
     why = "the compiled recorder is not built yet, and is being built for the next job"
     said, _, kernel = cache.job("first").rpartition("\n")
     assert said.startswith(f"crossrank: calls are recorded in Python, which is slower: {why}")
@@ -139,7 +139,7 @@ def test_a_job_without_a_kernel_records_in_python_at_once_and_the_next_one_has_i
     assert cache.niceness() == [19]
 
 
-def test_ranks_that_start_together_build_once_and_none_waits(cache: Cache) -> None:
+def test_concurrent_ranks_build_once_and_do_not_wait(cache: Cache) -> None:
     ranks = [Scripts(cache.folder)(folder=str(rank), **cache.variables) for rank in range(4)]
     processes = [jobs.start(rank.folder, jobs.ONE_RANK + ONE_CALL, **cache.variables) for rank in ranks]
     for process in processes:
@@ -150,12 +150,12 @@ def test_ranks_that_start_together_build_once_and_none_waits(cache: Cache) -> No
     assert len(cache.niceness()) == len(cache.files("*.so")) == 1
 
 
-def test_whoever_asks_for_the_compiled_kernel_waits_for_it(cache: Cache) -> None:
+def test_a_job_waits_for_an_explicitly_requested_recorder(cache: Cache) -> None:
     assert cache.job("first", TRACING_RECORDER="compiled") == "compiled"
     assert cache.niceness() == [0]
 
 
-def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_compiler: Cache) -> None:
+def test_a_failed_build_is_not_repeated_and_each_job_reports_why(broken_compiler: Cache) -> None:
     broken_compiler.job("first")
     wait_until(lambda: bool(broken_compiler.files("*.failed")), "nothing says that the build failed", _PATIENCE)
     why = f"{broken_compiler.folder}/c++ failed with exit code 1: "
@@ -169,7 +169,7 @@ def test_a_build_that_failed_is_not_tried_again_and_each_job_says_why(broken_com
 @pytest.mark.parametrize(
     "text", ["fatal error: Killed signal terminated program", "virtual memory exhausted: Cannot allocate memory"]
 )
-def test_a_build_that_was_cut_off_is_tried_again(text: str, broken_compiler: Cache) -> None:
+def test_an_interrupted_build_is_repeated(text: str, broken_compiler: Cache) -> None:
     compiler = Path(broken_compiler.variables["CXX"])
     compiler.write_text(COMPILER.replace("error: of the compiler", text))
     broken_compiler.job("first")
@@ -193,7 +193,7 @@ def _is_free(cache: Cache) -> bool:
         return True
 
 
-def test_build_kernel_builds_what_failed_before(broken_compiler: Cache) -> None:
+def test_build_recorder_repeats_a_failed_build(broken_compiler: Cache) -> None:
     command = ["-m", "crossrank", "build-recorder"]
     result = jobs.fork(command, broken_compiler.folder, **broken_compiler.variables)
     assert (result.returncode, result.stdout) == (2, "")
@@ -216,7 +216,7 @@ def test_build_kernel_builds_what_failed_before(broken_compiler: Cache) -> None:
     ids=["no compiler", "no folder"],
 )
 @pytest.mark.parametrize("recorder_kernel", ["auto", "compiled"])
-def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
+def test_python_records_if_no_build_is_possible_and_one_line_says_why(
     variables: dict[str, str], why: str, recorder_kernel: str, scripts: Scripts, tmp_path: Path
 ) -> None:
     result = scripts(**{"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables).python(ONE_CALL)
@@ -227,13 +227,13 @@ def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
     assert kernel_of(scripts.recorded()).startswith(f"python ({why}")
 
 
-def test_a_python_that_the_kernel_has_not_been_tried_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_untested_with_the_recorder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_UNTRIED", sys.version_info[:2])
     with pytest.raises(CrossrankError, match="the compiled recorder is untested on Python 3"):
         build.load()
 
 
-def test_experts_with_splits_that_change_cost_the_calls_that_do_not_change_nothing(scripts: Scripts) -> None:
+def test_calls_with_changing_splits_do_not_slow_unchanging_calls(scripts: Scripts) -> None:
     result = scripts(TRACING_RECORDER="compiled").python("""
         from crossrank.instrument.compiled.recorder import CompiledRecorder
 
@@ -257,7 +257,7 @@ def test_experts_with_splits_that_change_cost_the_calls_that_do_not_change_nothi
 
 
 @pytest.mark.parametrize("is_file", [False, True], ids=["folder", "file"])
-def test_what_another_user_may_have_written_is_refused(is_file: bool, scripts: Scripts, tmp_path: Path) -> None:
+def test_a_recorder_another_user_could_write_is_refused(is_file: bool, scripts: Scripts, tmp_path: Path) -> None:
     cache = tmp_path / "cache" / "crossrank"
     cache.mkdir(mode=0o700, parents=True)
     if is_file:
@@ -270,7 +270,7 @@ def test_what_another_user_may_have_written_is_refused(is_file: bool, scripts: S
     assert kernel_of(scripts.recorded()).startswith("python (")
 
 
-def test_a_process_that_records_several_times_loads_one_kernel_and_forks(scripts: Scripts) -> None:
+def test_a_process_with_several_recordings_loads_one_recorder_and_forks(scripts: Scripts) -> None:
     result = scripts.python("""
         for number in range(3):
             with crossrank.enable(directory=f"recording-{number}", recorder="compiled"):
@@ -290,7 +290,7 @@ def test_inspect_says_which_recorder_ran(scripts: Scripts) -> None:
     assert "recorder compiled" in scripts.crossrank("inspect", RECORDING).stdout
 
 
-def test_what_cpp_throws_is_an_exception_of_python(scripts: Scripts) -> None:
+def test_a_cpp_exception_becomes_a_python_exception(scripts: Scripts) -> None:
     result = scripts(TRACING_RECORDER="compiled").python("""
         recording = crossrank.enable()
         try:

@@ -46,7 +46,7 @@ with crossrank.enable():
 
 
 @pytest.mark.parametrize("early", ["1", "0"])  # enable() before and after the process group
-def test_what_all_ranks_have_to_say_one_of_them_says(early: str, scripts: Scripts, tmp_path: Path) -> None:
+def test_one_rank_prints_a_message_of_all_ranks(early: str, scripts: Scripts, tmp_path: Path) -> None:
     result = scripts(EARLY=early, CXX="/nowhere/c++", XDG_CACHE_HOME=str(tmp_path)).ranks(THREE_RANKS, 3)
     lines = [line for line in result.stderr.splitlines() if line.startswith("crossrank: ")]
     in_python = [line for line in lines if "calls are recorded in Python" in line]
@@ -56,7 +56,7 @@ def test_what_all_ranks_have_to_say_one_of_them_says(early: str, scripts: Script
     assert len(lines) == 5
 
 
-def test_a_rank_of_a_large_job_writes_into_the_folder_of_a_few_and_is_read_from_there(scripts: Scripts) -> None:
+def test_a_rank_of_a_large_job_is_written_to_and_read_from_a_subfolder(scripts: Scripts) -> None:
     assert scripts.run(ONE_OF_16_384).stderr == ""
     (folder,) = (scripts.folder / RECORDING).iterdir()
     assert folder.name == "ranks-8192-8207"

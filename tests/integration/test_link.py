@@ -87,7 +87,7 @@ def test_a_gloo_call_has_the_range_of_its_work(trained: Path) -> None:
             assert work.duration_ns > 0
 
 
-def test_forward_and_backward_are_joined_as_kineto_joins_them(trained: Path) -> None:
+def test_forward_and_backward_are_linked_as_in_kineto(trained: Path) -> None:
     for rank in (0, 1):
         et, kineto, comms = paths(trained, rank)
         result = link(et, kineto, comms)
@@ -143,7 +143,7 @@ def _waits(rank: int) -> None:
         torch.ones(9).sin()
 
 
-def test_the_host_goes_on_when_the_work_of_a_call_is_done(two_ranks: TwoRanks) -> None:
+def test_the_host_continues_when_the_work_of_a_call_is_done(two_ranks: TwoRanks) -> None:
     two_ranks.run(_waits)
     result = link(*paths(two_ranks.recording, 0))
     first, second = result.communications

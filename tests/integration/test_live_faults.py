@@ -77,7 +77,7 @@ def test_a_fault_under_torchrun_itself_is_diagnosed(tmp_path: Path, command: Com
     assert complaints(fault, Job(tmp_path), command) == []
 
 
-def test_a_rank_that_is_late_is_named_until_it_comes(tmp_path: Path, command: Commands) -> None:
+def test_a_late_rank_is_reported_until_it_arrives(tmp_path: Path, command: Commands) -> None:
     with running(LATE, tmp_path) as job:
         wait_until(lambda: hangs(job, LATE), "the job does not notice that it hangs")
         assert complaints(LATE, job, command) == []
@@ -106,7 +106,7 @@ def test_a_job_with_a_slow_rank_is_healthy(tmp_path: Path, command: Commands) ->
         assert not any("no communication" in log for log in job.logs())
 
 
-def test_nobody_is_accused_of_a_healthy_job_that_is_cancelled(tmp_path: Path, command: Commands) -> None:
+def test_no_rank_is_accused_if_a_healthy_job_is_cancelled(tmp_path: Path, command: Commands) -> None:
     with running(SLOW_RANK, tmp_path, 3) as job:
         wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
         job.terminate()

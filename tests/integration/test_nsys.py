@@ -186,7 +186,7 @@ def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(n
         assert "Traceback" not in said
 
 
-def test_times_that_were_normalised_are_the_same(tmp_path: Path, nsys: Nsys, command: Commands) -> None:
+def test_normalised_and_plain_times_are_equal(tmp_path: Path, nsys: Nsys, command: Commands) -> None:
     if "--ts-normalize" not in subprocess.run([nsys.path, "export", "--help"], capture_output=True, text=True).stdout:
         pytest.skip("this Nsight Systems normalises no times")
     script = jobs.write_script(tmp_path, f"{jobs.ONE_RANK}\ncrossrank.enable()\ndist.barrier()\ncrossrank.disable()\n")
@@ -222,7 +222,7 @@ crossrank.disable()
     assert len(marked) == 2
 
 
-def test_texts_of_the_largest_size_arrive_whole(tmp_path: Path, nsys: Nsys) -> None:
+def test_texts_of_the_maximum_size_are_complete(tmp_path: Path, nsys: Nsys) -> None:
     script = jobs.write_script(
         tmp_path,
         "import json\n"
@@ -245,7 +245,7 @@ def test_texts_of_the_largest_size_arrive_whole(tmp_path: Path, nsys: Nsys) -> N
     assert none.json["group"]["left_out"] == {"ranks": 16384}
 
 
-def test_a_filter_that_leaves_our_domain_out_is_named(tmp_path: Path, nsys: Nsys) -> None:
+def test_a_filter_that_excludes_our_domain_is_reported(tmp_path: Path, nsys: Nsys) -> None:
     script = jobs.write_script(tmp_path, f"{jobs.ONE_RANK}\ncrossrank.enable()\ndist.barrier()\ncrossrank.disable()\n")
     words = [*nsys.profile(tmp_path / "filtered"), "--nvtx-domain-exclude=crossrank", sys.executable, str(script)]
     result = jobs.run(words, tmp_path, TRACING_DIR=str(tmp_path / "recording"))

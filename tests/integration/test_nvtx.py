@@ -192,14 +192,14 @@ def test_a_tool_older_than_the_package_gets_the_ranges_of_every_thread(older_nvt
         assert len(older_nvtx.calls(rank)) == 1
 
 
-def test_a_tool_that_takes_no_range_is_named_once(tmp_path: Path, compiled: Compiled) -> None:
+def test_a_tool_that_rejects_ranges_is_reported_once(tmp_path: Path, compiled: Compiled) -> None:
     deaf = compiled("-DOLDER_THAN_THE_PACKAGE", "-DTAKES_NOTHING")
     (line,) = warnings_with(tmp_path, deaf)
     assert f"an NVTX tool is attached (NVTX_INJECTION64_PATH={deaf}), but calls will not be marked" in line
     assert "--nvtx-domain-include" in line
 
 
-def test_a_package_without_what_the_base_api_needs_is_one_warning(tmp_path: Path, older_nvtx: Tool) -> None:
+def test_a_package_without_the_base_api_gives_one_warning(tmp_path: Path, older_nvtx: Tool) -> None:
     package = tmp_path / "nvtx"
     package.mkdir()
     (package / "__init__.py").write_text("class DummyDomain: ...\ndef get_domain(name):\n    return DummyDomain()\n")
@@ -207,7 +207,7 @@ def test_a_package_without_what_the_base_api_needs_is_one_warning(tmp_path: Path
     assert "calls will not be marked: ModuleNotFoundError: No module named 'nvtx._lib'" in line
 
 
-def test_a_package_that_cannot_mark_threads_apart_is_one_warning(tmp_path: Path, nvtx: Tool) -> None:
+def test_a_package_that_mixes_threads_gives_one_warning(tmp_path: Path, nvtx: Tool) -> None:
     metadata = tmp_path / "nvtx-0.2.14.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nvtx\nVersion: 0.2.14\n")
@@ -217,7 +217,7 @@ def test_a_package_that_cannot_mark_threads_apart_is_one_warning(tmp_path: Path,
 
 
 @pytest.mark.parametrize("tool", [None, "./."], ids=["no tool", "NVTX's word for none"])
-def test_without_a_tool_nothing_is_said(tmp_path: Path, tool: str | None) -> None:
+def test_no_warning_is_printed_without_a_tool(tmp_path: Path, tool: str | None) -> None:
     assert warnings_with(tmp_path, tool) == []
 
 
@@ -234,7 +234,7 @@ def test_a_name_with_quotes_is_still_json(nvtx: Tool) -> None:
         assert (batch.json, batch.payload) == ({"op": "coalesced", "pg": 'say "hi"\\'}, 3)
 
 
-def test_what_tells_calls_apart_stands_first(nvtx: Tool) -> None:
+def test_distinguishing_fields_come_first(nvtx: Tool) -> None:
     nvtx.run("crossrank.enable()\ndist.all_reduce(torch.ones(4))\n")
     for markers in nvtx.captured():
         (call,) = [marker for marker in markers if marker.kind == "push"]
@@ -270,7 +270,7 @@ def test_messages_stay_bounded_when_calls_differ(loop: str, kept: int, more: int
 
 
 @pytest.mark.parametrize(("nodes", "marked"), [(1, []), (2, ["all_reduce"])])
-def test_crossnode_marks_what_leaves_a_node_and_records_everything(nodes: int, marked: list[str], nvtx: Tool) -> None:
+def test_crossnode_marks_calls_across_nodes_and_records_all_calls(nodes: int, marked: list[str], nvtx: Tool) -> None:
     nvtx(NODES=str(nodes)).run("""
         crossrank.enable(tracing="CROSSNODE", node=f"node-{rank % int(os.environ['NODES'])}")
         settle()

@@ -108,7 +108,7 @@ def test_every_command_names_the_same_ranks_groups_and_calls(recorded: Path, com
 
 @pytest.mark.parametrize("kinds", [(FLIGHT,), (EXECUTION_TRACE, KINETO), (COMMS,)], ids="+".join)
 @pytest.mark.parametrize("names", list(NAMES)[1:])
-def test_ranks_do_not_depend_on_names_where_only_some_kinds_are_there(
+def test_ranks_do_not_depend_on_names_if_some_file_kinds_are_missing(
     recorded: Path, tmp_path: Path, command: Commands, kinds: tuple[str, ...], names: str
 ) -> None:
     plain, other = tmp_path / "plain", tmp_path / "other"

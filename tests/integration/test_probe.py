@@ -86,14 +86,14 @@ def test_a_slow_rank_is_found(kind: str, recorded: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "probe.json").read_text()) == report
 
 
-def test_ranks_that_are_alike_are_no_finding(recorded: Path, command: Commands) -> None:
+def test_similar_ranks_give_no_finding(recorded: Path, command: Commands) -> None:
     words = ["probe", str(recorded), "--nproc", str(RANKS), "--tolerance", "1000"]
     output = command(*words)
     assert "6 groups in 3 rounds for each of its sizes (16 MB)" in output
     assert "No compared rank or link is slower than 1000 x similar ones" in output
 
 
-def test_groups_of_the_job_need_not_fit_the_ranks_that_are_probed(two_ranks: TwoRanks, command: Commands) -> None:
+def test_job_groups_need_not_fit_the_probed_ranks(two_ranks: TwoRanks, command: Commands) -> None:
     path = two_ranks.record(_groups)
     assert command.json("probe", path, "--nproc", "5", "--dry-run") == {"groups": 10, "rounds": 5, "sizes": [40]}
 
@@ -105,7 +105,7 @@ def _groups(rank: int) -> None:
         dist.all_reduce(torch.ones(10), group=alone)
 
 
-def test_what_a_probe_cannot_do_is_said_before_anything_starts(recorded: Path, command: Commands) -> None:
+def test_an_impossible_probe_is_refused_before_it_starts(recorded: Path, command: Commands) -> None:
     assert "2 rank(s) make one at most; use 3 or more" in command.said("probe", recorded)
     assert "--tolerance 0.9 is not a number from 1.01 to 1,000,000" in command.said(
         "probe", recorded, "--nproc", "4", "--groups", "ring", "--tolerance", "0.9"

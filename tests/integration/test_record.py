@@ -33,7 +33,7 @@ def _all_to_all(rank: int) -> None:
     dist.all_to_all_single(torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16))
 
 
-def test_all_to_all_single(two_ranks: TwoRanks) -> None:
+def test_all_to_all_single_is_recorded_with_its_splits(two_ranks: TwoRanks) -> None:
     records = two_ranks.calls(_all_to_all)
     for rank in (0, 1):
         empty, uneven, even = records[rank]
@@ -54,7 +54,7 @@ def _gather_family(rank: int) -> None:
     dist.scatter(torch.ones(4), [torch.ones(4), torch.ones(4)] if rank == 1 else None, src=1)
 
 
-def test_bytes_are_those_of_nccl_tests_on_every_rank(two_ranks: TwoRanks) -> None:
+def test_bytes_match_nccl_tests_on_every_rank(two_ranks: TwoRanks) -> None:
     records = two_ranks.calls(_gather_family)
     for rank in (0, 1):
         # The output of a gather, the input of a reduce_scatter, and what the root holds: 2 ranks * 4 floats.
@@ -84,7 +84,7 @@ def _whole_record(rank: int) -> None:
     dist.all_reduce(torch.ones(2, 3, dtype=torch.float16), op=dist.ReduceOp.MAX, async_op=True).wait()
 
 
-def test_a_whole_record(two_ranks: TwoRanks) -> None:
+def test_a_record_has_every_field(two_ranks: TwoRanks) -> None:
     before = time.monotonic_ns()
     records = two_ranks.calls(_whole_record, node="here")
     after = time.monotonic_ns()
@@ -151,7 +151,7 @@ def _two_groups(rank: int) -> None:
     dist.all_reduce(torch.ones(1), group=None)
 
 
-def test_groups_have_global_ranks_and_sequences_of_their_own(two_ranks: TwoRanks) -> None:
+def test_groups_have_global_ranks_and_their_own_sequences(two_ranks: TwoRanks) -> None:
     both = two_ranks.calls(_two_groups)
     for rank, records in enumerate(both):
         world = [record for record in records if record.pg == "0"]
@@ -256,7 +256,7 @@ _NEED_REDUCTIONS = (_reductions_not_in_a_frame, _a_frame_that_lies)
     "shown",
     [pytest.param(key, marks=needs_reductions) if row[0] in _NEED_REDUCTIONS else key for key, row in CALLS.items()],
 )
-def test_calls_are_recorded_as_they_were(shown: str, two_ranks: TwoRanks) -> None:
+def test_calls_are_recorded_correctly(shown: str, two_ranks: TwoRanks) -> None:
     task, fields, expected = CALLS[shown]
     of_ranks = expected if isinstance(expected, tuple) else (expected, expected)
     values = attrgetter(*fields.split())
@@ -279,7 +279,7 @@ def test_a_destroyed_group_is_not_kept_alive(two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_group_ranks_with_gap, folder="on") == [True, True]
 
 
-def test_a_call_on_a_group_that_torch_has_forgotten_is_recorded(scripts: Scripts, tmp_path: Path) -> None:
+def test_a_call_on_a_destroyed_group_is_recorded(scripts: Scripts, tmp_path: Path) -> None:
     result = scripts(TRACING_DIR=str(tmp_path / "recording")).python("""
         forgotten = dist.group.WORLD
         dist.destroy_process_group()

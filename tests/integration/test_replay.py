@@ -104,7 +104,7 @@ def _meaning(path: Path, rank: int, steps: range = range(1 << 30)) -> list[Any]:
     ]
 
 
-def test_a_replay_of_every_kind_of_caller_makes_the_recorded_calls_again_and_their_results_are_right(
+def test_a_replay_of_every_caller_repeats_the_recorded_calls_with_correct_results(
     two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
     recorded = two_ranks.record(_everything)
@@ -122,7 +122,7 @@ def test_a_replay_of_every_kind_of_caller_makes_the_recorded_calls_again_and_the
     assert command.json("replay", again, "--warmup", "0", "--repeat", "1")["share_of_calls"] == 1.0
 
 
-def test_types_and_reductions_are_as_recorded_where_gloo_has_them(two_ranks: TwoRanks, command: Commands) -> None:
+def test_types_and_reductions_that_gloo_has_are_as_recorded(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(_types_and_reductions)
     again = two_ranks.folder / "again"
     report = command.json("replay", recorded, "--check", "--repeat", "1", "--record", again)
@@ -132,7 +132,7 @@ def test_types_and_reductions_are_as_recorded_where_gloo_has_them(two_ranks: Two
         assert _meaning(again, rank) == _meaning(recorded, rank)
 
 
-def test_a_type_that_gloo_lacks_is_replaced_by_one_of_its_size_and_said(two_ranks: TwoRanks, command: Commands) -> None:
+def test_a_type_gloo_lacks_is_replaced_by_one_of_its_size_and_reported(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(callers.all_reduce)
     again = two_ranks.folder / "again"
     words = ["--dtype", "float8_e4m3fn", "--check", "--repeat", "1", "--record", again]
@@ -141,7 +141,7 @@ def test_a_type_that_gloo_lacks_is_replaced_by_one_of_its_size_and_said(two_rank
     assert [(row[0], row[7], row[-1]) for row in _meaning(again, 0)] == [("all_reduce", "uint8", 4)]
 
 
-def test_the_files_of_a_replay_say_the_same_as_its_report(two_ranks: TwoRanks, command: Commands) -> None:
+def test_the_files_of_a_replay_match_its_report(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(callers.lists)
     out = two_ranks.folder / "out"
     report = command.json("replay", recorded, "-o", out, "--repeat", "3")
@@ -163,7 +163,7 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(two_ranks: TwoRanks, c
     assert not re.search(r"(src|href) *= *.?http", page)
 
 
-def test_parts_that_nccl_took_stacked_are_joined_for_gloo() -> None:
+def test_stacked_nccl_parts_are_joined_for_gloo() -> None:
     calls = [
         record("all_gather", c10d="_allgather_base_", inputs=[[3, 4]], outputs=[[2, 3, 4]], bytes=96),
         record("reduce_scatter", c10d="_reduce_scatter_base_", inputs=[[2, 4]], outputs=[[4]], bytes=32),
@@ -257,7 +257,7 @@ def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: TwoRank
 
 
 @pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all"])
-def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: TwoRanks) -> None:
+def test_concurrent_calls_share_the_time(op: str, two_ranks: TwoRanks) -> None:
     """Eight at once take as long as eight in a row, and each of them no longer than its share."""
     shapes = {"reduce_scatter": ([[2_000_000]], [[1_000_000]]), "all_gather": ([[1_000_000]], [[2_000_000]])}
     inputs, outputs = shapes.get(op, ([[2_000_000]], [[2_000_000]]))
@@ -329,7 +329,7 @@ def _pauses(rank: int) -> list[tuple[int, int]]:
     return [(end - begin, following - end) for (begin, end), (following, _) in pairwise(calls)]
 
 
-def test_the_gaps_of_a_linked_recording_are_the_pauses_of_the_job_without_its_communication(
+def test_the_gaps_of_a_linked_recording_are_the_pauses_without_communication(
     two_ranks: TwoRanks, tmp_path: Path
 ) -> None:
     truth = two_ranks.run(_pauses, window="1:2")
@@ -353,7 +353,7 @@ def plan_of_recording(recorded: Path) -> Plan:
     return plan
 
 
-def test_what_a_wait_for_another_rank_costs_is_distinguished_from_the_collective(two_ranks: TwoRanks) -> None:
+def test_a_wait_for_another_rank_is_measured_separately_from_the_collective(two_ranks: TwoRanks) -> None:
     plan = plan_of_recording(two_ranks.record(callers.all_reduce))
     plan.ranks[1].calls[0].gap_ns = 400_000_000
     results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, pace="recorded"))
@@ -363,7 +363,7 @@ def test_what_a_wait_for_another_rank_costs_is_distinguished_from_the_collective
     assert 0 < early["time"] < 300_000_000
 
 
-def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(two_ranks: TwoRanks, command: Commands) -> None:
+def test_a_sweep_runs_every_combination_and_resumes_after_a_stop(two_ranks: TwoRanks, command: Commands) -> None:
     recorded = two_ranks.record(callers.all_reduce)
     out = two_ranks.folder / "sweep"
     words = ["replay", str(recorded), "--repeat", "1", "--warmup", "0", "-o", str(out), "--sweep", "scale-bytes=1,2"]
@@ -390,7 +390,7 @@ def _ids_of_window(recorded: Path, rank: int) -> set[int]:
     return {record.id for record in file.records() if 2 <= record.step < 4}
 
 
-def test_a_recording_is_replayed_from_each_of_its_files_and_compared_where_they_have_times(
+def test_each_file_of_a_recording_is_replayed_and_compared_if_it_has_times(
     two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
     recorded = tmp_path / "recording"

@@ -114,7 +114,7 @@ def test_every_operation_and_every_call_of_a_window_runs_again(
     assert ("fsdp::split_with_sizes_copy" in named) == (train is train_fsdp2)
 
 
-def test_an_operation_that_gives_more_where_gradients_are_wanted_gives_it_again(
+def test_an_operation_with_extra_outputs_for_gradients_gives_them_again(
     two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
     """The workspace of an LSTM's forward is what its backward takes."""
@@ -124,7 +124,7 @@ def test_an_operation_that_gives_more_where_gradients_are_wanted_gives_it_again(
     assert "aten::mkldnn_rnn_layer_backward" in {row["name"] for row in report["step"]["operations"]}
 
 
-def test_a_step_is_as_long_as_those_without_a_profiler_also_where_sizes_change(
+def test_a_step_takes_as_long_as_unprofiled_steps_even_if_sizes_change(
     two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
     two_ranks.run(exchange, window="2:4")
@@ -147,7 +147,7 @@ def test_a_call_works_on_the_tensors_of_the_operations_around_it(ddp: Path) -> N
         assert compute.slots[call.inputs[0]].block >= 0
 
 
-def test_ddp_waits_for_its_buckets_after_the_backward_and_not_where_it_launches_them(ddp: Path) -> None:
+def test_ddp_waits_for_its_buckets_after_the_backward_and_not_at_their_launch(ddp: Path) -> None:
     plan = plan_of(ddp)
     for rank in plan.ranks:
         assert rank.compute is not None
@@ -178,7 +178,7 @@ def halves(rank: int) -> None:
         crossrank.step()
 
 
-def test_calls_on_parts_of_one_tensor_are_under_way_together_and_a_batch_keeps_its_tensors(
+def test_calls_on_parts_of_one_tensor_overlap_and_a_batch_keeps_its_tensors(
     two_ranks: TwoRanks, tmp_path: Path, command: Commands
 ) -> None:
     two_ranks.run(halves, window="2:4")
@@ -191,7 +191,7 @@ def test_calls_on_parts_of_one_tensor_are_under_way_together_and_a_batch_keeps_i
     assert calls_of(again, 0, range(100)) == 2 * calls_of(recorded, 0, STEPS)
 
 
-def test_a_saved_plan_says_whether_it_has_computation_and_holds_no_code(ddp: Path, command: Commands) -> None:
+def test_a_saved_plan_says_whether_it_has_computation_and_has_no_code(ddp: Path, command: Commands) -> None:
     plan, path = plan_of(ddp), command.folder / "plan.json"
     save_plan(plan, path)
     assert "is a plan with computation; add --compute" in command.said("replay", path)
@@ -202,7 +202,7 @@ def test_a_saved_plan_says_whether_it_has_computation_and_holds_no_code(ddp: Pat
     assert "has a tensor that is not a number; save the plan again" in command.said("replay", path, "--compute")
 
 
-def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, command: Commands) -> None:
+def test_changes_apply_to_the_calls_and_leave_the_operations(ddp: Path, command: Commands) -> None:
     plain, dropped, merged, split = (
         replayed(command, ddp, "--dry-run", *words)
         for words in ([], ["--drop", "all_reduce"], ["--bucket-mb", "1"], ["--bucket-mb", "0.005"])
@@ -225,7 +225,7 @@ def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, command: 
     assert computation["operations"] == computation["recorded_operations"] > 100
 
 
-def test_a_sweep_of_whole_steps_is_one_table(ddp: Path, command: Commands) -> None:
+def test_a_sweep_of_whole_steps_gives_one_table(ddp: Path, command: Commands) -> None:
     words = ("--compute", "--warmup", "0", "--repeat", "1", "--sweep", "drop=recorded,all_reduce")
     table = command("replay", ddp, *words).split("Sweep: times per step, one row per combination")[1].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["recorded", "all_reduce"]
@@ -248,7 +248,7 @@ def test_a_window_that_lacks_a_rank_or_a_trace_is_refused_in_one_line(ddp: Path,
     assert "has no window 3; it has 1" in command.said("replay", ddp, "--compute", "--window", "3")
 
 
-def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(ddp: Path, command: Commands) -> None:
+def test_an_operation_of_a_missing_library_idles_and_is_reported(ddp: Path, command: Commands) -> None:
     plan = plan_of(ddp)
     path = command.folder / "plan.json"
     for rank in plan.ranks:
@@ -264,7 +264,7 @@ def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(ddp: Pat
     assert "--import MODULE can define it" in row["reason"]
 
 
-def test_options_of_computation_alone_need_it(ddp: Path, command: Commands) -> None:
+def test_computation_options_need_compute(ddp: Path, command: Commands) -> None:
     for words, said in (
         (["--window", "1"], "--window needs --compute"),
         (["--import", "os"], "--import needs --compute"),

@@ -45,7 +45,7 @@ def replayed(command: Commands, path: Path, *words: object, code: int = 0) -> An
     return command.json("replay", path, *few, *words, code=code)
 
 
-def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_ranks: TwoRanks) -> None:
+def test_a_call_between_barriers_does_not_wait_for_a_late_rank(two_ranks: TwoRanks) -> None:
     waited = {}
     for blocking in (False, True):
         plan = plan_of_recording(two_ranks.record(callers.all_reduce, folder=str(blocking)))
@@ -57,7 +57,7 @@ def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_rank
     assert waited[True] < 200_000_000
 
 
-def test_barriers_are_no_calls_of_the_replay_and_every_call_is_waited_for_at_once(
+def test_a_blocking_replay_makes_the_recorded_calls_and_records_no_barriers(
     recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     again = tmp_path / "again"
@@ -68,7 +68,7 @@ def test_barriers_are_no_calls_of_the_replay_and_every_call_is_waited_for_at_onc
     assert made == 2 * [one.op for one in CommsFile(str(recorded / "rank-0.comms.jsonl.zst")).records()]
 
 
-def test_results_agree_with_those_of_another_replay_and_one_that_does_not_is_named(
+def test_results_match_another_replay_and_a_different_result_is_reported(
     recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     saved = tmp_path / "saved"
@@ -114,11 +114,11 @@ def _from_rank_1(record: CommRecord) -> CommRecord:
     ("dtype", "least"),
     [(torch.float32, 1e-4), (torch.bfloat16, 0.0625), (torch.float16, 0.0078125), (torch.int8, 1e-4)],
 )
-def test_where_no_tolerance_is_given_it_is_that_of_the_type(dtype: torch.dtype, least: float) -> None:
+def test_the_default_tolerance_depends_on_the_type(dtype: torch.dtype, least: float) -> None:
     assert tolerance(dtype) == least
 
 
-def test_results_of_another_type_are_not_compared_and_counted(recorded: Path, command: Commands) -> None:
+def test_results_of_another_type_are_counted_as_not_comparable(recorded: Path, command: Commands) -> None:
     saved = command.folder / "saved"
     replayed(command, recorded, "--ops", "all_reduce", "--save-data", saved)
     words = ["--ops", "all_reduce", "--compare-data", saved]
@@ -126,7 +126,7 @@ def test_results_of_another_type_are_not_compared_and_counted(recorded: Path, co
     assert (data["tensors"], data["not_comparable"]) == (0, 6)
 
 
-def test_results_are_not_compared_with_those_that_take_their_place(recorded: Path, command: Commands) -> None:
+def test_results_are_not_compared_with_their_replacements(recorded: Path, command: Commands) -> None:
     saved = command.folder / "saved"
     replayed(command, recorded, "--save-data", saved)
     before = (saved / "rank-0.data").read_bytes()
@@ -141,7 +141,7 @@ def test_results_are_not_compared_with_those_that_take_their_place(recorded: Pat
     assert (saved / "rank-0.data").read_bytes() == before
 
 
-def test_results_of_other_calls_and_damaged_ones_are_refused_before_anything_starts(
+def test_results_of_other_calls_and_damaged_results_are_refused_before_the_start(
     recorded: Path, tmp_path: Path, command: Commands
 ) -> None:
     saved = tmp_path / "saved"
@@ -153,7 +153,7 @@ def test_results_of_other_calls_and_damaged_ones_are_refused_before_anything_sta
     assert "has no results of rank 0" in command.said(*words, tmp_path)
 
 
-def test_times_are_told_by_source_line_by_iteration_and_by_batch(recorded: Path, command: Commands) -> None:
+def test_times_are_reported_by_source_line_step_and_batch(recorded: Path, command: Commands) -> None:
     report = replayed(command, recorded, "--batch", "2")
     by_step = {block["name"]: block for block in report["by_step"]}
     assert [by_step[name]["calls"] for name in ("0", "1", "2")] == [2, 2, 2]
@@ -200,5 +200,5 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(recorded: Path, tmp_
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(words: str, said: str, recorded: Path, command: Commands) -> None:
+def test_unsuitable_options_are_refused(words: str, said: str, recorded: Path, command: Commands) -> None:
     assert said in command.said("replay", recorded, *words.split(), "--backend", "gloo", "--device", "cpu")

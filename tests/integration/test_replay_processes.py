@@ -127,7 +127,7 @@ def _listens_at(pid: int) -> list[str]:
     return [row[1] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in sockets]
 
 
-def test_the_store_of_a_replay_on_one_machine_takes_connections_from_it_alone(long_plan: Path) -> None:
+def test_the_store_of_a_replay_on_one_machine_accepts_only_local_connections(long_plan: Path) -> None:
     process, _ = _started([str(long_plan)])
     found = _listens_at(process.pid)
     process.kill()
@@ -135,7 +135,7 @@ def test_the_store_of_a_replay_on_one_machine_takes_connections_from_it_alone(lo
     assert [address.partition(":")[0] for address in found] == ["0100007F"]  # 127.0.0.1
 
 
-def test_a_rank_that_dies_ends_all_and_it_is_reported_where_each_was(long_plan: Path) -> None:
+def test_a_dead_rank_ends_all_ranks_and_each_position_is_reported(long_plan: Path) -> None:
     process, ranks = _started([str(long_plan), "--timeout", "20"])
     os.kill(ranks[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
@@ -146,7 +146,7 @@ def test_a_rank_that_dies_ends_all_and_it_is_reported_where_each_was(long_plan: 
     assert _gone(process.pid)
 
 
-def test_a_rank_that_stands_still_ends_all_within_the_timeout(long_plan: Path) -> None:
+def test_a_stopped_rank_ends_all_ranks_within_the_timeout(long_plan: Path) -> None:
     process, ranks = _started([str(long_plan), "--timeout", "3"])
     os.kill(ranks[1], signal.SIGSTOP)
     begin = time.monotonic()
@@ -158,7 +158,7 @@ def test_a_rank_that_stands_still_ends_all_within_the_timeout(long_plan: Path) -
     assert _gone(process.pid)
 
 
-def test_no_process_outlives_the_one_that_the_user_started(long_plan: Path) -> None:
+def test_no_process_outlives_the_users_process(long_plan: Path) -> None:
     process, _ = _started([str(long_plan)])
     process.kill()
     process.communicate()
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_all_without_a_partial_file(long_plan: Path, tmp_path: Path)
     assert _gone(process.pid)
 
 
-def test_a_failure_in_a_rank_carries_the_state_of_all(two_ranks: TwoRanks) -> None:
+def test_a_failure_of_a_rank_has_the_state_of_all_ranks(two_ranks: TwoRanks) -> None:
     plan = plan_of_recording(two_ranks.record(callers.all_reduce))
     plan.ranks[1].calls = []  # the other rank waits for ever
     with pytest.raises(Failed) as failed:
@@ -199,7 +199,7 @@ def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: T
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
-def test_processes_meet_where_an_init_method_says(url: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_processes_meet_at_the_init_method(url: str, two_ranks: TwoRanks, tmp_path: Path) -> None:
     recorded = two_ranks.record(callers.lists)
     url = url.format(port=free_port(), folder=tmp_path)
     processes = [_launch(recorded, {}, "--init-method", f"{url}?rank={rank}&world_size=2") for rank in (0, 1)]
@@ -207,7 +207,7 @@ def test_processes_meet_where_an_init_method_says(url: str, two_ranks: TwoRanks,
     assert not (tmp_path / "meeting").exists()
 
 
-def test_a_file_in_which_others_met_is_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_an_init_file_of_another_replay_is_refused(two_ranks: TwoRanks, tmp_path: Path) -> None:
     recorded = two_ranks.record(callers.lists)
     meeting = tmp_path / "meeting"
     dist.PrefixStore("0/0", dist.FileStore(str(meeting))).add("replays", 1)
@@ -248,7 +248,7 @@ def free_port() -> int:
         return port
 
 
-def test_a_port_in_use_is_named_with_what_to_do(two_ranks: TwoRanks) -> None:
+def test_a_port_in_use_is_reported_with_a_remedy(two_ranks: TwoRanks) -> None:
     recorded = two_ranks.record(callers.lists)
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
@@ -260,7 +260,7 @@ def test_a_port_in_use_is_named_with_what_to_do(two_ranks: TwoRanks) -> None:
     assert f"port {port} of 127.0.0.1 is in use; set MASTER_PORT" in error
 
 
-def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_reported_once(tmp_path: Path) -> None:
+def test_a_refusal_by_rank_0_ends_all_launched_ranks_and_is_reported_once(tmp_path: Path) -> None:
     port = str(free_port())
     processes = [
         _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})

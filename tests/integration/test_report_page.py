@@ -61,7 +61,7 @@ class Page:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_it_renders_without_a_complaint_in_both_themes(browser: Any, report: Path, theme: str, tmp_path: Path) -> None:
+def test_the_page_renders_without_errors_in_both_themes(browser: Any, report: Path, theme: str, tmp_path: Path) -> None:
     page = Page(browser, report, theme)
     drawn = page.value("[...document.querySelectorAll('.js-plotly-plot')].map((chart) => chart.id)")
     waiting = ["waiting-lines", "waiting-map", "overlap-chart", "exposed-chart"]
@@ -83,7 +83,7 @@ def test_it_renders_without_a_complaint_in_both_themes(browser: Any, report: Pat
     page.page.screenshot(path=str(tmp_path / f"{theme}.png"), full_page=True)
 
 
-def test_its_controls_work(browser: Any, report: Path) -> None:
+def test_the_controls_work(browser: Any, report: Path) -> None:
     page = Page(browser, report)
     matrix = "JSON.stringify(document.getElementById('matrix').data[0].z)"
     of_bytes = page.value(matrix)
@@ -142,7 +142,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
         ("flight/clean", ["communicates", "traffic", "bandwidth", "diagnosis", "basis"], "a profiled window"),
     ],
 )
-def test_a_page_of_foreign_files_has_no_empty_section(
+def test_a_page_of_other_tools_files_has_no_empty_section(
     browser: Any, tmp_path: Path, trace: str, sections: list[str], absent: str
 ) -> None:
     path = tmp_path / "report.html"
@@ -160,7 +160,7 @@ def test_a_page_of_foreign_files_has_no_empty_section(
 
 
 @needs_traces
-def test_a_model_of_rings_is_not_shown_as_measured(browser: Any, tmp_path: Path) -> None:
+def test_modelled_ring_traffic_is_not_shown_as_measured(browser: Any, tmp_path: Path) -> None:
     main(["report", public("flight/clean"), "-o", str(tmp_path / "report.html")])
     page = Page(browser, tmp_path / "report.html")
     traffic = page.value("document.getElementById('traffic').innerText")

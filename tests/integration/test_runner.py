@@ -58,7 +58,7 @@ def assert_both_ranks_are_recorded(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["0", "3", "a message", "raise"])
-def test_a_script_sees_and_returns_what_it_would_without(argument: str, tmp_path: Path) -> None:
+def test_recording_does_not_change_a_script(argument: str, tmp_path: Path) -> None:
     folder = tmp_path / "scripts"
     folder.mkdir()
     jobs.write_script(folder, SCRIPT)
@@ -66,7 +66,7 @@ def test_a_script_sees_and_returns_what_it_would_without(argument: str, tmp_path
     assert traced.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:]
 
 
-def test_a_module_sees_and_returns_what_it_would_without(tmp_path: Path) -> None:
+def test_recording_does_not_change_a_module(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -75,7 +75,7 @@ def test_a_module_sees_and_returns_what_it_would_without(tmp_path: Path) -> None
     assert traced.stdout.startswith(f"['{package}/train.py', '4', '--lr']")
 
 
-def test_a_missing_script_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_script_prints_one_line(tmp_path: Path) -> None:
     result = jobs.run([sys.executable, *RUNNER, "nowhere.py"], tmp_path)
     assert (result.returncode, result.stderr) == (2, "crossrank: nowhere.py: no such script\n")
 
@@ -124,7 +124,7 @@ def test_spawned_processes_are_recorded_too(tmp_path: Path) -> None:
     assert_both_ranks_are_recorded(tmp_path)
 
 
-def test_looking_for_torch_without_importing_it_changes_nothing(tmp_path: Path) -> None:
+def test_finding_torch_without_import_has_no_effect(tmp_path: Path) -> None:
     jobs.write_script(
         tmp_path,
         """
@@ -137,7 +137,7 @@ def test_looking_for_torch_without_importing_it_changes_nothing(tmp_path: Path) 
     assert record(tmp_path, "train.py").stdout == "True SourceFileLoader\n"
 
 
-def test_a_spawned_process_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) -> None:
+def test_a_spawned_process_without_crossrank_still_runs(tmp_path: Path) -> None:
     jobs.write_script(
         tmp_path,
         """
@@ -236,7 +236,7 @@ CHILDREN = [
 
 
 @pytest.mark.parametrize("command", CHILDREN)
-def test_a_child_sees_and_returns_what_it_would_without(command: str, tmp_path: Path) -> None:
+def test_recording_does_not_change_a_child_process(command: str, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
     (folder / "folder").mkdir(parents=True)
     jobs.write_script(folder, LOOK, "look.py")
@@ -246,7 +246,7 @@ def test_a_child_sees_and_returns_what_it_would_without(command: str, tmp_path: 
     assert not list(tmp_path.rglob("crossrank-recording"))
 
 
-def test_a_child_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) -> None:
+def test_a_child_process_without_crossrank_still_runs(tmp_path: Path) -> None:
     jobs.write_script(tmp_path, LOOK, "look.py")
     jobs.write_script(
         tmp_path,
@@ -268,7 +268,7 @@ def test_a_child_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) 
     assert plain.stdout.count("returncode=9") == 1
 
 
-def test_a_child_that_is_no_rank_loads_nothing_large_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_child_that_is_not_a_rank_stays_small_and_writes_nothing(tmp_path: Path) -> None:
     large = {"torch", "msgspec", "nvtx", "asyncio", "logging", "multiprocessing", "subprocess"}
     jobs.write_script(tmp_path, f"import sys\nprint({large} & set(sys.modules))\n", "look.py")
     jobs.write_script(tmp_path, "import subprocess, sys\nsubprocess.run([sys.executable, 'look.py'])\n", "start.py")
@@ -276,12 +276,12 @@ def test_a_child_that_is_no_rank_loads_nothing_large_and_writes_nothing(tmp_path
     assert not list(tmp_path.rglob("crossrank-recording"))
 
 
-def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_safe_path_is_unchanged(tmp_path: Path) -> None:
     jobs.write_script(tmp_path, "import sys\nprint(sys.path[0])\n")
     with_and_without(tmp_path, "train.py", PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
 
 
-def test_the_process_in_which_async_save_saves_records_beside_its_rank(tmp_path: Path) -> None:
+def test_the_process_of_async_save_has_its_own_recording(tmp_path: Path) -> None:
     script = jobs.write_script(
         tmp_path,
         """

@@ -39,7 +39,7 @@ def _off(rank: int, directory: str) -> bool:
         return tracing.active or _registrations() != before or os.path.exists(directory)
 
 
-def test_none_installs_nothing_and_writes_nothing(two_ranks: TwoRanks) -> None:
+def test_tracing_none_installs_and_writes_nothing(two_ranks: TwoRanks) -> None:
     assert two_ranks.run_bare(_off) == [False, False]
 
 
@@ -91,14 +91,14 @@ def _from_many_threads(rank: int, directory: str) -> tuple[int, int]:
     return sessions, _registrations().count("BackendSelect")
 
 
-def test_threads_that_enable_at_once_make_one_recording(two_ranks: TwoRanks) -> None:
+def test_concurrent_enable_calls_make_one_recording(two_ranks: TwoRanks) -> None:
     (sessions, left), _ = two_ranks.run_bare(_from_many_threads)
     assert (sessions, left) == (1, 1)  # a kernel stays in the dispatcher
     assert len(two_ranks.recorded().calls) == 1
     assert not (two_ranks.recording / "earlier-1").exists()
 
 
-def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+def test_a_failed_import_of_torch_prints_one_line(tmp_path: Path) -> None:
     source = """
         import sys
         sys.modules["torch.distributed"] = None  # importing it raises ImportError
@@ -142,7 +142,7 @@ def _coalesce_on_threads(rank: int) -> list[int | None]:
     return found
 
 
-def test_after_threads_have_coalesced_at_once_a_batch_is_still_a_batch(two_ranks: TwoRanks) -> None:
+def test_batches_are_recorded_after_threads_coalesce_concurrently(two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_coalesce_on_threads) == [[0, None]] * 2
 
 
@@ -189,7 +189,7 @@ def _barrier_then_gpu(rank: int, directory: str) -> list[int]:
     return early + device.asked
 
 
-def test_the_gpu_is_that_of_the_first_tensor_where_no_device_was_bound(two_ranks: TwoRanks) -> None:
+def test_the_first_tensor_gives_the_gpu_if_no_device_was_bound(two_ranks: TwoRanks) -> None:
     assert two_ranks.run_bare(_barrier_then_gpu) == [[0], [1]]
     for rank in (0, 1):
         comms = two_ranks.recorded(rank)
@@ -223,7 +223,7 @@ def _in_a_used_folder(rank: int, directory: str) -> list[str]:
     return sorted(os.listdir(files))
 
 
-def test_what_a_larger_job_left_is_moved_as_well(two_ranks: TwoRanks) -> None:
+def test_files_of_a_larger_job_are_moved_too(two_ranks: TwoRanks) -> None:
     names, _ = two_ranks.run_bare(_in_a_used_folder)
     assert names == ["earlier-1"] + [f"rank-{rank}.{kind}" for rank in (0, 1) for kind in KINDS]
     assert os.listdir(two_ranks.recording / "earlier-1") == ["rank-2.comms.jsonl.zst"]
@@ -266,7 +266,7 @@ def _made_again(rank: int, directory: str, pause: float, look: bool) -> None:
     [(0.0, False), (0.8, False), (0.0, True)],
     ids=["at once", "after the writer has looked", "while the writer looks"],
 )
-def test_a_process_group_made_again_goes_on_or_begins_anew(pause: float, look: bool, two_ranks: TwoRanks) -> None:
+def test_a_recreated_group_continues_or_starts_again(pause: float, look: bool, two_ranks: TwoRanks) -> None:
     two_ranks.run_bare(_made_again, pause, look)
     # Each process wrote as one rank first and as the other one after the swap; nothing was overwritten.
     for rank in (0, 1):
@@ -292,7 +292,7 @@ def _many_threads(rank: int) -> None:
         thread.join()
 
 
-def test_threads_share_one_numbering(two_ranks: TwoRanks) -> None:
+def test_threads_share_one_call_counter(two_ranks: TwoRanks) -> None:
     two_ranks.run(_many_threads)
     records = two_ranks.recorded().calls
     assert sorted(record.id for record in records) == list(range(800))
@@ -307,7 +307,7 @@ def _one_rank_is_off(rank: int, directory: str) -> float:
     return time.monotonic() - started
 
 
-def test_a_rank_that_does_not_record_blocks_nobody(two_ranks: TwoRanks) -> None:
+def test_a_rank_without_recording_blocks_no_rank(two_ranks: TwoRanks) -> None:
     assert max(two_ranks.run_bare(_one_rank_is_off)) < 5
     (record,) = two_ranks.recorded().calls
     assert record.locality == "unknown"
@@ -323,7 +323,7 @@ def _burst(rank: int) -> None:
             dist.all_reduce(torch.ones(1))
 
 
-def test_a_full_ring_drops_and_counts(two_ranks: TwoRanks) -> None:
+def test_a_full_ring_counts_its_drops(two_ranks: TwoRanks) -> None:
     two_ranks.run(_burst, ring=10)
     comms = two_ranks.recorded()
     assert comms.end["calls"] == 500
@@ -333,7 +333,7 @@ def test_a_full_ring_drops_and_counts(two_ranks: TwoRanks) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/proc/not-there", "/dev/null/x"])
-def test_an_unwritable_folder_is_told_once_and_training_goes_on(folder: str, scripts: Scripts) -> None:
+def test_an_unwritable_folder_warns_once_and_training_continues(folder: str, scripts: Scripts) -> None:
     result = scripts(TRACING_DIR=folder).python("""
         crossrank.enable(window="0:2")
         for _ in range(3):
@@ -347,7 +347,7 @@ def test_an_unwritable_folder_is_told_once_and_training_goes_on(folder: str, scr
     assert "TRACING_DIR" in line
 
 
-def test_a_full_disk_loses_the_rest_and_counts_it(scripts: Scripts) -> None:
+def test_a_full_disk_counts_unwritten_records(scripts: Scripts) -> None:
     result = scripts.python("""
         import random, resource
         crossrank.enable(ring=1000000, flight=False)
@@ -385,7 +385,7 @@ def _broken_recorder(rank: int) -> str:
     return f"{tensor.item()} {current.recorder.counts().errors}"
 
 
-def test_a_failure_inside_the_recorder_is_counted_and_the_call_goes_through(two_ranks: TwoRanks) -> None:
+def test_a_recorder_failure_is_counted_and_the_call_succeeds(two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_broken_recorder) == ["8.0 3", "8.0 3"]
 
 
@@ -407,7 +407,7 @@ def test_a_failure_inside_the_recorder_is_counted_and_the_call_goes_through(two_
         ),
     ],
 )
-def test_a_bad_value_is_one_line_and_training_goes_on(
+def test_a_bad_value_warns_once_and_training_continues(
     variables: dict[str, str], message: str, scripts: Scripts, tmp_path: Path
 ) -> None:
     result = scripts(**variables).python("crossrank.enable(); dist.barrier(); print('trained')")
@@ -423,7 +423,7 @@ def test_a_bad_value_is_one_line_and_training_goes_on(
     ],
     ids=["a part", "distributed"],
 )
-def test_a_torch_that_lacks_something_is_one_line(
+def test_an_incompatible_torch_warns_once(
     owner: Any, name: str, instead: Any, said: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     before = _registrations()
@@ -435,7 +435,7 @@ def test_a_torch_that_lacks_something_is_one_line(
     assert _registrations() == before
 
 
-def test_the_store_may_be_gone(scripts: Scripts) -> None:
+def test_a_lost_store_is_ignored(scripts: Scripts) -> None:
     result = scripts.python("""
         def fail(*_):
             raise RuntimeError("the store is gone")
@@ -461,7 +461,7 @@ def _python_subclass(rank: int) -> None:
     dist.barrier()
 
 
-def test_groups_that_bypass_the_dispatcher_are_named(two_ranks: TwoRanks) -> None:
+def test_groups_that_bypass_the_dispatcher_are_reported(two_ranks: TwoRanks) -> None:
     two_ranks.run(_python_subclass)
     comms = two_ranks.recorded()
     assert comms.end["blind_spots"] == [
@@ -469,7 +469,7 @@ def test_groups_that_bypass_the_dispatcher_are_named(two_ranks: TwoRanks) -> Non
     ]
 
 
-def test_crossnode_keeps_calls_inside_a_node_in_the_file(scripts: Scripts) -> None:
+def test_crossnode_writes_intra_node_calls_to_the_file(scripts: Scripts) -> None:
     result = scripts(TRACING="CROSSNODE").python("crossrank.enable(print_calls=True); dist.barrier()")
     assert (result.stdout, result.stderr) == ("", "")
     comms = scripts.recorded()
@@ -500,5 +500,5 @@ def _store_after_destroy(rank: int, directory: str) -> bool:
     return gone
 
 
-def test_the_store_is_not_kept_alive_while_a_silent_rank_is_waited_for(two_ranks: TwoRanks) -> None:
+def test_waiting_for_a_silent_rank_does_not_keep_the_store_alive(two_ranks: TwoRanks) -> None:
     assert two_ranks.run_bare(_store_after_destroy) == [True, True]

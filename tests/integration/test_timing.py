@@ -33,7 +33,7 @@ def _late(rank: int) -> None:
     work.wait()
 
 
-def test_a_call_took_from_its_launch_to_its_end_whenever_it_was_waited_for(two_ranks: TwoRanks) -> None:
+def test_a_duration_is_from_launch_to_end_and_ignores_the_wait(two_ranks: TwoRanks) -> None:
     two_ranks.run(_late, timing=True, recorder="compiled")
     early, late = times(two_ranks, 0), times(two_ranks, 1)
     assert [one.id for one in early] == [one.id for one in late] == [1, 2]  # a barrier has no tensor to tell its device
@@ -51,19 +51,19 @@ def _untimed(rank: int) -> None:
     dist.all_reduce(torch.ones(8))
 
 
-def test_unless_asked_for_ends_are_not_followed(two_ranks: TwoRanks) -> None:
+def test_call_ends_are_not_timed_by_default(two_ranks: TwoRanks) -> None:
     two_ranks.run(_untimed, recorder="compiled")
     assert times(two_ranks, 0) == []
 
 
-def test_the_kernel_in_python_says_that_it_does_not_follow_them(scripts: Scripts) -> None:
+def test_the_python_recorder_warns_that_it_cannot_time_calls(scripts: Scripts) -> None:
     source = "crossrank.enable()\ndist.all_reduce(torch.ones(8))\n"
     result = scripts(TRACING_TIMING="1", TRACING_RECORDER="python").python(source)
     said = "crossrank: durations of calls on a CPU backend are not recorded: they need the compiled recorder"
     assert result.stderr.splitlines()[0] == said
 
 
-def test_a_job_that_is_timed_has_bandwidths_without_a_window(scripts: Scripts) -> None:
+def test_a_timed_job_has_bandwidths_without_a_window(scripts: Scripts) -> None:
     scripts(TRACING_TIMING="1").ranks("""
         import torch, torch.distributed as dist, crossrank
         dist.init_process_group("gloo")
@@ -109,7 +109,7 @@ for number in range(1500):
 
 
 @needs_gloo_recorder
-def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(scripts: Scripts) -> None:
+def test_device_durations_match_their_calls_while_the_flight_recorder_wraps(scripts: Scripts) -> None:
     result = scripts(TRACING_RECORDER="python", TRACING_FLIGHT="0").python(NUMBERED + CALLS)
     assert result.stderr.count("crossrank: ") == 1, result.stderr
     file = scripts.recorded()
@@ -124,7 +124,7 @@ def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them
 
 
 @needs_gloo_recorder
-def test_durations_that_were_lost_are_said_once_and_the_others_are_there(scripts: Scripts) -> None:
+def test_lost_durations_warn_once_and_the_others_are_kept(scripts: Scripts) -> None:
     loop = """
 may_read, reads = threading.Event(), []
 may_read.set()
@@ -161,7 +161,7 @@ while len(reads) < 6:
 
 
 @needs_gloo_recorder
-def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(scripts: Scripts) -> None:
+def test_an_unresponsive_device_loses_only_durations(scripts: Scripts) -> None:
     source = """
     PythonRecorder.nccl_recorder = lambda self: time.sleep(600)
     crossrank.enable(timing=True)
@@ -187,7 +187,7 @@ def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(scripts:
         ("TORCH_NCCL_CUDA_EVENT_CACHE", "torch's flight recorder cannot be read safely with "),
     ],
 )
-def test_a_recorder_that_keeps_nothing_is_said(variable: str, why: str, scripts: Scripts) -> None:
+def test_an_empty_flight_recorder_is_reported(variable: str, why: str, scripts: Scripts) -> None:
     source = (
         "crossrank.enable(timing=True)\nfor _ in range(3):\n    dist.all_reduce(torch.ones(8))\n    time.sleep(0.3)\n"
     )
@@ -196,7 +196,7 @@ def test_a_recorder_that_keeps_nothing_is_said(variable: str, why: str, scripts:
     assert said.startswith(f"crossrank: durations are missing for some NCCL calls: {why}")
 
 
-def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(scripts: Scripts) -> None:
+def test_many_waits_per_call_are_written_without_drops(scripts: Scripts) -> None:
     source = """
     crossrank.enable()
     for _ in range(4000):

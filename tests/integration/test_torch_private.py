@@ -93,7 +93,7 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 @pytest.mark.timeout(240)
-def test_each_missing_name_costs_its_own_part_with_one_line(trained: tuple[Path, list[Any]]) -> None:
+def test_a_missing_name_disables_one_part_with_one_line(trained: tuple[Path, list[Any]]) -> None:
     directory, ranks = trained
     for number, (part, name) in enumerate(CASES):
         path = name.replace(":", ".")
@@ -116,7 +116,7 @@ def test_each_missing_name_costs_its_own_part_with_one_line(trained: tuple[Path,
             assert part in ("tensor subclasses", "flight recorder", "timing", "waits of backward passes"), name
 
 
-def test_without_execution_trace_and_kineto_a_window_leaves_no_file(trained: tuple[Path, list[Any]]) -> None:
+def test_a_window_writes_no_file_of_a_missing_trace_part(trained: tuple[Path, list[Any]]) -> None:
     directory, _ = trained
     kinds = {"execution trace": "et", "Kineto": "kineto"}
     for number, (part, name) in enumerate(CASES):
@@ -140,7 +140,7 @@ def _private_chains(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_every_private_name_that_is_used_stands_in_the_table() -> None:
+def test_the_table_has_every_private_name_in_use() -> None:
     known = {word for part in PARTS.values() for name in part.names for word in name.rpartition(":")[2].split(".")}
     folder = Path(torch_private.__file__).resolve().parent
     used = {
@@ -151,7 +151,7 @@ def test_every_private_name_that_is_used_stands_in_the_table() -> None:
     assert [one for one in sorted(used) if one[1].split(".")[-1] not in known | modules] == []
 
 
-def test_nothing_private_is_asked_of_torch_while_the_recorder_is_imported() -> None:
+def test_the_recorder_import_uses_no_private_torch_names() -> None:
     folder = Path(torch_private.__file__).resolve().parent
     for path in folder.rglob("*.py"):
         tree = ast.parse(path.read_text())

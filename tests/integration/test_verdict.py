@@ -72,7 +72,7 @@ def verdict_of(folder: Path) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("buffer", ["2000", "0"], ids=["", "without torch's recorder"])
-def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(buffer: str, tmp_path: Path) -> None:
+def test_the_log_reports_the_missing_rank_and_training_recovers(buffer: str, tmp_path: Path) -> None:
     source = ABSENT.format(absent=1, instead="look_elsewhere()")
     source += "for _ in range(40):\n    train_step()\n    time.sleep(0.05)\n"
     ended = run(tmp_path, source, TORCH_FR_BUFFER_SIZE=buffer)
@@ -109,7 +109,7 @@ else:
 """
 
 
-def test_where_rank_0_is_silent_another_one_says_it(tmp_path: Path) -> None:
+def test_another_rank_reports_if_rank_0_is_silent(tmp_path: Path) -> None:
     source = RESUME + ABSENT.format(absent=0, instead="os.kill(os.getpid(), signal.SIGSTOP)")
     ended = run(tmp_path, source)
     assert ended.codes == [0, 0], ended.stderr
@@ -119,7 +119,7 @@ def test_where_rank_0_is_silent_another_one_says_it(tmp_path: Path) -> None:
     assert verdict_of(tmp_path) == ("error", [0])  # and a call or two are no sign that the job goes on
 
 
-def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_restart_it(tmp_path: Path) -> None:
+def test_abort_ends_a_hung_job_after_the_verdict_so_the_launcher_restarts_it(tmp_path: Path) -> None:
     source = ABSENT.format(absent=1, instead='os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and time.sleep(600)')
     # A gloo group finds the addresses of the last attempt in the launcher's own store.
     own_store = "init_method=f\"file://{os.getcwd()}/store-{os.environ['TORCHELASTIC_RESTART_COUNT']}\", "
@@ -140,7 +140,7 @@ def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_rest
     assert (tmp_path / "recording" / "earlier-1" / "verdict.json").exists()
 
 
-def test_a_job_that_goes_on_after_it_was_said_to_end_ends_as_it_was_said(tmp_path: Path) -> None:
+def test_a_job_that_recovers_after_the_abort_notice_still_ends(tmp_path: Path) -> None:
     source = ABSENT.format(absent=1, instead="look_elsewhere()")
     ended = run(tmp_path, source, TRACING_ON_HANG="abort")
     assert ended.codes == [EXIT_CODE, EXIT_CODE], ended.stderr
@@ -169,7 +169,7 @@ work.wait() if work is not None else train_step()
     [("look_elsewhere()\n", "ok"), (EARLY_RECEIVE, "incomplete"), (BESIDE_COMPUTATION, "incomplete")],
     ids=["idle", "early receive", "asynchronous"],
 )
-def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(
+def test_silence_without_a_wait_is_not_a_hang_and_ends_no_rank(
     silence: str, verdict: str, kernel: str, tmp_path: Path
 ) -> None:
     source = f"{silence}train_step()\nsys.stdout.write('trained\\n')\n"
@@ -182,7 +182,7 @@ def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
-def test_a_rank_that_waits_for_a_work_of_its_own_hangs(kernel: str, tmp_path: Path) -> None:
+def test_a_rank_that_waits_on_its_own_work_hangs(kernel: str, tmp_path: Path) -> None:
     source = """
 receive = dist.irecv(torch.empty(8), 0) if rank == 1 else None
 receive.wait() if receive is not None else look_elsewhere()
@@ -195,7 +195,7 @@ if rank == 0:
     assert re.search(r"p2p_unmatched.*culprit +rank 0\n +waiting +rank 1\n", ended.stderr, re.DOTALL), ended.stderr
 
 
-def test_a_rank_that_asks_again_and_again_is_neither_ok_nor_a_culprit(tmp_path: Path) -> None:
+def test_a_rank_that_polls_its_work_gets_an_incomplete_verdict(tmp_path: Path) -> None:
     source = """
 if rank == 0:
     look_elsewhere()
@@ -208,7 +208,7 @@ while not work.is_completed():
     assert verdict_of(tmp_path) == ("incomplete", [])
 
 
-def test_ranks_of_nodes_that_share_no_folder_are_not_accused(tmp_path: Path) -> None:
+def test_ranks_without_a_shared_folder_are_not_accused(tmp_path: Path) -> None:
     job = JOB.replace("crossrank.enable(", 'crossrank.enable(directory=f"recording/{rank}", ')
     script = jobs.write_script(tmp_path, job + ABSENT.format(absent=1, instead="time.sleep(5)"))
     variables = {"TRACING_HANG_SECONDS": "1", "TRACING_ON_HANG": "abort", "NODES": "2"}
@@ -219,7 +219,7 @@ def test_ranks_of_nodes_that_share_no_folder_are_not_accused(tmp_path: Path) -> 
     assert "the job hangs" not in result.stderr
 
 
-def test_a_diagnosis_that_fails_is_one_line_of_one_rank(tmp_path: Path) -> None:
+def test_a_failed_diagnosis_prints_one_line(tmp_path: Path) -> None:
     job = JOB + "sys.executable = '/nowhere/python'\n" + ABSENT.format(absent=1, instead="time.sleep(6)")
     script = jobs.write_script(tmp_path, job)
     result = jobs.ranks(tmp_path, script, TRACING_HANG_SECONDS="1", NODES="1")
@@ -229,6 +229,6 @@ def test_a_diagnosis_that_fails_is_one_line_of_one_rank(tmp_path: Path) -> None:
     assert "`crossrank diagnose " in line
 
 
-def test_what_is_to_happen_at_a_hang_is_one_of_two(scripts: Scripts) -> None:
+def test_on_hang_accepts_only_warn_and_abort(scripts: Scripts) -> None:
     result = scripts(TRACING_ON_HANG="kill").python("crossrank.enable()")
     assert result.stderr == "crossrank: tracing is off: TRACING_ON_HANG='kill' is not one of warn, abort\n"

@@ -89,7 +89,7 @@ def _batched(rank: int) -> None:
         (_batched, "wait"),
     ],
 )
-def test_the_rank_that_came_early_waited_as_long_as_the_other_one_was_late(
+def test_an_early_rank_waits_as_long_as_the_other_rank_is_late(
     wait: Callable[[int], None], where: str, two_ranks: TwoRanks
 ) -> None:
     two_ranks.run(_twice, wait)
@@ -113,7 +113,7 @@ def _backward(rank: int) -> None:
     loss.backward()
 
 
-def test_the_end_of_a_backward_pass_is_a_wait_for_what_cpp_called_in_it(two_ranks: TwoRanks) -> None:
+def test_the_end_of_a_backward_pass_waits_for_its_calls_from_cpp(two_ranks: TwoRanks) -> None:
     two_ranks.run(_backward)
     early, late = two_ranks.recorded(0), two_ranks.recorded(1)
     in_backward, theirs = waited_in(early, "backward"), waited_in(late, "backward")
@@ -143,7 +143,7 @@ def _computes_after_the_last_bucket(rank: int) -> None:
     head(slow(body(torch.ones(2, 8)))).sum().backward()
 
 
-def test_what_is_computed_after_the_last_call_of_a_backward_pass_is_no_wait(two_ranks: TwoRanks) -> None:
+def test_computation_after_the_last_backward_call_is_not_a_wait(two_ranks: TwoRanks) -> None:
     two_ranks.run(_computes_after_the_last_bucket)
     for rank in (0, 1):
         (wait,) = waited_in(two_ranks.recorded(rank), "backward")
@@ -171,7 +171,7 @@ def _checkpointed(rank: int) -> None:
     model(given).sum().backward()
 
 
-def test_backward_passes_within_another_one_do_not_count_its_computation(two_ranks: TwoRanks) -> None:
+def test_nested_backward_passes_exclude_computation_from_waits(two_ranks: TwoRanks) -> None:
     two_ranks.run(_checkpointed)
     for rank in (0, 1):
         waits = waited_in(two_ranks.recorded(rank), "backward")
@@ -192,7 +192,7 @@ def _compiled_steps(rank: int) -> None:
             compiled(torch.ones(2, 4))
 
 
-def test_a_compiled_step_with_its_backward_pass_is_not_compiled_anew(two_ranks: TwoRanks) -> None:
+def test_a_compiled_step_with_backward_is_not_recompiled(two_ranks: TwoRanks) -> None:
     two_ranks.run(_compiled_steps)
 
 
@@ -205,7 +205,7 @@ def _tensor_parallel_backward(rank: int) -> None:
     middle.sum().backward()
 
 
-def test_what_python_calls_in_a_backward_pass_is_no_wait_of_its_end(two_ranks: TwoRanks) -> None:
+def test_a_backward_end_does_not_wait_for_calls_from_python(two_ranks: TwoRanks) -> None:
     two_ranks.run(_tensor_parallel_backward)
     assert {one.waited_in for one in two_ranks.recorded().waits} - {"launch"} == {"wait_tensor"}
 
@@ -225,7 +225,7 @@ def _on_threads(rank: int) -> tuple[int, int]:
     return threading.get_native_id(), waiter[0]
 
 
-def test_a_call_and_its_waits_name_the_threads_that_they_were_on(two_ranks: TwoRanks) -> None:
+def test_a_call_and_its_waits_have_their_thread_ids(two_ranks: TwoRanks) -> None:
     threads = two_ranks.run(_on_threads)
     for rank in (0, 1):
         comms = two_ranks.recorded(rank)
@@ -241,14 +241,14 @@ def _many(rank: int) -> None:
         work.wait()
 
 
-def test_many_works_at_a_time_are_told_apart(two_ranks: TwoRanks) -> None:
+def test_waits_match_many_concurrent_works(two_ranks: TwoRanks) -> None:
     two_ranks.run(_many)
     comms = two_ranks.recorded()
     # On a busy machine a launch takes over 1 ms.
     assert [one.id for one in comms.waits if one.waited_in != "launch"] == comms.ids[::-1]
 
 
-def test_a_wait_that_raises_says_so_and_raises_the_same(scripts: Scripts) -> None:
+def test_a_failed_wait_is_recorded_and_raises_its_error(scripts: Scripts) -> None:
     result = scripts.ranks("""
         from datetime import timedelta
         import torch, torch.distributed as dist
@@ -273,7 +273,7 @@ def test_a_wait_that_raises_says_so_and_raises_the_same(scripts: Scripts) -> Non
     assert 80 * MS < wait.took < 20_000 * MS
 
 
-def test_waits_for_a_work_that_was_not_recorded_are_of_no_call(scripts: Scripts) -> None:
+def test_a_wait_for_an_unrecorded_work_has_no_call(scripts: Scripts) -> None:
     scripts.python("""
         early = dist.all_reduce(torch.ones(1), async_op=True)
         wait = dist.Work.wait
@@ -316,7 +316,7 @@ def _ring_of_two(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_waits_that_find_the_ring_full_are_counted(two_ranks: TwoRanks) -> None:
+def test_waits_dropped_by_a_full_ring_are_counted(two_ranks: TwoRanks) -> None:
     two_ranks.run(_ring_of_two, ring=2)
     file = two_ranks.recorded()
     assert file.end["spans_dropped"] > 0

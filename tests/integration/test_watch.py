@@ -48,7 +48,7 @@ def until(folder: Path, holds: Callable[[dict[str, Any]], bool]) -> tuple[int, d
         time.sleep(0.2)
 
 
-def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_ended(scripts: Scripts) -> None:
+def test_watch_shows_a_running_job_a_silent_rank_and_the_end(scripts: Scripts) -> None:
     ranks = scripts.start_two(JOB)
     code, found = until(
         scripts.folder,
@@ -77,7 +77,7 @@ def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_e
     assert {one["ended"] for one in found["ranks"]} == {"exit"}
 
 
-def test_metrics_are_served_here_alone_and_written_to_a_file(scripts: Scripts, tmp_path: Path) -> None:
+def test_metrics_are_served_locally_and_written_to_a_file(scripts: Scripts, tmp_path: Path) -> None:
     scripts.python("crossrank.enable()\nfor _ in range(3):\n    dist.all_reduce(torch.ones(4))\n")
     words = [
         sys.executable,
@@ -119,5 +119,5 @@ def test_metrics_are_served_here_alone_and_written_to_a_file(scripts: Scripts, t
         ([".", "--interval", "0"], "'0' is not a number of seconds from 0.1 to 3600"),
     ],
 )
-def test_what_cannot_be_watched_is_one_line(arguments: list[str], said: str, scripts: Scripts) -> None:
+def test_unusable_watch_input_prints_one_line(arguments: list[str], said: str, scripts: Scripts) -> None:
     assert said in scripts(2).crossrank("watch", *arguments, "--once").stderr

@@ -37,7 +37,7 @@ def _train(rank: int, iterations: int) -> None:
         optimizer.zero_grad()
 
 
-def test_every_record_of_a_window_is_found_by_id_in_both_traces(two_ranks: TwoRanks) -> None:
+def test_both_traces_have_the_id_of_every_call_in_a_window(two_ranks: TwoRanks) -> None:
     two_ranks.run(_train, 10, window="2:4:4")
     for rank in (0, 1):
         records = two_ranks.recorded(rank).calls
@@ -51,7 +51,7 @@ def test_every_record_of_a_window_is_found_by_id_in_both_traces(two_ranks: TwoRa
     assert list_recording(str(two_ranks.recording)).partial == ()
 
 
-def test_kineto_knows_the_groups_and_the_execution_trace_has_true_ranks(two_ranks: TwoRanks) -> None:
+def test_kineto_has_the_groups_and_the_execution_trace_has_the_ranks(two_ranks: TwoRanks) -> None:
     two_ranks.run(_new_group_in_window)
     trace = two_ranks.load("et", rank=1)
     at_start, with_new_group = process_groups(trace)
@@ -91,7 +91,7 @@ def _first_iteration(rank: int, directory: str) -> None:
     crossrank.disable()
 
 
-def test_a_window_may_start_with_the_first_iteration(two_ranks: TwoRanks) -> None:
+def test_a_window_may_start_with_the_first_step(two_ranks: TwoRanks) -> None:
     two_ranks.run_bare(_first_iteration)
     wanted = {record.id for record in two_ranks.recorded().calls if record.step == 0}
     assert 0 in wanted
@@ -137,7 +137,7 @@ def _users_profiler_runs(rank: int) -> int:
     return reductions_in(profiler)
 
 
-def test_a_profiler_of_the_user_is_left_alone(two_ranks: TwoRanks) -> None:
+def test_a_window_does_not_stop_a_user_profiler(two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_users_profiler_runs) == [3, 3]
     listing = list_recording(str(two_ranks.recording))
     assert [file.rank for file in listing.of_kind("et")] == [0, 1]
@@ -152,7 +152,7 @@ def _users_profiler_starts_inside(rank: int) -> int:
     return reductions_in(profiler)
 
 
-def test_a_profiler_that_starts_inside_a_window_gets_all_its_events(two_ranks: TwoRanks) -> None:
+def test_a_profiler_started_in_a_window_gets_all_its_events(two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_users_profiler_starts_inside) == [1, 1]
     assert set(kineto_ids(two_ranks.load("kineto"))) == {0}  # up to there
     assert set(execution_trace_ids(two_ranks.load("et"))) == {0, 1}
@@ -168,7 +168,7 @@ def _users_profiler_starts_inside_and_outlives(rank: int) -> int:
     return reductions_in(profiler)
 
 
-def test_a_profiler_that_outlives_the_window_is_not_stopped_by_it(two_ranks: TwoRanks) -> None:
+def test_a_window_end_does_not_stop_a_newer_profiler(two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_users_profiler_starts_inside_and_outlives) == [2, 2]
 
 
@@ -185,7 +185,7 @@ def _users_observer(rank: int, folder: str) -> int:
     return sum(node["name"] == "c10d::allreduce_" for node in nodes)
 
 
-def test_an_observer_of_the_user_is_left_alone(two_ranks: TwoRanks, tmp_path: Path) -> None:
+def test_a_window_keeps_a_user_observer(two_ranks: TwoRanks, tmp_path: Path) -> None:
     assert two_ranks.run(_users_observer, str(tmp_path)) == [2, 2]
     assert list_recording(str(two_ranks.recording)).of_kind("et") == []
     assert set(kineto_ids(two_ranks.load("kineto"))) == {0}
@@ -210,7 +210,7 @@ def _steps_of(folder: Path, rank: int, window: int = 1) -> tuple[list[str], list
     )
 
 
-def test_every_iteration_of_a_window_has_the_range_that_other_tools_look_for(two_ranks: TwoRanks) -> None:
+def test_every_step_of_a_window_has_a_profiler_step_range(two_ranks: TwoRanks) -> None:
     two_ranks.run(_train, 10, window="2:5:5")
     for rank in (0, 1):
         for window, steps in ((1, (2, 3, 4)), (2, (7, 8, 9))):
@@ -218,7 +218,7 @@ def test_every_iteration_of_a_window_has_the_range_that_other_tools_look_for(two
             assert _steps_of(two_ranks.recording, rank, window) == (wanted, wanted)
 
 
-def test_the_calls_of_an_iteration_lie_in_its_range(two_ranks: TwoRanks) -> None:
+def test_the_calls_of_a_step_are_in_its_range(two_ranks: TwoRanks) -> None:
     two_ranks.run(_train, 5, window="2:4")
     step_of = {record.id: record.step for record in two_ranks.recorded().calls}
     events = [event for event in two_ranks.load("kineto")["traceEvents"] if event.get("ph") == "X"]
@@ -251,7 +251,7 @@ def _train_while_capturing(rank: int, steps: tuple[int, ...]) -> None:
         ((2, 3, 4), []),
     ],
 )
-def test_the_edge_of_a_window_waits_until_no_cuda_graph_is_captured(
+def test_a_window_edge_waits_for_the_end_of_cuda_graph_captures(
     capturing: tuple[int, ...], edges: list[tuple[str, int]], two_ranks: TwoRanks
 ) -> None:
     two_ranks.run(_train_while_capturing, capturing, window="3:6")
@@ -286,7 +286,7 @@ def _failing_window(rank: int, what: str) -> tuple[bool, bool, float]:
 
 
 @pytest.mark.parametrize("what", FAILING)
-def test_a_window_that_fails_leaves_no_profiler_and_no_observer_open(what: str, two_ranks: TwoRanks) -> None:
+def test_a_failed_window_closes_its_profiler_and_observer(what: str, two_ranks: TwoRanks) -> None:
     assert two_ranks.run(_failing_window, what) == [(False, False, 4.0)] * 2
     assert set(execution_trace_ids(two_ranks.load("et", window=2))) == {1}
     assert set(kineto_ids(two_ranks.load("kineto", window=2))) == {1}
@@ -302,11 +302,11 @@ def _profile_after_a_warm_up(rank: int, directory: str) -> int:
     return sum(event.name == "c10d::allreduce_" for event in profiler.events())
 
 
-def test_a_warm_up_for_a_window_that_never_opens_leaves_profilers_of_the_user_alone(two_ranks: TwoRanks) -> None:
+def test_a_warm_up_without_a_window_does_not_stop_user_profilers(two_ranks: TwoRanks) -> None:
     assert two_ranks.run_bare(_profile_after_a_warm_up) == [1, 1]
 
 
-def test_the_ranges_of_iterations_cross_no_other(two_ranks: TwoRanks) -> None:
+def test_step_ranges_cross_no_other_event(two_ranks: TwoRanks) -> None:
     two_ranks.run(_train, 6, window="2:5")
     events = [event for event in two_ranks.load("kineto")["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in events if event["name"].startswith("ProfilerStep#")]

@@ -35,6 +35,8 @@ WORDS = {
 _WORDS = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): instead for words, instead in WORDS.items()}
 _PASSIVE = re.compile(r"\b(?:is|are|was|were|be|been) (?:said|told|unheard)\b", re.IGNORECASE)
 _INVERTED = re.compile(r"^(?:Of|Nor|Nothing of|Neither of) ")
+_IN_NAMES = re.compile(r"^(?:of|nor|what|where|whose|which)\b|\b(?:is|are|was) (?:no (?!longer|more)|none\b)")
+"""What a name of a test does not begin with, or have."""
 _CLAUSE = re.compile(
     r"^(?:what|how|why|who|whose|where|when|which|of|that|whether)\b|\b(?:is|are|was|were|does|do|did|has|have)\b|\?$",
     re.IGNORECASE,
@@ -48,6 +50,8 @@ def complaints(text: Text) -> Iterator[str]:
         if match := _CLAUSE.search(text.text):
             yield f"heading: '{match[0]}' makes a clause of '{text.text}'; write a noun phrase"
         return
+    if text.kind == "test" and (match := _IN_NAMES.search(text.text)):
+        yield f"name: '{match[0]}': begin with the subject, and write 'is not': '{text.text}'"
     for sentence in sentences(text.text):
         count = len(sentence.split())
         if count > MOST_WORDS:

@@ -18,10 +18,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md")
 CODE = ("crossrank/*.py", "instrument/**/*.py", "tools/**/*.py", "replay/**/*.py")
 TEMPLATES = ("tools/**/*.html.j2", "tools/**/*.html")
+TESTS = ("tests/**/test_*.py",)
 _FEWEST_WORDS = 4
 """A string with fewer words is a name, a unit or a format, not a sentence."""
 _TAG = re.compile(r"<(script|style)\b.*?</\1>|\{[%#].*?[%#]\}|<[^>]*>", re.DOTALL)
 _INSERTED = re.compile(r"\{\{.*?\}\}", re.DOTALL)
+_TEST = re.compile(r"\s*(?:async )?def test_(\w+)")
 _BULLET = re.compile(r"^\s*(?:[*-]|\d+\.|\w+:) ", re.MULTILINE)
 
 
@@ -33,17 +35,29 @@ class Text:
     line: int
     text: str
     kind: str
-    """`heading`, `page`, `string`, `docstring` or `comment`."""
+    """`heading`, `page`, `string`, `docstring`, `comment` or `test`."""
 
 
 def all_texts(part: str = "", root: Path = ROOT) -> Iterator[Text]:
     """Yield every text of the files whose path contains `part`."""
-    for patterns, read in ((PAGES, page_texts), (CODE, code_texts), (TEMPLATES, template_texts)):
+    for patterns, read in (
+        (PAGES, page_texts),
+        (CODE, code_texts),
+        (TEMPLATES, template_texts),
+        (TESTS, names_of_tests),
+    ):
         for pattern in patterns:
             for path in sorted(root.glob(pattern)):
                 file = path.relative_to(root).as_posix()
                 if part in file and not file.endswith("_pb2.py"):
                     yield from read(file, path.read_text())
+
+
+def names_of_tests(file: str, source: str) -> Iterator[Text]:
+    """The names of tests, as sentences."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if match := _TEST.match(line):
+            yield Text(file, number, match[1].replace("_", " ").strip(), "test")
 
 
 def page_texts(file: str, source: str) -> Iterator[Text]:

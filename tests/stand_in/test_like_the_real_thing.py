@@ -33,7 +33,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_traces
 @pytest.mark.parametrize("trace", ["nccl_2gpu/rank-0", "dlrm_8gpu/rank-0", "cuda_sync/event_sync"])
-def test_events_of_the_gpu_have_the_arguments_of_those_of_real_ones(trace: str, recording: Path) -> None:
+def test_gpu_events_have_the_arguments_of_real_gpu_events(trace: str, recording: Path) -> None:
     real = arguments(json.loads(gzip.decompress(Path(public(f"{trace}.kineto.json.gz")).read_bytes())))
     ours = arguments(load(recording, "kineto"))
     for kind in real.keys() & ours.keys():
@@ -52,7 +52,7 @@ def arguments(trace: dict[str, Any]) -> dict[tuple[str, str, bool], set[str]]:
     return found
 
 
-def test_launches_and_kernels_are_joined_by_correlation_and_kernels_of_nccl_have_its_names(recording: Path) -> None:
+def test_correlation_ids_join_launches_to_kernels_and_nccl_kernels_have_real_names(recording: Path) -> None:
     events = load(recording, "kineto")["traceEvents"]
     launches = {
         event["args"]["correlation"]: event["name"]
@@ -70,7 +70,7 @@ def test_launches_and_kernels_are_joined_by_correlation_and_kernels_of_nccl_have
 
 
 @needs_traces
-def test_a_dump_has_the_fields_of_one_of_nccl(recording: Path) -> None:
+def test_a_dump_has_the_fields_of_nccl_dumps(recording: Path) -> None:
     real, ours = (
         next(iter(read_flight_dump(path).entries))
         for path in (public("flight_real/gpu_error/_dump_0"), str(recording / "rank-0.flight.json.zst"))

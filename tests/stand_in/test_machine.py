@@ -41,7 +41,7 @@ def run(folder: Path, source: str, ranks: int = 2) -> jobs.EndedRanks:
     return ended
 
 
-def test_collectives_move_and_reduce_what_they_are_given(tmp_path: Path) -> None:
+def test_collectives_give_correct_results(tmp_path: Path) -> None:
     run(
         tmp_path,
         """
@@ -86,7 +86,7 @@ if rank != 1:
     )
 
 
-def test_a_collective_returns_at_once_and_ends_on_all_ranks_when_the_last_has_come(
+def test_an_async_collective_ends_on_all_ranks_when_the_last_rank_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
@@ -114,7 +114,7 @@ assert rank == 1 or time.monotonic() - begun > 0.25
     assert other["begin"] - one["begin"] > 2e8
 
 
-def test_events_measure_what_the_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_measure_the_logged_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
     monkeypatch.setenv("STAND_IN_KERNELS", "elementwise=700")
     run(
@@ -136,13 +136,13 @@ assert 7.0 <= events[0].elapsed_time(events[1]) < 50, events[0].elapsed_time(eve
     assert [row["end"] - row["begin"] for row in kernels[-10:]] == [700_000] * 10
 
 
-def test_what_is_not_implemented_says_so_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unimplemented_functions_fail_and_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
     run(tmp_path, "import ctypes\nassert [ctypes.CDLL(None).cublasZtrsm_v2() for _ in range(2)] == [15, 15]\n", ranks=1)
     assert ("cublasZtrsm_v2", 2) in [(row["name"], row["count"]) for row in rows(log, "missing")]
 
 
-def test_nvml_has_the_clocks_throttle_reasons_and_xid_that_a_test_sets(
+def test_nvml_reports_the_clocks_throttle_reasons_and_xid_of_a_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counters = tmp_path / "counters"
@@ -174,7 +174,7 @@ assert (found[0], found[1], found[2]) == (device.value, 8, 79), list(found)
     )
 
 
-def test_a_rank_that_is_killed_while_it_waits_for_others_leaves_no_socket(tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_wait_leaves_no_socket(tmp_path: Path) -> None:
     source = """
 import ctypes
 identity = ctypes.create_string_buffer(128)  # others would ask this process for the memory of a communicator

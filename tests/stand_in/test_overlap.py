@@ -34,7 +34,7 @@ torch.cuda.synchronize()
 """
 
 
-def test_overlap_and_exposed_communication_are_those_of_the_log(
+def test_overlap_and_exposed_communication_match_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:
     log = log_to(tmp_path / "log", monkeypatch)

@@ -30,7 +30,7 @@ torch.save([parameter.cpu() for parameter in model.parameters()], f"parameters-{
 """
 
 
-def test_every_collective_is_recorded_once_and_training_is_the_same(
+def test_collectives_are_recorded_once_and_training_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(tmp_path / "without", TRAINING, TRACING="NONE", TRACING_NVTX="0")
@@ -51,7 +51,7 @@ def test_every_collective_is_recorded_once_and_training_is_the_same(
         assert one == other
 
 
-def test_a_window_has_every_kernel_with_its_times_and_link_finds_what_launched_it(
+def test_a_window_has_all_kernel_times_and_link_finds_their_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:
     log = log_to(tmp_path / "log", monkeypatch)
@@ -105,7 +105,7 @@ torch.cuda.synchronize()
 """
 
 
-def test_a_window_whose_edges_lie_in_captures_waits_for_their_ends(tmp_path: Path) -> None:
+def test_window_edges_inside_captures_wait_for_their_ends(tmp_path: Path) -> None:
     record(tmp_path, CAPTURES, TRACING_WINDOW="3:5")
     for rank in (0, 1):
         file = CommsFile(str(_file(tmp_path, rank, "comms.jsonl")))
@@ -132,7 +132,7 @@ assert b"all_reduce" in read[0], read
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
-def test_the_thread_that_reads_durations_breaks_no_capture(kernel: str, tmp_path: Path) -> None:
+def test_reading_durations_breaks_no_capture(kernel: str, tmp_path: Path) -> None:
     record(tmp_path, READS, TRACING_RECORDER=kernel)
 
 

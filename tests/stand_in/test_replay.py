@@ -34,7 +34,7 @@ def crossrank(folder: Path, *words: str | Path, **variables: str) -> subprocess.
 
 
 @needs_traces
-def test_a_trace_of_eight_gpus_is_replayed_and_every_result_is_right(tmp_path: Path) -> None:
+def test_the_replay_of_an_eight_gpu_trace_has_correct_results(tmp_path: Path) -> None:
     done = replay(tmp_path, public("dlrm_8gpu"), "--check", "--repeat", "2", "--scale-bytes", "0.1")
     assert done.returncode == 0, done.stderr
     assert "Replayed with nccl" in done.stdout
@@ -42,14 +42,14 @@ def test_a_trace_of_eight_gpus_is_replayed_and_every_result_is_right(tmp_path: P
 
 
 @pytest.mark.parametrize("mode", [(), ("--graph",), ("--blocking",)], ids=["", "graph", "blocking"])
-def test_a_recording_is_replayed_and_every_result_is_right(mode: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_replay_of_a_recording_has_correct_results(mode: tuple[str, ...], tmp_path: Path) -> None:
     record(tmp_path, REDUCTIONS)
     done = replay(tmp_path, "recording", "--check", "--repeat", "2", *mode)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Checked: all" in done.stdout
 
 
-def test_the_probe_of_pairs_names_a_slow_link(tmp_path: Path) -> None:
+def test_the_probe_reports_a_slow_link(tmp_path: Path) -> None:
     record(tmp_path, REDUCTIONS, 4)
     slow = {"STAND_IN_NCCL_GBPS": "0.2", "STAND_IN_SLOW_LINKS": "1-3=5"}
     done = crossrank(tmp_path, "probe", "recording", **slow)

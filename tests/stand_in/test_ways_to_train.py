@@ -166,7 +166,7 @@ def run(name: str, folder: Path, **variables: str) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_every_kernel_of_a_window_is_of_the_calls_that_launched_it(
+def test_every_kernel_in_a_window_links_to_its_calls(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:
     run(name, tmp_path / "without", TRACING="NONE", TRACING_NVTX="0")

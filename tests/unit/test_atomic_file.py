@@ -30,13 +30,13 @@ def test_two_writers_of_one_file_have_different_temporary_names(tmp_path: Path) 
     assert (tmp_path / "a").read_text() == "first"
 
 
-def test_what_failed_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), whole_file(tmp_path / "a"):
         raise RuntimeError
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_has_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         with whole_file(tmp_path / "a") as temporary:

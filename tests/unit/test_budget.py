@@ -17,7 +17,7 @@ from crossrank.recording import CommsFile
 from crossrank.tools.cli import main
 
 
-def test_a_budget_that_is_used_up_names_the_file_its_size_and_the_bound() -> None:
+def test_an_exceeded_budget_reports_the_file_its_size_and_the_limit() -> None:
     budget = Budget("a.json", 1000)
     budget.spend(MEMBERS, MEMBERS.base)
     with pytest.raises(BudgetError) as error:
@@ -28,7 +28,7 @@ def test_a_budget_that_is_used_up_names_the_file_its_size_and_the_bound() -> Non
     )
 
 
-def test_a_larger_file_may_have_more() -> None:
+def test_a_larger_file_has_a_larger_budget() -> None:
     budget = Budget("a.json", 2_000_000)
     budget.spend(MEMBERS, MEMBERS.base + MEMBERS.per_byte * 1_000_000)
     with pytest.raises(BudgetError):
@@ -95,7 +95,7 @@ def test_a_small_file_that_asks_for_too_much_is_refused(
     assert error.count("\n") == 1
 
 
-def test_what_comes_before_the_end_of_the_budget_is_read(tmp_path: Path) -> None:
+def test_lines_within_the_budget_are_read(tmp_path: Path) -> None:
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "a", "node": "a"}
     call = {"id": 0, "op": "barrier", "c10d": "barrier", "pg": "0", "bytes": 0, "t": 0}
     lines = json.dumps({"header": header}) + "\n" + (json.dumps(call) + "\n") * 300_000

@@ -18,7 +18,7 @@ from crossrank.tools.commands.inspect import InspectCommand
         (RecursionError("maximum recursion depth exceeded"), "its content is nested too deeply; give a real file"),
     ],
 )
-def test_an_error_that_nobody_foresaw_is_one_line_and_exit_2(
+def test_an_unexpected_error_prints_one_line_and_exits_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, line: str
 ) -> None:
     def run(self: InspectCommand, arguments: argparse.Namespace) -> int:
@@ -49,7 +49,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_exit_2(
         (["inspect", "one", "two"], "crossrank inspect: one argument too many: two (`crossrank inspect --help`"),
     ],
 )
-def test_a_mistyped_command_line_is_one_line_that_suggests_the_nearest_word(
+def test_a_mistyped_command_line_suggests_the_nearest_word_in_one_line(
     capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -19,7 +19,7 @@ def modules_with_examples() -> list[str]:
 
 
 @pytest.mark.parametrize("module", modules_with_examples())
-def test_examples_in_docstrings_give_what_they_say(module: str) -> None:
+def test_docstring_examples_pass(module: str) -> None:
     result = doctest.testmod(import_module(module))
     assert result.attempted > 0
     assert result.failed == 0

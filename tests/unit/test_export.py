@@ -28,7 +28,7 @@ def export(output: Path, *words: str, recording: Path = RECORDING) -> int:
     return main(["export", str(recording), "-o", str(output), "--jobs", "1", *words])
 
 
-def test_duckdb_and_pandas_read_all_ranks_and_find_what_load_has(tmp_path: Path) -> None:
+def test_duckdb_and_pandas_read_the_same_rows_as_load(tmp_path: Path) -> None:
     assert export(tmp_path / "out") == 0
     job = crossrank.load(RECORDING)
     query = f"SELECT rank, op, count(*), sum(bytes) FROM '{tmp_path}/out/calls/*.parquet' GROUP BY ALL ORDER BY ALL"
@@ -45,7 +45,7 @@ def test_duckdb_and_pandas_read_all_ranks_and_find_what_load_has(tmp_path: Path)
 
 
 @pytest.mark.parametrize("form", READERS)
-def test_every_format_holds_the_same_tables_with_the_columns_of_the_schema(form: str, tmp_path: Path) -> None:
+def test_every_format_has_the_same_tables_with_the_schema_columns(form: str, tmp_path: Path) -> None:
     assert export(tmp_path / "out", "--format", form) == 0
     schema = json.loads((tmp_path / "out" / "schema.json").read_text())
     assert schema["schema"] == "crossrank-frames 1"
@@ -62,7 +62,7 @@ def test_every_format_holds_the_same_tables_with_the_columns_of_the_schema(form:
             assert frame.schema == table.schema
 
 
-def test_chosen_tables_of_chosen_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_chosen_tables_and_ranks_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(tmp_path / "out", "--tables", "calls,steps", "--ranks", "1", "--json") == 0
     names = sorted(path.name for path in (tmp_path / "out").rglob("*.*"))
     assert names == ["rank-1.parquet", "rank-1.parquet", "schema.json"]
@@ -72,7 +72,7 @@ def test_chosen_tables_of_chosen_ranks(tmp_path: Path, capsys: pytest.CaptureFix
     assert pl.read_parquet(tmp_path / "out" / "calls" / "rank-1.parquet").equals(calls.drop(*KEYS))
 
 
-def test_a_broken_rank_is_named_and_the_others_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_rank_is_reported_and_others_are_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(RECORDING, tmp_path / "recording")
     (tmp_path / "recording" / "rank-1.comms.jsonl.zst").write_bytes(b"no zstd")
     for name in ("et", "kineto", "flight"):
@@ -82,7 +82,7 @@ def test_a_broken_rank_is_named_and_the_others_exported(tmp_path: Path, capsys: 
     assert [path.name for path in (tmp_path / "out" / "calls").iterdir()] == ["rank-0.parquet"]
 
 
-def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_nonempty_folder_stays_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(tmp_path / "out", "--tables", "calls") == 0
     before = (tmp_path / "out" / "schema.json").read_bytes()
     assert export(tmp_path / "out", "--tables", "steps") == 2
@@ -90,7 +90,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path, capsys: pytest
     assert (tmp_path / "out" / "schema.json").read_bytes() == before
 
 
-def test_a_table_that_there_is_not_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_table_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         export(tmp_path / "out", "--tables", "kalls")
     assert raised.value.code == 2

@@ -33,20 +33,20 @@ def without(modules: tuple[str, ...], program: str) -> str:
     return f"import sys\nsys.modules.update(dict.fromkeys({modules}))\n{program}"
 
 
-def test_recording_loads_nothing_that_only_the_tools_need(tmp_path: Path) -> None:
+def test_recording_does_not_load_requirements_of_the_tools(tmp_path: Path) -> None:
     loaded = run("-c", RECORDING, str(tmp_path)).stdout.split()
     assert "orjson" in loaded
     assert [name for name in loaded if name.startswith((*TOOLS, *CLUSTER, "google", "crossrank.tools"))] == []
 
 
-def test_recording_works_where_only_its_own_requirements_are_installed(tmp_path: Path) -> None:
+def test_recording_works_with_only_its_own_requirements(tmp_path: Path) -> None:
     lacking = tuple(name for name in (*TOOLS, *CLUSTER) if name != "numpy")  # torch itself looks for numpy
     result = run("-c", without(lacking, RECORDING), str(tmp_path))
     assert result.returncode == 0
     assert "crossrank" not in result.stderr
 
 
-def test_load_names_the_extra_that_it_lacks() -> None:
+def test_load_reports_the_missing_extra() -> None:
     result = run("-c", without(("polars",), "import crossrank; crossrank.load('x')"))
     assert result.stderr.splitlines()[-1] == "ImportError: polars is not installed; run: pip install 'crossrank[tools]'"
 
@@ -59,7 +59,7 @@ def test_load_names_the_extra_that_it_lacks() -> None:
         (("check",), ("google.protobuf",), "protobuf is not installed; run: pip install 'crossrank[tools]'"),
     ],
 )
-def test_a_command_names_the_extra_that_it_lacks(
+def test_a_command_reports_the_missing_extra(
     words: tuple[str, ...], lacking: tuple[str, ...], line: str, tmp_path: Path
 ) -> None:
     program = without(lacking, "from crossrank.tools.cli import main\nsys.exit(main(sys.argv[1:]))")

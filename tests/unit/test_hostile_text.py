@@ -50,7 +50,7 @@ def recording(tmp_path: Path) -> Path:
     "command",
     ["inspect", "inspect --json", "diagnose", "replay --dry-run", "bandwidth", "link", "timeline -o OUT.pftrace"],
 )
-def test_nothing_that_steers_a_terminal_is_printed(
+def test_terminal_control_text_is_not_printed(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     main([*command.replace("OUT", str(tmp_path / "out")).split(), str(recording), "--jobs", "1"])
@@ -74,7 +74,7 @@ def test_a_page_has_no_markup_of_a_file(recording: Path, tmp_path: Path, page: s
     assert "<img src=x" not in text
 
 
-def test_a_text_that_a_spreadsheet_would_take_for_a_formula_is_none_in_the_table_of_calls() -> None:
+def test_a_formula_is_written_as_text_in_the_table_of_calls() -> None:
     plan, results = job()
     for rank in plan.ranks:
         for call in rank.calls:
@@ -87,7 +87,7 @@ def test_a_text_that_a_spreadsheet_would_take_for_a_formula_is_none_in_the_table
 
 
 @pytest.mark.parametrize("text", ["=1", "+1", "-1", "@a", "\t=1", "\r", "'=1", "'", "sum", ""])
-def test_a_text_in_a_table_of_calls_is_read_as_it_was(text: str) -> None:
+def test_csv_text_is_read_back_unchanged(text: str) -> None:
     written = csv_text(text)
     assert isinstance(written, str)
     assert not written.startswith(("=", "+", "-", "@", "\t", "\r"))

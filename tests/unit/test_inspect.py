@@ -49,7 +49,7 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys, "inspect")
 
 
-def test_the_whole_text(folder: Path, inspect: Command) -> None:
+def test_inspect_prints_the_whole_summary(folder: Path, inspect: Command) -> None:
     size = (folder / "rank-0.comms.jsonl.zst").stat().st_size + (folder / "rank-1.comms.jsonl.zst").stat().st_size
     code, out, err = inspect(folder)
     assert (code, err) == (0, "")
@@ -85,7 +85,7 @@ Files
     )
 
 
-def test_groups_are_those_that_communicate_most_and_the_silent_ones_are_counted(folder: Path, inspect: Command) -> None:
+def test_groups_are_listed_by_calls_and_silent_groups_are_counted(folder: Path, inspect: Command) -> None:
     line = b'{"group":{"pg":"%d","size":2,"ranks":[0,1],"desc":"made and not used"}}\n'
     header, _, rest = zstandard.decompress(comms(0, "alpha")).partition(b"\n")
     calls = rest.replace(b'"op":"send","c10d":"send","pg":"0"', b'"op":"send","c10d":"send","pg":"7"')
@@ -101,7 +101,7 @@ def test_groups_are_those_that_communicate_most_and_the_silent_ones_are_counted(
     assert len(json.loads(out)["groups"]) == 9
 
 
-def test_the_json_holds_the_same_numbers(folder: Path, inspect: Command) -> None:
+def test_the_json_has_the_same_numbers(folder: Path, inspect: Command) -> None:
     code, out, err = inspect(folder, "--json")
     summary = json.loads(out)
     assert (code, err) == (0, "")
@@ -116,11 +116,11 @@ def test_the_json_holds_the_same_numbers(folder: Path, inspect: Command) -> None
     assert (summary["world_size"], summary["emit"], summary["mixed"], summary["endings"]) == (2, "ALL", False, {})
 
 
-def test_several_processes_read_the_same(folder: Path, inspect: Command) -> None:
+def test_several_processes_give_the_same_output(folder: Path, inspect: Command) -> None:
     assert inspect(folder, "--jobs", "2") == inspect(folder, "--jobs", "1")
 
 
-def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, inspect: Command) -> None:
+def test_missing_and_killed_ranks_are_faults(folder: Path, inspect: Command) -> None:
     (folder / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha", world=4))
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=4, ended=False))
     code, out, _ = inspect(folder)
@@ -141,7 +141,7 @@ def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, inspect: Comm
         ),
     ],
 )
-def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
+def test_a_rank_ended_by_a_signal_or_exception_is_reported(
     end: dict[str, object], line: str, folder: Path, inspect: Command
 ) -> None:
     last = zstandard.compress(json.dumps({"end": end}).encode() + b"\n")
@@ -151,7 +151,7 @@ def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
     assert out.startswith(f"{line}complete   every rank is there\n")
 
 
-def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, inspect: Command) -> None:
+def test_inspect_lists_the_content_of_a_folder_without_comms(tmp_path: Path, inspect: Command) -> None:
     step = (
         "; give the folder TRACING_DIR "
         "(for other traces and dumps: crossrank bandwidth, timeline, report, link, replay, diagnose)\n"
@@ -180,7 +180,7 @@ def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, inspect: Comma
     assert rest == " of rank 0; give the right one, or the folder of one run\n"
 
 
-def test_files_of_two_jobs_are_no_complete_recording(folder: Path, inspect: Command) -> None:
+def test_files_of_two_jobs_are_not_a_complete_recording(folder: Path, inspect: Command) -> None:
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=3))
     other = zstandard.decompress(comms(2, "beta", world=3)).replace(b"2.13.0", b"2.12.0")
     other = other.replace(b"cross_node", b"unknown").replace(b'"dropped":0', b'"dropped":3')
@@ -200,14 +200,14 @@ def test_files_of_two_jobs_are_no_complete_recording(folder: Path, inspect: Comm
     ]
 
 
-def test_no_folder(tmp_path: Path, inspect: Command) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path, inspect: Command) -> None:
     code, out, err = inspect(tmp_path / "nowhere")
     assert (code, out) == (2, "")
     step = "check the path (a recording is the folder TRACING_DIR)"
     assert err == f"crossrank: {tmp_path}/nowhere: no such file or folder; {step}\n"
 
 
-def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:
+def test_a_torn_frame_is_reported_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:
     torn = folder / "rank-1.comms.jsonl.zst"
     torn.write_bytes(comms(1, "beta", ended=False) + comms(1, "beta")[:40])
     (folder / "some.comms.jsonl").write_bytes(b'{"header":{"host":"h"}}\n')
@@ -220,7 +220,7 @@ def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, inspect: Comm
     )
 
 
-def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:
+def test_a_foreign_file_is_reported_and_the_rest_is_shown(folder: Path, inspect: Command) -> None:
     foreign = folder / "rank-1.comms.jsonl.zst"
     foreign.write_bytes(b"PK\3\4 something else\n")
     code, out, err = inspect(folder)
@@ -258,7 +258,7 @@ def test_a_bad_line_of_one_rank_does_not_end_the_others(
     assert problem is None or err.startswith(f"crossrank: {damaged}: {problem}")
 
 
-def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
+def test_a_reader_error_is_reported_and_the_rest_is_shown(
     folder: Path, inspect: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(file: FoundFile) -> RankSummary:
@@ -272,7 +272,7 @@ def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
     assert err.startswith(f"crossrank: {folder}/rank-1.comms.jsonl.zst: stopped by an unexpected error")
 
 
-def test_files_that_stopped_growing_and_foreign_names_are_listed(folder: Path, inspect: Command) -> None:
+def test_partial_files_and_unknown_file_names_are_listed(folder: Path, inspect: Command) -> None:
     (folder / ".rank-0.et.json.part").write_bytes(b"{")
     (folder / "report.nsys-rep").write_bytes(b"")
     code, out, _ = inspect(folder)
@@ -282,7 +282,7 @@ def test_files_that_stopped_growing_and_foreign_names_are_listed(folder: Path, i
     assert list(inspect.json(folder)[1]["files"]) == ["comms"]
 
 
-def test_recordings_of_other_jobs_below_are_named_and_not_counted(folder: Path, inspect: Command) -> None:
+def test_recordings_of_other_jobs_in_subfolders_are_only_listed(folder: Path, inspect: Command) -> None:
     for name in ("earlier-1", "spawned-2"):
         (folder / name).mkdir()
         (folder / name / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha"))
@@ -303,7 +303,7 @@ def test_a_file_named_for_another_rank_is_a_problem(folder: Path, inspect: Comma
 
 
 @pytest.mark.parametrize("spots", [[[1]], 7, None, {"a": 1}, [{}]])
-def test_blind_spots_that_are_no_texts_are_not_shown(tmp_path: Path, inspect: Command, spots: object) -> None:
+def test_blind_spots_that_are_not_texts_are_skipped(tmp_path: Path, inspect: Command, spots: object) -> None:
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 1, "host": "h", "node": "n"}
     lines = [{"header": header}, {"end": {"reason": "exit", "calls": 0, "blind_spots": spots}}]
     (tmp_path / "rank-0.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -59,7 +59,7 @@ def test_imports_point_down_only() -> None:
     assert all(sources(folder) for folder in FORBIDDEN)
 
 
-def test_each_folder_of_the_tools_stands_on_those_below_it() -> None:
+def test_each_tools_folder_imports_only_folders_below_it() -> None:
     wrong = []
     for place, folder in enumerate(LAYERS):
         above = tuple(f"crossrank.tools.{name}" for name in (*LAYERS[place + 1 :], "api", "cli"))
@@ -80,7 +80,7 @@ def modules_that_import(modules: dict[str, Path]) -> dict[str, set[str]]:
     return found
 
 
-def test_no_module_of_the_recorder_imports_itself_over_others() -> None:
+def test_recorder_modules_have_no_import_cycles() -> None:
     modules = {
         ".".join(("crossrank", *path.relative_to(ROOT).with_suffix("").parts)): path for path in sources("instrument")
     }
@@ -91,13 +91,13 @@ def test_no_module_of_the_recorder_imports_itself_over_others() -> None:
     graphlib.TopologicalSorter(found).prepare()  # raises, with the circle, where there is one
 
 
-def test_the_recorder_sees_a_session_through_ports_alone() -> None:
+def test_only_the_api_module_imports_the_session() -> None:
     modules = {str(path.relative_to(ROOT)): path for path in sources("instrument")}
     users = {name for name, path in modules.items() if "crossrank.instrument.session" in imports(path)}
     assert users == {"instrument/api.py"}
 
 
-def test_no_public_class_name_stands_for_two_things() -> None:
+def test_public_class_names_are_unique() -> None:
     places: dict[str, list[str]] = {}
     for folder in FORBIDDEN:
         for path in sources(folder):
@@ -124,7 +124,7 @@ def test_only_hooks_change_torch_and_python() -> None:
     assert changing == {"hooks", "torch_private.py"}  # which names what others use
 
 
-def test_only_the_hooks_of_the_two_kernels_touch_the_dispatcher() -> None:
+def test_only_two_hooks_use_the_dispatcher() -> None:
     users = {path.name for path in sources("instrument/hooks") if "torch.library" in path.read_text()}
     assert users == {"compiled_kernel.py", "dispatcher.py"}
 

@@ -38,7 +38,7 @@ def job() -> LoadedJob:
     return crossrank.load(SEEDS / "recording")
 
 
-def test_every_table_has_the_columns_that_are_documented(job: LoadedJob) -> None:
+def test_every_table_has_its_documented_columns(job: LoadedJob) -> None:
     for name in ATTRIBUTES:
         assert job.table(name).schema == columns_of(name), name
     assert job.overlap().frame.schema == TABLES["overlap"].schema
@@ -53,7 +53,7 @@ def test_a_frame_has_at_most_a_dozen_columns_of_its_table(job: LoadedJob, name: 
     assert frame.equals(job.table(name).select(frame.columns))
 
 
-def test_calls_are_those_of_the_comms_files(job: LoadedJob) -> None:
+def test_calls_match_the_comms_files(job: LoadedJob) -> None:
     for rank in (0, 1):
         records = list(CommsFile(str(SEEDS / f"recording/rank-{rank}.comms.jsonl.zst")).records())
         own = job.table("calls").filter(rank=rank)
@@ -66,7 +66,7 @@ def test_calls_are_those_of_the_comms_files(job: LoadedJob) -> None:
         assert own["members"].unique().to_list() == ["0-1"]
 
 
-def test_each_collective_is_the_calls_of_its_number_on_its_group(job: LoadedJob) -> None:
+def test_each_collective_joins_calls_by_number_and_group(job: LoadedJob) -> None:
     key = ["pg", "members", "number", "op"]
     calls = job.table("calls").filter(~pl.col("op").is_in(["send", "recv"]))
     counted = calls.group_by(key).agg(calls=pl.len(), durations=pl.col("duration_ns").count(), size=pl.max("bytes"))
@@ -78,14 +78,14 @@ def test_each_collective_is_the_calls_of_its_number_on_its_group(job: LoadedJob)
     assert timed.select((pl.col("bytes") / pl.col("time_ns") == pl.col("algbw_gb_per_s")).all()).item()
 
 
-def test_durations_and_steps_end_after_they_began(job: LoadedJob) -> None:
+def test_durations_and_steps_end_after_their_start(job: LoadedJob) -> None:
     for table in (job.durations, job.steps.drop_nulls()):
         assert len(table) > 0
         assert (table["ended_ns"] - table["began_ns"] == table["duration_ns"]).all()
         assert (table["duration_ns"] >= 0).all()
 
 
-def test_waits_have_the_call_that_was_waited_for() -> None:
+def test_each_wait_has_its_call() -> None:
     trace = Rank(0).call(100, 500, source="a.py:1").call(600, 700, "all_gather", source=None).times
     times = array("q", [5, 6, 7]), array("q", [9, 9, 9])
     trace.host_waits = HostWaits(array("q", [1, 0, -1]), *times, array("B", [0, 2, 1]))
@@ -97,7 +97,7 @@ def test_waits_have_the_call_that_was_waited_for() -> None:
     ]
 
 
-def test_answers_are_those_of_the_commands_and_have_figures(job: LoadedJob) -> None:
+def test_answers_match_the_commands_and_have_figures(job: LoadedJob) -> None:
     bandwidth = job.bandwidth(by=["op"])
     collectives = job.table("collectives").drop_nulls("time_ns").group_by("op").agg(pl.col("time_ns").sum() / 1000)
     transfers = job.table("transfers").drop_nulls("time_ns")["time_ns"].sum() / 1000
@@ -118,13 +118,13 @@ def test_answers_are_those_of_the_commands_and_have_figures(job: LoadedJob) -> N
     assert {trace.name for trace in job.overlap().plot().data} == names
 
 
-def test_a_graph_is_linked_where_nobody_has(job: LoadedJob) -> None:
+def test_graph_links_unlinked_traces(job: LoadedJob) -> None:
     graph = job.graph(1)
     assert graph.rank == 1
     assert {one.record.id for one in graph.communications} <= set(job.table("calls").filter(rank=1)["call"])
 
 
-def test_what_cannot_be_answered_is_an_empty_answer_that_says_why(job: LoadedJob) -> None:
+def test_an_unavailable_answer_is_empty_and_gives_the_reason(job: LoadedJob) -> None:
     graph = job.graph(1, window=7)
     assert (graph.host, graph.activities, graph.communications) == ([], [], [])
     assert repr(graph) == graph.text
@@ -139,7 +139,7 @@ def test_what_cannot_be_answered_is_an_empty_answer_that_says_why(job: LoadedJob
 
 
 @needs_traces
-def test_a_trace_without_comms_files_has_no_diagnosis_and_one_rank_no_stragglers() -> None:
+def test_one_trace_without_comms_files_has_no_diagnosis_or_stragglers() -> None:
     alone = crossrank.load(public("nccl_2gpu"))
     assert len(alone.diagnose()) == 0
     assert alone.diagnose().text == ("no diagnosis: there is no usable comms file or flight-recorder dump")
@@ -179,7 +179,7 @@ def test_one_key_joins_the_tables_of_any_input(trace: str) -> None:
         *(("compare/control", 60), ("flight/clean", 0), ("flight/gloo_clean", 0)),
     ],
 )
-def test_no_size_is_0_because_it_is_not_known(trace: str, unknown: int) -> None:
+def test_an_unknown_size_is_null_and_not_0(trace: str, unknown: int) -> None:
     job = crossrank.load(public(trace))
     assert job.table("calls")["bytes"].null_count() == unknown
     assert set(job.table("calls").filter(bytes=0)["op"]) <= {"barrier"}
@@ -190,19 +190,19 @@ def test_no_size_is_0_because_it_is_not_known(trace: str, unknown: int) -> None:
 
 
 @needs_traces
-def test_a_group_whose_members_nothing_says_has_no_size() -> None:
+def test_a_group_with_unknown_members_has_no_size() -> None:
     """A trace of rank 0 of 64, of which the kernels alone say that it communicated."""
     assert crossrank.load(public("kineto_deepep")).groups.select("members", "size").rows() == [("", None)]
 
 
 @needs_traces
-def test_a_heat_map_of_lateness_is_one_line() -> None:
+def test_one_pivot_gives_a_heat_map_of_lateness() -> None:
     late = crossrank.load(public("dlrm_8gpu")).arrivals.pivot("collective", index="rank", values="late_ns")
     assert late.shape == (8, 9)
     assert late.sort("rank")["4"].to_list() == [62_000, 0, 105_500, 16_000, 211_500, 210_500, 93_000, 221_500]
 
 
-def test_files_are_read_when_the_first_table_is_asked_for() -> None:
+def test_files_are_read_when_a_table_is_first_used() -> None:
     job = crossrank.load(os.fspath(SEEDS / "recording"), ranks=range(1))
     assert "not read yet" in repr(job)
     assert job.ranks["rank"].to_list() == [0]
@@ -210,7 +210,7 @@ def test_files_are_read_when_the_first_table_is_asked_for() -> None:
     assert "ranks       0\n" in repr(job)
 
 
-def test_frames_go_to_arrow_and_pandas(job: LoadedJob) -> None:
+def test_frames_convert_to_arrow_and_pandas(job: LoadedJob) -> None:
     import pyarrow
 
     assert pyarrow.table(job.bandwidth()).num_rows == len(job.bandwidth())
@@ -245,7 +245,7 @@ def test_kineto_traces_give_the_same_tables() -> None:
         (lambda: crossrank.load(SEEDS / "recording").bandwidth(by=["colour"]), "'colour' is not one of op, group"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line(attempt: object, said: str) -> None:
+def test_an_invalid_request_gives_one_line(attempt: object, said: str) -> None:
     assert callable(attempt)
     with pytest.raises(CrossrankError, match=said):
         attempt()

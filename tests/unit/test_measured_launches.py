@@ -24,7 +24,7 @@ def taken(launches: RecordedLaunches[str], *entries: Noted) -> list[list[str] | 
     return [None if (one := launches.take(entry.pg, *entry[:2])) is None else one.calls for entry in entries]
 
 
-def test_an_entry_is_of_the_last_launch_of_its_group_before_it() -> None:
+def test_an_entry_measures_the_last_earlier_launch_of_its_group() -> None:
     launches = launched((10, "all_reduce", False), (20, "all_reduce", False), (30, "broadcast", False))
     entries = [Noted("nccl:all_reduce", 5), Noted("nccl:all_reduce", 29), Noted("nccl:broadcast", 31, "1")]
     assert taken(launches, *entries) == [None, ["all_reduce at 20"], None]
@@ -38,14 +38,14 @@ def test_a_launch_is_measured_once_and_by_its_own_operation() -> None:
     assert taken(launches, Noted("nccl:all_reduce", 23)) == [None]  # a call that was not recorded
 
 
-def test_a_batch_is_measured_by_what_closes_it_and_an_uneven_gather_by_what_closes_that() -> None:
+def test_the_closing_entry_measures_a_batch_or_uneven_gather() -> None:
     launches = launched((10, "send", True), (20, "all_gather", False))
     entries = [Noted("nccl:send 0->1", 11), Noted("nccl:recv 0<-1", 12), Noted("nccl:coalesced", 13)]
     entries += [Noted("nccl:_broadcast_oop", 21), Noted("nccl:ALLGATHER_coalesced", 22)]
     assert taken(launches, *entries) == [None, None, ["send at 10"], None, ["all_gather at 20"]]
 
 
-def test_launches_that_nobody_measures_are_forgotten() -> None:
+def test_unmeasured_launches_are_forgotten() -> None:
     launches = launched(*((at, "all_reduce", False) for at in (10, 20, 30)))
     launches.keep_last(1)
     assert taken(launches, Noted("nccl:all_reduce", 21), Noted("nccl:all_reduce", 31)) == [None, ["all_reduce at 30"]]

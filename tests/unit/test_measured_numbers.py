@@ -21,7 +21,7 @@ BLOCKS = [
 """(the paragraph that names a benchmark, what it printed)"""
 
 
-def test_the_documentation_counts_the_live_faults_and_the_healthy_jobs_that_there_are() -> None:
+def test_the_documentation_counts_live_faults_and_healthy_jobs_correctly() -> None:
     rows = [line.split("|") for line in (ROOT / "docs" / "tested.md").read_text().splitlines() if "|" in line]
     (faults,) = (row for row in rows if row[1].startswith(" live faults"))
     (healthy,) = (row for row in rows if row[1].startswith(" healthy jobs"))
@@ -41,7 +41,7 @@ def test_every_benchmark_has_its_table() -> None:
 
 
 @pytest.mark.parametrize(("paragraph", "table"), BLOCKS, ids=[one[0][:60] for one in BLOCKS])
-def test_a_table_of_measurements_is_one_that_the_benchmark_named_before_it_prints(paragraph: str, table: str) -> None:
+def test_each_benchmark_prints_the_words_of_its_table(paragraph: str, table: str) -> None:
     named = [f"benchmarks/{name}.py" for name in re.findall(r"benchmarks[/.](\w+)", paragraph.replace(".py", ""))]
     source = "".join(path.read_text() for path in map(ROOT.joinpath, named))
     source += "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*_jobs.py"))
@@ -52,7 +52,7 @@ def test_a_table_of_measurements_is_one_that_the_benchmark_named_before_it_print
     assert not missing, f"{named} prints no {sorted(missing)}"
 
 
-def test_how_many_replayed_steps_are_near_those_of_their_jobs_is_what_the_table_says() -> None:
+def test_the_text_and_table_agree_on_the_number_of_accurate_replays() -> None:
     paragraph, table = next(one for one in BLOCKS if "whole_steps" in one[0])
     ratios = [float(ratio) for ratio in re.findall(r"^  \w+ +[\d.]+ +[\d.]+ +([\d.]+) \(", table, re.MULTILINE)]
     near = sum(0.95 <= ratio <= 1.05 for ratio in ratios)

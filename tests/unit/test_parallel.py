@@ -23,14 +23,14 @@ def lost(work: Work, error: CrossrankError) -> str:
     return f"{work.number}: {error}"
 
 
-def test_results_come_in_order_whoever_works(tmp_path: Path) -> None:
+def test_every_executor_keeps_the_result_order(tmp_path: Path) -> None:
     work = [Work(tmp_path, number) for number in range(7)]
     with ThreadPoolExecutor(3) as threads:
         for fleet in (Fleet(), Fleet(jobs=2), Fleet(executor=threads)):
             assert map_ranks(square, work, fleet) == [0, 1, 4, 9, 16, 25, 36]
 
 
-def test_a_rank_that_fails_is_tried_once_more(tmp_path: Path) -> None:
+def test_a_failed_rank_is_retried_once(tmp_path: Path) -> None:
     once = [Work(tmp_path, number, failures=number == 1) for number in range(3)]
     assert map_ranks(square, once, Fleet()) == [0, 1, 4]
     always = [Work(tmp_path, 10 + number, failures=9 * (number == 1)) for number in range(3)]
@@ -39,7 +39,7 @@ def test_a_rank_that_fails_is_tried_once_more(tmp_path: Path) -> None:
         map_ranks(square, [Work(tmp_path, 20, failures=9)], Fleet())
 
 
-def test_a_killed_process_costs_no_rank_but_the_one_that_kills_it(tmp_path: Path) -> None:
+def test_a_killed_process_loses_only_the_rank_that_kills_it(tmp_path: Path) -> None:
     once = [Work(tmp_path, number, deaths=number == 1) for number in range(4)]
     assert map_ranks(square, once, Fleet(jobs=2)) == [0, 1, 4, 9]
     always = [Work(tmp_path, 10 + number, deaths=9 * (number == 1)) for number in range(3)]
@@ -47,7 +47,7 @@ def test_a_killed_process_costs_no_rank_but_the_one_that_kills_it(tmp_path: Path
     assert map_ranks(square, always, Fleet(jobs=2), failed=lost) == [100, killed, 144]
 
 
-def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Path) -> None:
+def test_one_killer_among_many_ranks_loses_only_itself_in_few_tries(tmp_path: Path) -> None:
     work = [Work(tmp_path, number, deaths=99 * (number == 37)) for number in range(64)]
     results = map_ranks(squared_text, work, Fleet(jobs=2), failed=lost)
     assert [number for number in range(64) if results[number] != str(number**2)] == [37]
@@ -56,12 +56,12 @@ def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Pat
     assert sum(len(list(tmp_path.glob(f"{number}-*"))) for number in range(64)) < 64 * 3
 
 
-def test_an_error_of_any_class_comes_back_from_a_process_as_its_text() -> None:
+def test_a_process_returns_an_error_of_any_class_as_its_text() -> None:
     with pytest.raises(CrossrankError, match=r"^a: is refused$"):
         map_ranks(refuse, ["a", "b"], Fleet(jobs=2))
 
 
-def test_results_larger_than_a_pipe_come_whole_and_leave_nothing_behind(
+def test_results_larger_than_a_pipe_are_complete_and_leave_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -79,7 +79,7 @@ def test_a_dask_cluster_survives_killed_workers(tmp_path: Path) -> None:
     assert map_ranks(square, always, fleet, failed=lost) == [400, killed]
 
 
-def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -> None:
+def test_a_killed_worker_loses_no_other_rank_of_its_task(tmp_path: Path) -> None:
     work = [Work(tmp_path, number, deaths=99 * (number == 70), failures=9 * (number == 3)) for number in range(130)]
     results = map_ranks(squared_text, work, Fleet(jobs=2, cluster="local"), failed=lost)
     wrong = {number: results[number] for number in range(130) if results[number] != str(number**2)}
@@ -89,7 +89,7 @@ def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -
     }
 
 
-def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_cluster_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_PATIENCE", "2s")
     with pytest.raises(CrossrankError, match=r"--cluster tcp://127.0.0.1:1: no Dask scheduler answers there"):
         map_ranks(square, [Work(Path(), 1)], Fleet(cluster="tcp://127.0.0.1:1"))
@@ -103,7 +103,7 @@ ENGINES = {
 }
 
 
-def test_linked_traces_and_what_is_printed_do_not_depend_on_the_engine(
+def test_every_engine_gives_the_same_linked_traces_and_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recording = tmp_path / "recording"
@@ -122,7 +122,7 @@ def test_linked_traces_and_what_is_printed_do_not_depend_on_the_engine(
         assert given[engine] == given["this process"], engine
 
 
-def test_inputs_and_outputs_may_be_urls_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inputs_and_outputs_may_be_memory_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import fsspec
 
     memory: fsspec.AbstractFileSystem = fsspec.filesystem("memory")
@@ -139,7 +139,7 @@ def test_inputs_and_outputs_may_be_urls_of_memory(tmp_path: Path, capsys: pytest
     assert not [name for name in memory.ls("/run", detail=False) if name.endswith(".part")]
 
 
-def test_a_negative_number_of_processes_is_one_line_and_exit_2(
+def test_a_negative_number_of_jobs_prints_one_line_and_exits_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank_trace(0).write(tmp_path, 0)

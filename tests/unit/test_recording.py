@@ -36,7 +36,7 @@ WHOLE = [frame(HEADER, GROUP), frame(RECORD % 0), frame(RECORD % 1, RECORD % 2),
 
 
 @pytest.mark.parametrize("pack", [lambda b: frame(b), gzip.compress, lambda b: b], ids=["zstd", "gzip", "plain"])
-def test_content_and_not_the_name_decides_the_compression(pack: object, tmp_path: Path) -> None:
+def test_the_content_decides_the_compression_not_the_name(pack: object, tmp_path: Path) -> None:
     path = tmp_path / "anything"
     path.write_bytes(pack(HEADER + GROUP + RECORD % 7 + END))  # type: ignore[operator]
     ids, comms = read(path)
@@ -48,7 +48,7 @@ def test_content_and_not_the_name_decides_the_compression(pack: object, tmp_path
     assert comms.end == {"reason": "exit", "step": 0, "records": 1}
 
 
-def test_numbers_of_the_end_that_no_job_has_are_left_out_and_said(tmp_path: Path) -> None:
+def test_impossible_end_numbers_are_skipped_and_reported(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.comms.jsonl"
     path.write_bytes(HEADER + GROUP + END.replace(b'"records":1', b'"records":1,"calls":18446744073709551616'))
     _, comms = read(path)
@@ -73,7 +73,7 @@ def test_a_gzip_of_two_members_is_read_whole(tmp_path: Path) -> None:
 
 
 @given(st.integers(min_value=0, max_value=sum(map(len, WHOLE))))
-def test_a_file_cut_anywhere_gives_its_whole_frames_and_says_so(cut: int) -> None:
+def test_a_cut_file_gives_its_complete_frames_and_reports_the_cut(cut: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def test_a_file_cut_anywhere_gives_its_whole_frames_and_says_so(cut: int) -> Non
 
 
 @given(st.binary(max_size=200))
-def test_a_foreign_file_is_named_and_nothing_is_raised(content: bytes) -> None:
+def test_a_foreign_file_is_reported_without_an_exception(content: bytes) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def test_a_foreign_file_is_named_and_nothing_is_raised(content: bytes) -> None:
     assert comms.issues.problems
 
 
-def test_damage_in_the_middle_keeps_what_comes_before(tmp_path: Path) -> None:
+def test_data_before_a_damaged_frame_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.comms.jsonl.zst"
     path.write_bytes(WHOLE[0] + WHOLE[1] + b"\0garbage" + WHOLE[2])
     ids, comms = read(path)
@@ -115,14 +115,14 @@ def test_a_missing_file_is_a_problem_not_a_crash(tmp_path: Path) -> None:
     assert issues.problems == ["cannot be opened: No such file or directory"]
 
 
-def test_names_of_files() -> None:
+def test_file_names_have_rank_kind_and_window() -> None:
     assert file_name("comms", 3) == "rank-3.comms.jsonl.zst"
     assert file_name("et", 3, window=2) == "rank-3.w2.et.json.zst"
     assert temporary_name("rank-3.et.json.zst") == ".rank-3.et.json.part"
     assert [rank_of(name) for name in ("rank-12.flight.json.zst", ".rank-3.et.json.part", "rank.txt")] == [12, 3, None]
 
 
-def test_a_folder_is_sorted_into_files_torn_and_foreign(tmp_path: Path) -> None:
+def test_a_listing_separates_known_partial_and_unknown_files(tmp_path: Path) -> None:
     names = ["rank-1.comms.jsonl.zst", "rank-0.comms.jsonl", "rank-0.w2.kineto.json.gz"]
     for name in (*names, ".rank-1.et.json.part", "notes.txt"):
         (tmp_path / name).write_bytes(b"")
@@ -133,7 +133,7 @@ def test_a_folder_is_sorted_into_files_torn_and_foreign(tmp_path: Path) -> None:
     assert (listing.partial, listing.unrecognized) == ((".rank-1.et.json.part",), ("notes.txt",))
 
 
-def test_nothing_at_the_path_says_what_to_name(tmp_path: Path) -> None:
+def test_a_missing_path_gives_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(CrossrankError, match="no such file or folder; check the path"):
         list_recording(str(tmp_path / "nowhere"))
 
@@ -174,13 +174,13 @@ def test_a_recording_in_an_archive_is_listed_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + b"\xff" * 18])
-def test_an_archive_that_is_none_is_told(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_archive_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run.zip").write_bytes(content)
     with pytest.raises(CrossrankError, match=r"run\.zip: cannot be reached"):
         list_recording(f"zip://::{tmp_path}/run.zip")
 
 
-def test_sizes_and_ranks_that_an_archive_makes_up_do_not_end_the_listing(tmp_path: Path) -> None:
+def test_invalid_sizes_and_ranks_in_an_archive_do_not_stop_the_listing(tmp_path: Path) -> None:
     content = (HEADER + END).decode()
     names = ["rank-0.comms.jsonl", f"rank-{'9' * 5000}.comms.jsonl"]
     refs = {f"run/{name}": ["here", 0, "many"] for name in names} | {"run/rank-1.comms.jsonl": content}
@@ -190,14 +190,14 @@ def test_sizes_and_ranks_that_an_archive_makes_up_do_not_end_the_listing(tmp_pat
     assert listing.unrecognized == (names[1],)
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+def test_an_endless_line_does_not_fill_the_memory(tmp_path: Path) -> None:
     (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(frame(HEADER, RECORD % 0, b'{"x":"' + b"y" * (300 << 20)))
     ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
     assert ids == [0]
     assert comms.issues.problems == ["a line is longer than 16 MiB, which a real file never has"]
 
 
-def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
+def test_the_first_broken_lines_are_reported_and_the_rest_counted(tmp_path: Path) -> None:
     (tmp_path / "rank-0.comms.jsonl").write_bytes(HEADER + b"?\n" * 1000 + RECORD % 0 + END)
     ids, comms = read(tmp_path / "rank-0.comms.jsonl")
     assert ids == [0]
@@ -222,7 +222,7 @@ def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path
         ("barrier", 0),
     ],
 )
-def test_bytes_of_each_operation(op: str, expected: int) -> None:
+def test_each_operation_counts_its_bytes(op: str, expected: int) -> None:
     assert OPERATIONS[op].bytes(100, 300, 4) == expected
 
 
@@ -232,7 +232,7 @@ def test_the_table_has_a_row_for_every_operation_of_the_record_format() -> None:
 
 
 @given(st.integers(min_value=1, max_value=100_000))
-def test_bus_factors_are_those_of_nccl_tests(n: int) -> None:
+def test_bus_factors_match_nccl_tests(n: int) -> None:
     for name, operation in OPERATIONS.items():
         if name == "barrier":
             assert operation.bus_factor is None

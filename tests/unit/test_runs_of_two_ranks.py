@@ -36,7 +36,7 @@ def traces(run: Path) -> list[tuple[RawTrace, LinkedTrace]]:
     return found
 
 
-def test_there_is_a_run() -> None:
+def test_a_cpu_run_and_a_gpu_run_exist() -> None:
     about = [json.loads((run / "about.json").read_text()) for run in RUNS]
     assert [one["device"] for one in about] == ["CPU", "NVIDIA H200"]
     assert all(one["torch"] and one["date"] for one in about)
@@ -54,7 +54,7 @@ def test_operations_are_found_in_kineto_and_every_call_is_a_communication(run: P
 
 
 @each_run
-def test_a_call_has_the_kernels_or_the_work_that_another_count_gives_it(run: Path) -> None:
+def test_linked_kernels_and_works_match_an_independent_count(run: Path) -> None:
     for raw, linked in traces(run):
         activities = {one.id: one for one in linked.activities}
         kernels = {  # the calls of a batch share theirs
@@ -70,7 +70,7 @@ def test_a_call_has_the_kernels_or_the_work_that_another_count_gives_it(run: Pat
 
 
 @each_run
-def test_durations_of_large_calls_are_those_that_the_job_measured(
+def test_durations_of_large_calls_match_the_measurements_of_the_job(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By CUDA events around the call on a GPU, by the host's clock around it with gloo, whose Work ends within."""
@@ -85,14 +85,14 @@ def test_durations_of_large_calls_are_those_that_the_job_measured(
 
 @each_run
 @pytest.mark.parametrize("hang", ["hang", "hang-beside"])
-def test_the_rank_that_stayed_away_is_named(run: Path, hang: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_missing_rank_is_reported(run: Path, hang: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = answer(capsys, "diagnose", run / hang)
     assert code == 1
     (cause,) = found["findings"]
     assert (cause["kind"], cause["culprit_ranks"], cause["op"]) == ("missing_rank", [1], "all_reduce")
 
 
-def test_a_send_that_is_still_being_launched_is_no_send_that_was_left_out(
+def test_a_send_during_its_launch_does_not_count_as_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Rank 0 makes an asynchronous barrier and then sends, rank 1 receives before the barrier. The barrier's kernel
@@ -103,13 +103,13 @@ def test_a_send_that_is_still_being_launched_is_no_send_that_was_left_out(
 
 
 @each_run
-def test_the_training_job_had_no_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_training_job_has_no_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = answer(capsys, "diagnose", run / "recording")
     assert (code, found["verdict"]) == (0, "ok")
 
 
 @each_run
-def test_files_that_were_linked_and_converted_when_it_ran_are_read_today(
+def test_old_linked_and_converted_files_are_still_readable(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank, (_, linked) in enumerate(traces(run)):
@@ -128,6 +128,6 @@ def test_files_that_were_linked_and_converted_when_it_ran_are_read_today(
 
 
 @each_run
-def test_nothing_in_it_says_where_it_ran(run: Path) -> None:
+def test_files_of_a_run_have_no_local_paths(run: Path) -> None:
     for path in run.rglob("*.zst"):
         assert not re.search(rb"/(?:tmp|home|root|work)/", unpacked(path)), path

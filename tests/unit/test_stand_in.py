@@ -21,7 +21,7 @@ def with_gpus(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-def test_a_torch_without_cuda_is_named_with_what_to_install() -> None:
+def test_a_torch_without_cuda_is_reported_with_the_install_command() -> None:
     done = with_gpus("2", "true")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -29,6 +29,6 @@ def test_a_torch_without_cuda_is_named_with_what_to_install() -> None:
     assert "is a build without CUDA: pip install 'torch===2.13.0'" in line
 
 
-def test_without_a_number_of_gpus_it_says_how_it_is_called() -> None:
+def test_a_missing_number_of_gpus_prints_the_usage() -> None:
     done = with_gpus("python", "train.py")
     assert (done.returncode, done.stderr) == (2, "usage: with_gpus N COMMAND…\n")

@@ -42,7 +42,7 @@ def exposed(*ranks: RankTrace) -> Exposed:
     return found
 
 
-def test_time_is_summed_by_the_line_of_the_call_and_by_where_the_host_waited() -> None:
+def test_time_is_summed_by_source_line_and_by_kind_of_host_wait() -> None:
     found = exposed(
         rank(0, (0, 1, 3, "wait"), (0, 4, 4.5, "wait"), (1, 5, 6, "launch")),
         rank(1, (0, 0, 0.25, "wait"), (-1, 7, 8, "wait_tensor")),
@@ -79,7 +79,7 @@ def test_time_is_summed_by_the_line_of_the_call_and_by_where_the_host_waited() -
     assert shown == [{"rank": 0, "exposed_ms": 3.5, "share": None}, {"rank": 1, "exposed_ms": 1.25, "share": None}]
 
 
-def test_the_end_of_a_backward_pass_waits_for_all_calls_that_cpp_made_in_it() -> None:
+def test_the_end_of_a_backward_pass_waits_for_all_its_cpp_calls() -> None:
     """Calls 0, 2 and 3 are of C++; the pass of iteration 1 ends after call 2, and no pass ends after call 3."""
     trace = RankTrace(rank=0, path="", source="comms", backend="gloo")
     builder = TraceBuilder(trace, [Group(pg="0", size=2)])
@@ -94,7 +94,7 @@ def test_the_end_of_a_backward_pass_waits_for_all_calls_that_cpp_made_in_it() ->
     assert (found.waits, found.calls_without, found.share) == (1, 2, 0.2)
 
 
-def test_an_iteration_counts_waits_of_several_threads_at_a_time_once() -> None:
+def test_a_step_counts_simultaneous_waits_of_threads_once() -> None:
     (_, of_rank_0), found = (
         (0, 4.0),
         exposed(
@@ -112,13 +112,13 @@ def test_an_iteration_counts_waits_of_several_threads_at_a_time_once() -> None:
     assert [(one["rank"], one["exposed_ms"], one["share"]) for one in found.ranks] == [(0, 5.0, 0.25), (1, 1.0, 0.05)]
 
 
-def test_a_wait_counts_for_the_iteration_in_which_it_begins_and_no_longer_than_that_lasts() -> None:
+def test_a_wait_counts_only_until_the_end_of_the_step_it_starts_in() -> None:
     found = exposed(rank(0, (0, 8, 13, "wait"), (0, 25, 26, "wait"), steps=2))
     assert found.steps is not None
     assert found.steps.p50_ms == [2.0, 0.0]
 
 
-def test_notes_say_what_is_not_seen() -> None:
+def test_notes_list_unrecorded_waits() -> None:
     assert exposed(rank(0, (0, 1, 2, "wait"))).notes == [SEEN]
     on_gpu = rank(1, (0, 1, 2, "wait"), backend="nccl")
     assert [note.split("; the kernels")[0] for note in exposed(on_gpu, rank(2)).notes] == [
@@ -128,7 +128,7 @@ def test_notes_say_what_is_not_seen() -> None:
     ]
 
 
-def test_where_kernels_of_gpus_were_traced_they_say_what_is_exposed() -> None:
+def test_traced_gpu_kernels_replace_the_share_of_host_waits() -> None:
     one = rank(0, (0, 1, 2, "wait"), steps=2, backend="nccl")
     assert exposed(one).share is not None
     one.busy = Busy(where="device")
@@ -137,5 +137,5 @@ def test_where_kernels_of_gpus_were_traced_they_say_what_is_exposed() -> None:
     assert (found.waits, len(found.lines)) == (1, 1)
 
 
-def test_a_job_whose_files_have_no_waits_has_no_exposed_communication() -> None:
+def test_a_job_without_recorded_waits_has_no_exposed_communication() -> None:
     assert exposed_of([rank(0), rank(1)]) is None

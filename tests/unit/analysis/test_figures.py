@@ -38,7 +38,7 @@ def late_job() -> list[Rank]:
     return ranks
 
 
-def test_the_figures_of_a_job_with_a_late_rank() -> None:
+def test_figures_show_the_late_rank_of_a_job() -> None:
     found = figures_of(*late_job())
     assert (found.ranks, found.world_size, found.calls, found.bytes) == (2, 2, 8, 8_000_000)
     assert found.by_locality == {"cross_node": 8_000_000}
@@ -60,7 +60,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert msgspec.to_builtins(found.steps) == steps
 
 
-def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
+def test_waits_of_calls_without_durations_come_from_host_times() -> None:
     for late in (0, 1):
         ranks = [Rank(rank).call(0, 0) for rank in (0, 1)]
         for one in ranks:
@@ -81,7 +81,7 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     assert figures_of(*other_clock).waiting is None
 
 
-def test_bytes_of_a_batch_are_those_of_each_call_where_they_go_differently_far() -> None:
+def test_bytes_of_a_batch_are_counted_by_the_locality_of_each_call() -> None:
     times = RankTrace(rank=0, path="a", source="kineto", clock="a", world_size=3)
     builder = TraceBuilder(times, [Group(pg="0", size=3, ranks=[0, 1, 2])])
     send = CommRecord(id=1, op="send", c10d="", pg="0", t=0, batch=1, peer=1, bytes=100, locality="intra_node")
@@ -111,7 +111,7 @@ def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTrace]
     return ranks
 
 
-def test_groups_made_alike_are_one_class() -> None:
+def test_groups_with_equal_descriptions_are_one_class() -> None:
     tensor = [[0, 1], [2, 3]]
     data = [[0, 2], [1, 3]]
     found = figures_of_times(groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
@@ -121,7 +121,7 @@ def test_groups_made_alike_are_one_class() -> None:
     assert shown == [("dp: 2 of 2 ranks", 2), ("tp: 2 of 2 ranks", 2), ("group 0: 4 ranks", 1)]
 
 
-def test_what_is_beyond_the_largest_classes_and_most_common_versions_is_put_together() -> None:
+def test_small_classes_and_rare_versions_are_merged() -> None:
     descs = {f"of {number:02d}": [[0, 1]] for number in range(26)} | {"undefined": [[0, 1], [1, 0]]}
     ranks = groups_job(descs, 4)
     for trace in ranks:
@@ -133,7 +133,7 @@ def test_what_is_beyond_the_largest_classes_and_most_common_versions_is_put_toge
     assert found.about == {"torch": "2.0 / 2.1 / 2.2 / …"}
 
 
-def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:
+def test_a_single_rank_has_no_waiting_but_its_own_times() -> None:
     found = figures_of(Rank(0, 1).call(100, 200))
     assert (found.ranks, found.missing_ranks, found.waiting) == (1, "", None)
     assert found.matrix.time_ms == [[0.1]]

@@ -52,7 +52,7 @@ def look(*files: LiveFile, at_ms: float, hang: str = "") -> Snapshot:
     return snapshot("run", contents, WALL / 1e9 + at_ms / 1e3, hang)
 
 
-def test_groups_have_totals_rates_and_who_comes_last() -> None:
+def test_groups_have_totals_rates_and_a_last_rank() -> None:
     took, slow = ([{"ran": {"id": number, "t": 0, "took": ms * MS}} for number in (1, 2, 3)] for ms in (2, 4))
     found = look(
         rank(0, call(1, 0), call(2, 500), call(3, 1000), *slow),
@@ -65,7 +65,7 @@ def test_groups_have_totals_rates_and_who_comes_last() -> None:
 
 
 @pytest.mark.parametrize("number_of_calls", [64, 200, 3000])
-def test_the_bandwidth_is_told_whatever_the_order_of_operations_within_a_step(number_of_calls: int) -> None:
+def test_the_bandwidth_does_not_depend_on_the_order_of_operations(number_of_calls: int) -> None:
     """Of many calls some are looked at; every second one would be barriers alone here."""
     numbers = range(1, number_of_calls + 1)
     lines = [call(number, number, op="all_reduce" if number % 2 else "barrier") for number in numbers]
@@ -74,7 +74,7 @@ def test_the_bandwidth_is_told_whatever_the_order_of_operations_within_a_step(nu
     assert found.groups[0].busbw_gb_per_s == 0.5
 
 
-def test_ranks_have_their_step_its_time_what_is_exposed_and_since_when_they_are_silent() -> None:
+def test_ranks_have_a_step_its_duration_exposed_share_and_silence() -> None:
     steps = [{"step": {"step": number, "t": number * 100 * MS}} for number in (1, 2, 3, 4)]
     waits = [{"wait": {"t": t * MS, "took": 50 * MS, "thread": 1}} for t in (100, 200, 300, 320)]
     one = rank(0, *steps, *waits, call(1, 390), clock(400))
@@ -90,7 +90,7 @@ def test_ranks_have_their_step_its_time_what_is_exposed_and_since_when_they_are_
     assert found.notes == ["the last rank is by the clocks of 2 nodes, which are not aligned"]
 
 
-def test_what_may_still_change_counts_once() -> None:
+def test_unsettled_records_count_once() -> None:
     file = rank(0)
     for _ in range(3):
         file.take(growth(recent=(call(1, 0), call(2, 10), clock(20))))
@@ -100,13 +100,13 @@ def test_what_may_still_change_counts_once() -> None:
     assert [one.seq for one in file.content.calls] == [1, 2, 3]
 
 
-def test_calls_of_long_ago_count_and_are_not_recent() -> None:
+def test_old_calls_count_but_are_not_recent() -> None:
     file = rank(0, call(1, 0), call(2, 5_000), call(3, 14_000), clock(14_500))
     assert [one.seq for one in file.content.calls] == [2, 3]
     assert (file.content.count["0"], file.content.bytes["0"]) == (3, 3_000_000)
 
 
-def test_a_file_that_begins_anew_forgets_the_old_one() -> None:
+def test_a_restarted_file_replaces_the_old_content() -> None:
     file = rank(0, call(1, 0))
     again = growth(header(0), GROUP, call(1, 50))
     again.begins_anew = True
@@ -114,7 +114,7 @@ def test_a_file_that_begins_anew_forgets_the_old_one() -> None:
     assert (file.content.count["0"], file.content.bytes["0"]) == (1, 1_000_000)
 
 
-def test_broken_lines_are_counted_and_the_others_read() -> None:
+def test_broken_lines_are_counted_and_skipped() -> None:
     file = LiveFile(2)
     good = growth(header(0), GROUP, call(1, 0)).settled
     file.take(Growth(settled=good + b'{"id":"x"}\n{"id":2,\n' + growth(call(3, 1)).settled))
@@ -122,7 +122,7 @@ def test_broken_lines_are_counted_and_the_others_read() -> None:
     assert look(file, at_ms=0).notes == ["2 lines of the files could not be read"]
 
 
-def test_the_text_names_what_is_missing_silent_or_hangs() -> None:
+def test_the_text_names_missing_silent_or_hung_ranks() -> None:
     hang = "missing_rank: 1 rank wait in all_reduce #1 for rank 1"
     text = as_text(look(rank(0, call(1, 0), clock(10)), at_ms=20_000, hang=hang), 16)
     assert "ranks      1 of 2, rank 1 without a file; 1 no data" in text
@@ -131,14 +131,14 @@ def test_the_text_names_what_is_missing_silent_or_hangs() -> None:
     assert "all_reduce" in text
 
 
-def test_of_many_ranks_those_that_stand_out_are_shown() -> None:
+def test_the_most_conspicuous_of_many_ranks_are_shown() -> None:
     files = [rank(number, {"step": {"step": 7 - (number == 33), "t": 10}}, clock(20)) for number in range(50)]
     text = as_text(look(*files, at_ms=30), 3)
     assert "Most conspicuous of 50" in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "33"]
 
 
-def test_a_verdict_is_a_line_that_names_the_call_and_who_is_waited_for() -> None:
+def test_a_verdict_names_the_call_and_the_culprit_in_one_line() -> None:
     def verdict(**finding: Any) -> Diagnosis:
         found = Finding(kind="p2p_unmatched", pg=["0", "default_pg"], pg_ranks=[0, 1], **finding)
         about: dict[str, Any] = {"suspect_ranks": [], "consequences": [], "advisory": []}

@@ -49,13 +49,13 @@ def busy(
 WHOLE = ("step", "duration_ns", "computation_ns", "communication_ns", "exposed_ns", "memory_ns", "idle_ns")
 
 
-def test_a_window_is_computation_exposed_communication_copies_and_idling() -> None:
+def test_a_window_has_computation_exposed_communication_copies_and_idle_time() -> None:
     trace = Rank(0).times
     trace.busy = busy("device", [(0, 40), (30, 50), (90, 100)], [(45, 70), (95, 98)], memory=[(60, 80)])
     assert rows(frame(trace), *WHOLE, "measured_on") == [(None, 100, 60, 28, 20, 10, 10, "device")]
 
 
-def test_an_iteration_of_a_gpu_begins_with_what_was_launched_first_in_it() -> None:
+def test_a_step_of_a_gpu_starts_with_its_first_launched_kernel() -> None:
     """The host began iteration 1 at 10 and 2 at 20, when the GPU was still busy with what it had launched before."""
     kernels = [(100, 130), (140, 150), (200, 250)]
     launches = [(12, 100), (15, 140), (21, 200)]
@@ -65,7 +65,7 @@ def test_an_iteration_of_a_gpu_begins_with_what_was_launched_first_in_it() -> No
     assert found == [(1, 100, 100, 60), (2, 200, 50, 0)]
 
 
-def test_a_gpu_that_stays_behind_has_the_iterations_of_the_host() -> None:
+def test_a_gpu_behind_its_host_has_the_steps_of_the_host() -> None:
     """Each iteration of the host takes 100 ns; the GPU is 55 to 60 behind, and the last ends on the host at 300."""
     launches = [(3, 55), (90, 145), (103, 160), (203, 258)]
     trace = Rank(0).times
@@ -75,14 +75,14 @@ def test_a_gpu_that_stays_behind_has_the_iterations_of_the_host() -> None:
     assert found == [(0, 58, 100, 97), (1, 158, 100, 80), (2, 258, 100, 72)]
 
 
-def test_an_iteration_of_a_host_counts_where_most_of_it_was_traced() -> None:
+def test_a_step_of_a_host_counts_if_most_of_it_was_traced() -> None:
     steps = [(0, 0), (1, 100), (2, 200), (3, 300), (4, 400)]
     trace = Rank(0).times
     trace.busy = busy("host", [(110, 190), (210, 305)], [(150, 195)], steps=steps)
     assert rows(frame(trace), *WHOLE) == [(1, 100, 80, 45, 5, 0, 15), (2, 100, 90, 0, 0, 0, 10)]
 
 
-def test_a_window_without_iterations_counts_as_a_whole_beside_those_that_have_some() -> None:
+def test_a_window_without_steps_counts_as_a_whole() -> None:
     trace = Rank(0).times
     trace.busy = busy("host", [(0, 10), (20, 30)], [(10, 20)], steps=[(1, 0), (2, 20), (3, 30)])
     none = spans_of()
@@ -108,7 +108,7 @@ def test_the_rank_that_was_waited_for_longest_is_named() -> None:
     assert waited == [(0, 200 * US, 1, 200 * US), (1, 100 * US, 0, 100 * US)]
 
 
-def test_shares_are_of_all_ranks_and_a_rank_has_its_means() -> None:
+def test_shares_cover_all_ranks_and_each_rank_has_means() -> None:
     ranks = two_ranks()
     for one in ranks:
         spans = [(begin * US, end * US) for begin, end in ((0, 200), (400, 500))]
@@ -129,13 +129,13 @@ def test_shares_are_of_all_ranks_and_a_rank_has_its_means() -> None:
     assert overlap_of(match_collectives(Job.match(ranks))) is None
 
 
-def test_a_rank_without_others_has_no_waiting() -> None:
+def test_a_single_rank_has_no_waiting() -> None:
     trace = Rank(0).call(100, 400).times
     trace.busy = busy("device", [(0, 10)], [])
     assert rows(frame(trace), "waiting_ns", "waits_for", "waits_for_ns") == [(None, None, None)]
 
 
-def test_windows_of_a_gpu_count_and_not_those_of_its_host() -> None:
+def test_windows_of_a_gpu_replace_those_of_its_host() -> None:
     found = busy("host", [(0, 10)], [])
     found.add("device", 0, spans_of([(5, 7)]), spans_of(), spans_of(), [], spans_of())
     found.add("host", 0, spans_of([(20, 30)]), spans_of(), spans_of(), [], spans_of())
@@ -146,7 +146,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 
 
 @given(SPANS, SPANS, st.integers(0, 60), st.integers(0, 60))
-def test_spans_cover_what_the_moments_in_them_count(some: Pairs, others: Pairs, begin: int, end: int) -> None:
+def test_span_operations_agree_with_sets_of_moments(some: Pairs, others: Pairs, begin: int, end: int) -> None:
     window = spans_of([(min(begin, end), max(begin, end))])
     inside, outside = ({at for a, b in spans for at in range(a, b)} for spans in (some, others))
     within = set(range(*window[0]))
@@ -159,7 +159,7 @@ def test_spans_cover_what_the_moments_in_them_count(some: Pairs, others: Pairs, 
 
 
 @needs_traces
-def test_times_of_dlrm_are_those_of_holistic_trace_analysis() -> None:
+def test_times_of_dlrm_match_holistic_trace_analysis() -> None:
     """Of its 0.5.0, `get_temporal_breakdown` and `get_comm_comp_overlap`: us of idling, computation and what else ran,
     and the % of communication that computation hid."""
     expected = [
@@ -180,7 +180,7 @@ def test_times_of_dlrm_are_those_of_holistic_trace_analysis() -> None:
 
 
 @needs_traces
-def test_iterations_that_torchs_profiler_marked_are_told_apart() -> None:
+def test_steps_marked_by_the_torch_profiler_are_separated() -> None:
     found = frame(read_kineto_trace(public("kineto_mi300/rank-0.kineto.json.gz"), 0))
     assert found["step"].to_list() == [15, 16, 17]
     assert (found["duration_ns"] / 1e6).round(1).to_list() == [19.0, 19.0, 18.6]

@@ -34,12 +34,12 @@ def ring(amount: int) -> list[list[int]]:
     ("op", "bytes_of_each"),
     [("all_reduce", 1_500_000), ("all_gather", 750_000), ("reduce_scatter", 750_000)],
 )
-def test_a_ring_moves_the_bus_factor_to_the_next(op: str, bytes_of_each: int) -> None:
+def test_a_ring_sends_the_bus_factor_to_the_next_rank(op: str, bytes_of_each: int) -> None:
     assert job(op).bytes == ring(bytes_of_each)
     assert job("all_reduce", 2).bytes == [[0, SIZE], [SIZE, 0]]
 
 
-def test_a_broadcast_goes_round_from_the_root_and_a_reduce_comes_back_to_it() -> None:
+def test_a_broadcast_ring_starts_and_a_reduce_ring_ends_at_the_root() -> None:
     assert job("broadcast", root=2).bytes == [[0, SIZE, 0, 0], [0, 0, 0, 0], [0, 0, 0, SIZE], [SIZE, 0, 0, 0]]
     assert job("reduce", root=2).bytes == [[0, 0, 0, SIZE], [SIZE, 0, 0, 0], [0, 0, 0, 0], [0, 0, SIZE, 0]]
 
@@ -51,7 +51,7 @@ def test_gather_scatter_and_all_to_all_move_a_part_for_each_member() -> None:
     assert job("all_to_all").bytes == [[0 if at == to else part for to in range(4)] for at in range(4)]
 
 
-def test_an_uneven_all_to_all_moves_what_its_splits_say() -> None:
+def test_an_uneven_all_to_all_moves_its_split_sizes() -> None:
     ranks = [Rank(0), Rank(1)]
     for rank, splits in zip(ranks, ([1, 3], [5, 5]), strict=True):
         record = CommRecord(
@@ -62,7 +62,7 @@ def test_an_uneven_all_to_all_moves_what_its_splits_say() -> None:
     assert map_of(*ranks).bytes == [[0, 3000], [5000, 0]]
 
 
-def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> None:
+def test_a_send_counts_once_and_a_receive_only_if_its_sender_is_missing() -> None:
     both = map_of(Rank(0).call(0, 0, "send", peer=1), Rank(1).call(0, 0, "recv", peer=0))
     receiver = map_of(Rank(1).call(0, 0, "recv", peer=0))
     sender = map_of(Rank(0).call(0, 0, "send", peer=1))
@@ -78,14 +78,12 @@ def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> 
         ("all_reduce", {"pg": "of a name that no file explains"}, "groups with unknown members"),
     ],
 )
-def test_bytes_of_which_nobody_knows_the_way_are_counted_with_the_reason(
-    op: str, said: dict[str, Any], reason: str
-) -> None:
+def test_bytes_with_an_unknown_route_are_counted_with_the_reason(op: str, said: dict[str, Any], reason: str) -> None:
     found = job(op, **said)
     assert (found.total, found.not_placed, found.reasons) == (0, 4 * SIZE, [reason])
 
 
-def test_nodes_tell_what_crosses_them() -> None:
+def test_bytes_between_nodes_are_counted() -> None:
     ranks = [Rank(rank, 4).call(0, 0, "all_reduce", bytes=SIZE) for rank in range(4)]
     assert map_of(*ranks).between_nodes is None
     for rank in ranks:
@@ -94,7 +92,7 @@ def test_nodes_tell_what_crosses_them() -> None:
     assert map_of(*ranks).between_nodes == 3_000_000
 
 
-def test_many_ranks_are_put_together_by_node_or_in_blocks() -> None:
+def test_many_ranks_are_merged_by_node_or_in_blocks() -> None:
     ranks = [Rank(rank, 256).call(100 + rank, 500, bytes=256) for rank in range(256)]
     found = figures_of(*ranks)
     blocks, waiting = found.traffic, found.waiting

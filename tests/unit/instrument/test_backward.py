@@ -103,7 +103,7 @@ def test_every_backward_pass_is_seen_once(way: Callable[[], object], watch: Modu
     assert not watch.take_backward_began()
 
 
-def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
+def test_other_work_is_not_a_backward_pass(watch: ModuleType) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     torch.optim.Adam([parameter]).step()
@@ -112,13 +112,13 @@ def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
     assert not watch.take_backward_began()
 
 
-def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: ModuleType) -> None:
+def test_a_failed_backward_pass_raises_its_original_error(watch: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1).backward()
     assert watch.take_backward_began()
 
 
-def test_an_engine_that_another_library_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_installed_by_another_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(type(Variable._execution_engine)):  # type: ignore[misc]
         pass
 
@@ -130,7 +130,7 @@ def test_an_engine_that_another_library_put_in_place_stays(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("engine", [None, object()])
-def test_without_the_engine_every_step_follows_a_backward_pass(
+def test_every_step_counts_as_after_backward_without_the_engine(
     engine: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Variable, "_execution_engine", engine)

@@ -71,11 +71,11 @@ LINE = "/home/me/train.py:2"
         ),
     ],
 )
-def test_which_function_was_called_and_where(frames: list[tuple[str, str]], api: str | None, source: str) -> None:
+def test_a_site_has_the_function_and_source_line(frames: list[tuple[str, str]], api: str | None, source: str) -> None:
     assert _seen_through(*frames) == (api, source)
 
 
-def test_a_call_straight_from_the_users_line_is_a_method_of_the_group() -> None:
+def test_a_direct_call_in_user_code_is_a_method_of_the_group() -> None:
     site, _ = SITES.find(sys._getframe(0), "ProcessGroup.allreduce")
     assert site.api == "ProcessGroup.allreduce"
     assert site.source is not None
@@ -95,7 +95,7 @@ def _site_in(sites: CallSites, filename: str) -> tuple[Site, weakref.ref[CodeTyp
     return site, weakref.ref(code)
 
 
-def test_code_that_a_program_forgets_is_forgotten() -> None:
+def test_call_sites_do_not_keep_unused_code_alive() -> None:
     sites = CallSites()
     found = [_site_in(sites, f"/generated/{number}.py") for number in range(100)]
     assert [site.source for site, _ in found] == [f"/generated/{number}.py:2" for number in range(100)]
@@ -107,7 +107,7 @@ def test_code_that_a_program_forgets_is_forgotten() -> None:
     assert sites._count == 0
 
 
-def test_a_site_keeps_its_code_until_its_line_is_worked_out() -> None:
+def test_a_site_keeps_its_code_until_its_line_is_computed() -> None:
     site, code = _site_in(CallSites(), "/generated/once.py")
     gc.collect()
     assert code() is not None
@@ -126,7 +126,7 @@ def test_a_long_path_is_shortened_from_the_left() -> None:
     assert _seen_through((exact, "train"))[1] == f"{exact}:2"
 
 
-def test_places_take_bounded_memory_however_many_they_are_and_however_long_their_paths(
+def test_call_sites_take_bounded_memory_for_any_number_and_path_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = 300

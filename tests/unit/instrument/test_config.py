@@ -8,7 +8,7 @@ from crossrank.errors import CrossrankError
 from crossrank.instrument.config import Config, Window, load
 
 
-def test_nothing_set_gives_the_defaults() -> None:
+def test_an_empty_environment_gives_the_defaults() -> None:
     given: dict[str, Any] = {"emit": "CROSSNODE", "directory": "crossrank-recording", "nvtx": "1", "ring": 32_768}
     given |= {"flight": True, "print_calls": False, "nsys": False}
     assert load({}, {}) == Config(**given, window=None, node=None, gpu_serial=None, vm_id=None)
@@ -60,7 +60,7 @@ def test_an_argument_wins_over_the_variable_and_the_new_name_over_the_alias() ->
         ),
     ],
 )
-def test_a_bad_value_names_variable_value_and_allowed_set(variables: dict[str, str], message: str) -> None:
+def test_a_bad_value_error_names_variable_value_and_allowed_set(variables: dict[str, str], message: str) -> None:
     with pytest.raises(CrossrankError) as caught:
         load({}, variables)
     assert str(caught.value) == message
@@ -74,6 +74,6 @@ def test_case_does_not_matter_and_true_is_1() -> None:
     )
 
 
-def test_a_bad_argument_is_named_as_one() -> None:
+def test_a_bad_argument_is_reported_as_an_argument() -> None:
     with pytest.raises(CrossrankError, match=r"enable\(tracing=\)='SOME' is not one of"):
         load({"tracing": "SOME"}, {})

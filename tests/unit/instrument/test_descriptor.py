@@ -15,7 +15,7 @@ def _descriptor(key: tuple[Any, ...]) -> Descriptor:
 
 
 @pytest.mark.parametrize("splits", [1, 64, 1024, 16_384, 2 * MAX_NUMBERS])
-def test_calls_with_ever_new_splits_take_bounded_memory(splits: int) -> None:
+def test_calls_with_always_new_splits_take_bounded_memory(splits: int) -> None:
     cache = DescriptorCache()
     same = (7,) * splits
     for number in range(MAX_DESCRIPTORS + 50):
@@ -27,14 +27,14 @@ def test_calls_with_ever_new_splits_take_bounded_memory(splits: int) -> None:
         assert len(cache) * (splits + 2) <= max(MAX_NUMBERS, splits + 2)
 
 
-def test_calls_that_fit_stay() -> None:
+def test_calls_within_the_limit_stay() -> None:
     cache = DescriptorCache()
     for number in range(MAX_DESCRIPTORS):
         cache.keep(number, _descriptor((number, (4, 4), (4, 4))))
     assert len(cache) == MAX_DESCRIPTORS
 
 
-def test_a_call_that_is_repeated_outlives_those_that_are_made_once() -> None:
+def test_a_repeated_call_outlives_calls_made_once() -> None:
     cache = DescriptorCache()
     repeated = _descriptor(("repeated",))
     cache.keep("repeated", repeated)

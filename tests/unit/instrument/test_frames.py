@@ -80,7 +80,7 @@ print(checks)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_frames_are_those_that_python_shows(version: str, tmp_path: Path) -> None:
+def test_frames_match_those_of_python(version: str, tmp_path: Path) -> None:
     is_ours = sys.version_info[:2] == tuple(map(int, version.split(".")))
     python = sys.executable if is_ours else shutil.which(f"python{version}")
     include = python and _output(python, "import sysconfig; print(sysconfig.get_paths()['include'])")

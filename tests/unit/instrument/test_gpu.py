@@ -68,7 +68,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_identity_and_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_gives_identity_and_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", _nvml())
     reader = GpuReader(0)
     fabric: dict[str, Any] = {"fabric_cluster": "ab" + 15 * "00", "fabric_clique": 7}
@@ -87,7 +87,7 @@ def test_a_gpu_outside_a_fabric_has_no_nvlink_domain(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("cuda")
-def test_without_a_driver_everything_is_null_and_one_debug_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_driver_gives_nulls_and_one_debug_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "crossrank"):
         reader = GpuReader(0)  # the real pynvml, on a machine without a driver
     if reader.gpu is not None:
@@ -133,7 +133,7 @@ def test_a_mig_instance_is_found_by_its_own_uuid_and_shares_the_board(monkeypatc
         (None, 0, 1, 0),  # CUDA_VISIBLE_DEVICES leaves one
     ],
 )
-def test_a_device_that_may_be_the_default_is_not_taken(
+def test_a_device_that_may_be_the_default_is_ignored(
     bound: torch.device | None, current: int, count: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -144,7 +144,7 @@ def test_a_device_that_may_be_the_default_is_not_taken(
     assert gpu.bound_device() == expected
 
 
-def test_the_version_of_nccl_is_asked_of_the_library_that_is_loaded(tmp_path: Path) -> None:
+def test_the_nccl_version_comes_from_the_loaded_library(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build a library with")
@@ -162,13 +162,13 @@ def test_the_version_of_nccl_is_asked_of_the_library_that_is_loaded(tmp_path: Pa
     assert result.stdout == "None\n2.29.7\n"
 
 
-def test_without_cuda_nvml_is_not_even_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_is_not_used_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuReader(0).gpu is None
 
 
 @pytest.mark.parametrize(("cuda", "driver", "may"), [("13.0", True, True), ("13.0", False, False), (None, True, False)])
-def test_a_device_is_waited_for_where_torch_and_the_machine_may_have_one(
+def test_cuda_may_be_used_if_torch_and_the_machine_support_it(
     cuda: str | None, driver: bool, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)

@@ -40,14 +40,14 @@ def silence(rank: int, places: dict[int, str] | None, folder: Path) -> _Silence:
         (99, {rank: str(rank) for rank in range(100)}, 38.0),
     ],
 )
-def test_rank_0_comes_first_then_its_node_then_the_others_in_order(
+def test_rank_0_diagnoses_first_then_its_node_then_other_ranks(
     rank: int, places: dict[int, str] | None, seconds: float, tmp_path: Path
 ) -> None:
     assert silence(rank, places, tmp_path)._turn() == seconds
 
 
 @pytest.mark.parametrize("in_containers", [False, True])
-def test_one_process_of_a_node_diagnoses_also_where_each_has_a_container(
+def test_one_process_per_node_diagnoses_even_in_containers(
     in_containers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_containers:  # in another network namespace the name is free
@@ -61,7 +61,7 @@ def test_one_process_of_a_node_diagnoses_also_where_each_has_a_container(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_the_folder_takes_no_file_the_socket_alone_decides(tmp_path: Path) -> None:
+def test_the_socket_alone_decides_if_the_folder_is_unusable(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     one, other = silence(0, None, gone), silence(1, None, gone)
     with one._alone_on_node() as is_alone, other._alone_on_node() as is_alone_too:
@@ -69,7 +69,7 @@ def test_where_the_folder_takes_no_file_the_socket_alone_decides(tmp_path: Path)
 
 
 @pytest.mark.parametrize("has_many_ranks", [False, True])
-def test_of_many_ranks_the_last_calls_are_read_and_the_culprit_is_the_same(
+def test_the_last_calls_of_many_ranks_give_the_same_culprit(
     has_many_ranks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "_FEW_RANKS", 2 if has_many_ranks else 3)

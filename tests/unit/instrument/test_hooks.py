@@ -97,7 +97,7 @@ def session(tmp_path: Path) -> Session:
     return Session(Config(directory=str(tmp_path)))
 
 
-def test_each_hook_changes_something_and_takes_all_of_it_back(session: Session) -> None:
+def test_each_hook_changes_something_and_undoes_all_of_it(session: Session) -> None:
     before = state()
     for hook in HOOKS:
         hook.module.install(session)
@@ -108,9 +108,7 @@ def test_each_hook_changes_something_and_takes_all_of_it_back(session: Session) 
         assert bool(changed(before, during)) == (hook.module not in NOTHING_TO_CHANGE), hook
 
 
-def test_kernels_stay_in_the_dispatcher_where_a_call_of_another_thread_may_be_about_to_run_them(
-    session: Session, tmp_path: Path
-) -> None:
+def test_kernels_stay_in_the_dispatcher_because_other_threads_may_call_them(session: Session, tmp_path: Path) -> None:
     with crossrank.enable(tracing="ALL", directory=tmp_path / "first"):
         during = kernels()
     assert any("BackendSelect" in one for one in during)
@@ -120,7 +118,7 @@ def test_kernels_stay_in_the_dispatcher_where_a_call_of_another_thread_may_be_ab
     assert kernels() == during
 
 
-def test_all_hooks_together_leave_nothing(session: Session, tmp_path: Path) -> None:
+def test_all_hooks_together_leave_no_change(session: Session, tmp_path: Path) -> None:
     before = state()
     for _ in range(2):
         assert crossrank.enable(tracing="ALL", directory=tmp_path).active
@@ -129,7 +127,7 @@ def test_all_hooks_together_leave_nothing(session: Session, tmp_path: Path) -> N
         assert changed(before, state()) == []
 
 
-def test_what_the_runner_follows_is_left_alone_after_disable(
+def test_subprocesses_are_not_followed_after_disable(
     session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(spawn, "_wanted", False)
@@ -143,7 +141,7 @@ def test_what_the_runner_follows_is_left_alone_after_disable(
         assert changed(before, state()) == []
 
 
-def test_what_another_library_put_in_place_since_stays(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_changes_by_another_library_stay(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     before = state()
     monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
     previous = signal.getsignal(signal.SIGTERM)
@@ -163,7 +161,7 @@ def test_what_another_library_put_in_place_since_stays(session: Session, monkeyp
     assert changed(before, state()) == []
 
 
-def test_a_hook_that_fails_leaves_none_installed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_hook_leaves_no_hook_installed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def install(self, session: registry.Hooked, /) -> None:
             raise OSError("no")

@@ -62,7 +62,7 @@ def test_a_group_of_any_mesh_keeps_all_its_ranks(ranks: list[int]) -> None:
     assert not meaning.left_out
 
 
-def test_a_group_in_no_order_keeps_its_size_and_counts_the_ranks_it_leaves_out() -> None:
+def test_an_unordered_group_keeps_its_size_and_counts_omitted_ranks() -> None:
     text = shortened(group_text(shuffled(MANY)))
     assert json.loads(text)["group"]["left_out"] == {"ranks": MANY}
     meaning = meaning_of(text)
@@ -78,7 +78,7 @@ def test_a_description_of_any_length_is_cut_from_the_left() -> None:
     assert (group["desc"][:4], group["desc"][-4:], group["rank_runs"]) == ("...é", "éend", [[0, 2, 1]])
 
 
-def test_splits_that_are_too_long_are_counted_and_the_sizes_stay() -> None:
+def test_too_long_splits_are_counted_and_the_sizes_stay() -> None:
     uneven = [1 + rank % 997 for rank in range(MANY)]
     shape = [[sum(uneven), 64]]
     text = shortened(call_text(**{"in": shape, "out": shape, "in_split": uneven, "out_split": uneven[::-1]}))
@@ -104,7 +104,7 @@ def test_a_text_of_the_older_shim_for_many_ranks_stays_readable(ranks: list[int]
     assert (meaning.record.op, meaning.record.bytes, meaning.record.pg) == ("all_reduce", 16, named)
 
 
-def test_calls_without_their_splits_are_counted_where_no_recording_has_them(tmp_path: Path) -> None:
+def test_calls_without_splits_are_counted_if_no_recording_has_them(tmp_path: Path) -> None:
     export = ExportFile()
     process = export.process(70)
     process.identity(0)
@@ -119,12 +119,12 @@ def test_calls_without_their_splits_are_counted_where_no_recording_has_them(tmp_
 
 
 @given(st.lists(st.integers(0, (1 << 20) - 1), max_size=60, unique=True))
-def test_runs_say_every_rank_in_its_place(ranks: list[int]) -> None:
+def test_runs_keep_all_ranks_in_order(ranks: list[int]) -> None:
     assert from_runs(to_runs(ranks)) == ranks
 
 
 @pytest.mark.parametrize("runs", [[(0, 1 << 40, 1)], [(0, 0, 1)], [(5, 3, -4)], [(0, 2, 1 << 30)]])
-def test_runs_that_cannot_be_ranks_are_none(runs: list[tuple[int, int, int]]) -> None:
+def test_invalid_runs_give_no_ranks(runs: list[tuple[int, int, int]]) -> None:
     assert from_runs(runs) is None
 
 
@@ -137,7 +137,7 @@ def test_runs_that_cannot_be_ranks_are_none(runs: list[tuple[int, int, int]]) ->
         ),
     )
 )
-def test_no_text_is_longer_than_a_tool_takes(more: dict[str, Any]) -> None:
+def test_every_text_fits_the_limit_of_tools(more: dict[str, Any]) -> None:
     text = call_text(**more)
     short = shortened(text)
     assert len(short.encode()) <= MAX_BYTES

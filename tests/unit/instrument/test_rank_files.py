@@ -50,7 +50,7 @@ def _place(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["file", "pipe", "folder", "link to nowhere", "link to a device"])
 @pytest.mark.timeout(20)
-def test_whatever_has_a_name_of_ours_is_moved_aside_unopened(kind: str, tmp_path: Path) -> None:
+def test_a_file_with_one_of_our_names_is_moved_unopened(kind: str, tmp_path: Path) -> None:
     for name in (COMMS, "rank-0.flight.json.zst", ".rank-0.et.json.part", ".rank-0.flight.json.part"):
         _place(tmp_path / name, kind)
     files = begun(str(tmp_path), 0, 2)
@@ -61,7 +61,7 @@ def test_whatever_has_a_name_of_ours_is_moved_aside_unopened(kind: str, tmp_path
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_that_turns_up_during_the_recording_blocks_nothing(tmp_path: Path) -> None:
+def test_a_pipe_created_during_the_recording_blocks_nothing(tmp_path: Path) -> None:
     files = begun(str(tmp_path), 0, 2)
     for name in ("rank-0.flight.json.zst", ".rank-0.flight.json.part"):
         os.mkfifo(tmp_path / name)
@@ -76,7 +76,7 @@ def test_a_pipe_that_turns_up_during_the_recording_blocks_nothing(tmp_path: Path
     files.close()
 
 
-def test_ranks_of_one_job_move_what_is_left_to_one_folder_and_later_jobs_to_later_ones(tmp_path: Path) -> None:
+def test_the_ranks_of_each_job_move_earlier_files_to_one_new_folder(tmp_path: Path) -> None:
     for job in range(3):
         for rank in (1, 0, 2):
             begun(str(tmp_path), rank, 3).close()
@@ -88,7 +88,7 @@ def test_ranks_of_one_job_move_what_is_left_to_one_folder_and_later_jobs_to_late
         assert found == dict.fromkeys(names, b"job %d" % job)
 
 
-def test_a_thousand_earlier_recordings_are_not_looked_through_one_by_one(
+def test_a_thousand_earlier_recordings_are_not_checked_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(1, 1001):
@@ -135,7 +135,7 @@ def _record(folder: Path, rank: int, world_size: int, expected: Path) -> None:
         (5, 8, ""),  # another rank of this job, started by this one
     ],
 )
-def test_a_process_that_a_rank_starts_leaves_the_files_of_the_job_alone(
+def test_a_process_started_by_a_rank_leaves_the_job_files_alone(
     rank: int, world_size: int, part: str, tmp_path: Path
 ) -> None:
     files = begun(str(tmp_path), 3, 8)
@@ -149,7 +149,7 @@ def test_a_process_that_a_rank_starts_leaves_the_files_of_the_job_alone(
     assert "CROSSRANK_RECORDING" not in os.environ
 
 
-def test_a_job_of_the_same_size_that_a_rank_starts_leaves_the_files_alone(
+def test_a_job_of_equal_size_started_by_a_rank_leaves_the_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -161,7 +161,7 @@ def test_a_job_of_the_same_size_that_a_rank_starts_leaves_the_files_alone(
     files.close()
 
 
-def test_the_environment_of_a_job_that_is_gone_means_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_an_ended_job_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = begun(str(tmp_path), 0, 2)
     theirs = os.environ["CROSSRANK_RECORDING"].replace(f'"pid":{os.getpid()}', '"pid":4194304')
     monkeypatch.setenv("CROSSRANK_RECORDING", theirs)
@@ -169,7 +169,7 @@ def test_the_environment_of_a_job_that_is_gone_means_nothing(tmp_path: Path, mon
     files.close()
 
 
-def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Path) -> None:
+def test_simultaneous_processes_of_one_rank_each_get_a_folder(tmp_path: Path) -> None:
     files = begun(str(tmp_path), 0, 1)
     reader, writer = os.pipe()
     children = []
@@ -188,7 +188,7 @@ def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Pa
     files.close()
 
 
-def test_a_second_process_of_a_rank_gets_a_folder_of_its_own_and_the_next_job_moves_both(tmp_path: Path) -> None:
+def test_a_second_process_of_a_rank_gets_its_own_folder_and_the_next_job_moves_both(tmp_path: Path) -> None:
     files = begun(str(tmp_path), 0, 1)
     for number in (1, 2):
         assert _forked(_record, tmp_path, 0, 1, tmp_path / f"spawned-{number}") == 0
@@ -197,7 +197,7 @@ def test_a_second_process_of_a_rank_gets_a_folder_of_its_own_and_the_next_job_mo
     assert names(tmp_path) == [f"earlier-1/spawned-{number}/{COMMS}" for number in (1, 2)]
 
 
-def test_without_the_variable_the_header_of_a_ranks_file_says_whose_it_is(
+def test_the_header_gives_the_owner_of_a_file_without_the_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A process of multiprocessing's fork server has the environment of before the recording.
@@ -213,14 +213,14 @@ def test_without_the_variable_the_header_of_a_ranks_file_says_whose_it_is(
     assert names(tmp_path) == [f"earlier-1/{COMMS}", f"earlier-1/spawned-1/{COMMS}", COMMS]
 
 
-def test_the_file_of_a_process_that_is_no_ancestor_is_an_earlier_recording(tmp_path: Path) -> None:
+def test_the_file_of_an_unrelated_process_is_an_earlier_recording(tmp_path: Path) -> None:
     header = Header(schema=SCHEMA, rank=0, world_size=1, host="h", node="n", boot_id=boot_id(), pid=1 << 22)
     (tmp_path / COMMS).write_bytes(msgspec.json.encode({"header": header}) + b"\n")
     assert _forked(_record, tmp_path, 0, 1, tmp_path) == 0
     assert names(tmp_path) == [f"earlier-1/{COMMS}", COMMS]
 
 
-def test_process_locks_are_held_by_one_and_end_with_it() -> None:
+def test_a_process_lock_has_one_owner_and_ends_with_it() -> None:
     name = f"a test of process {os.getpid()}, {time.monotonic_ns()}"
     lock = take_lock(name)
     assert lock is not None
@@ -236,7 +236,7 @@ def test_process_locks_are_held_by_one_and_end_with_it() -> None:
     again.close()
 
 
-def test_a_rank_whose_files_another_process_still_finishes_waits_for_it(tmp_path: Path) -> None:
+def test_a_rank_waits_until_its_earlier_files_are_finished(tmp_path: Path) -> None:
     # In a process group that is made again ranks may change places, each while the other one closes its files.
     first = begun(str(tmp_path), 0, 2)
     found: list[RankFiles] = []
@@ -251,7 +251,7 @@ def test_a_rank_whose_files_another_process_still_finishes_waits_for_it(tmp_path
     found[0].close()
 
 
-def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_renamed_meanwhile_is_not_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / COMMS).write_bytes(b"")
     monkeypatch.setattr(os, "listdir", lambda _: [".rank-0.flight.json.part", COMMS])
     begun(str(tmp_path), 0, 2).close()
@@ -264,7 +264,7 @@ def _write_dump(folder: Path, rank: int, world_size: int) -> None:
     files.close()
 
 
-def test_ranks_of_a_large_job_have_folders_of_a_few_each(tmp_path: Path) -> None:
+def test_a_large_job_has_folders_of_a_few_ranks_each(tmp_path: Path) -> None:
     for rank in (0, 7, 8, 70):
         _write_dump(tmp_path, rank, 71)
     expected = [(0, "ranks-0-7"), (7, "ranks-0-7"), (70, "ranks-64-71"), (8, "ranks-8-15")]
@@ -279,7 +279,7 @@ def test_no_folder_of_a_large_job_has_more_than_a_thousand_entries(world_size: i
     assert "" not in ranks_in
 
 
-def test_a_job_of_another_size_moves_what_has_no_place_in_it(tmp_path: Path) -> None:
+def test_a_job_of_another_size_moves_files_that_do_not_fit(tmp_path: Path) -> None:
     def record(world_size: int) -> None:
         for rank in sorted({0, 3, world_size - 1}):
             _write_dump(tmp_path, rank, world_size)
@@ -307,7 +307,7 @@ def test_a_job_of_another_size_moves_what_has_no_place_in_it(tmp_path: Path) -> 
     ]
 
 
-def test_a_process_that_a_rank_of_a_large_job_starts_records_apart(
+def test_a_process_started_by_a_rank_of_a_large_job_records_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = Header(schema=SCHEMA, rank=0, world_size=96, host="h", node="n", boot_id=boot_id(), pid=os.getpid())

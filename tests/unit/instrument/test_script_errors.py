@@ -48,7 +48,7 @@ GROUND = crossrank.comm.__file__
         (OURS, "/env/lib/python3.12/site-packages/pynvml.py"),
     ],
 )
-def test_a_failure_of_the_recorder_and_of_what_it_uses_is_ours(files: tuple[str, ...]) -> None:
+def test_a_failure_of_the_recorder_or_its_libraries_is_ours(files: tuple[str, ...]) -> None:
     assert not raised_by_script(_raised_in(*files))
 
 
@@ -61,5 +61,5 @@ def test_a_failure_of_the_recorder_and_of_what_it_uses_is_ours(files: tuple[str,
         "<ipython-input-3>",
     ],
 )
-def test_a_handler_of_the_script_is_not(script: str) -> None:
+def test_a_failure_of_a_script_handler_is_not_ours(script: str) -> None:
     assert raised_by_script(_raised_in(OURS, script))

@@ -58,16 +58,16 @@ WITH_SCRIPT = (["-i", "SCRIPT"], ["-x", "SCRIPT"])
     "options",
     [[], *(["-" + name] for name in ("", "m", "c", "V", "-version", "h", "X")), *WITH_SCRIPT, ["-Z", "-c"]],
 )
-def test_what_is_no_program_is_started_as_it_is(options: list[str], script: str) -> None:
+def test_a_command_without_a_program_is_unchanged(options: list[str], script: str) -> None:
     assert follow_command([PYTHON, *(word.replace("SCRIPT", script) for word in options)]) is None
 
 
 @pytest.mark.parametrize("command", [None, "", [], PYTHON, b"python", "python train.py", ["ninja", "-c", "x"], [""]])
-def test_other_programs_are_started_as_they_are(command: object) -> None:
+def test_other_programs_are_started_unchanged(command: object) -> None:
     assert follow_command(command) is None
 
 
-def test_another_interpreter_is_started_as_it_is(tmp_path: Path, script: str) -> None:
+def test_another_interpreter_is_started_unchanged(tmp_path: Path, script: str) -> None:
     other = tmp_path / "python"
     other.symlink_to(PYTHON)
     assert follow_command([str(other), script]) is None
@@ -88,6 +88,6 @@ def test_only_source_files_are_followed(tmp_path: Path) -> None:
         assert follow_command([PYTHON, name], folder=tmp_path) is None
 
 
-def test_a_script_is_looked_for_in_the_folder_of_the_child(tmp_path: Path, script: str) -> None:
+def test_a_script_is_searched_in_the_folder_of_the_child(tmp_path: Path, script: str) -> None:
     assert follow_command([PYTHON, "train.py"]) is None
     assert follow_command([PYTHON, "train.py"], folder=tmp_path) is not None

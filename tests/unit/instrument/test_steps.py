@@ -88,7 +88,7 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize(("steps", "counts"), (ROUNDS | CHANGES | HIDDEN).values(), ids=ROUNDS | CHANGES | HIDDEN)
-def test_which_steps_end_an_iteration(steps: str, counts: str) -> None:
+def test_optimizer_steps_give_the_training_steps(steps: str, counts: str) -> None:
     loop = Loop()
     assert loop.run(steps) == counts
     assert loop.doubts == 0
@@ -105,13 +105,13 @@ def test_an_optimizer_that_steps_more_often_than_another_raises_a_doubt(steps: s
     "round_of_steps", [steps.split("|", 1)[1] for steps in ("|a", "|ab", "|a0a1a2", "|a|b", "|a|b|c0c1")]
 )
 @pytest.mark.parametrize("joining", ["", "x", "|x", "|x0x1"])
-def test_ten_iterations_give_ten_whatever_joins_after_four(round_of_steps: str, joining: str) -> None:
+def test_ten_steps_count_as_ten_with_any_later_optimizer(round_of_steps: str, joining: str) -> None:
     loop = Loop()
     assert total(loop.run(f"|{round_of_steps}" * 4 + f"|{round_of_steps}{joining}" * 6)) == 10
     assert loop.doubts == 0
 
 
-def test_the_first_step_of_a_phase_counts_at_once_where_the_optimizer_before_is_gone() -> None:
+def test_the_first_step_of_a_phase_counts_at_once_if_the_old_optimizer_is_gone() -> None:
     loop = Loop()
     assert loop.run("|a|a|a") == "|1|1|1"
     del loop.optimizers["a"]
@@ -119,14 +119,14 @@ def test_the_first_step_of_a_phase_counts_at_once_where_the_optimizer_before_is_
     assert loop.run("|b|b|b") == "|1|1|1"
 
 
-def test_an_optimizer_at_the_address_of_one_that_is_gone_is_another_one() -> None:
+def test_an_optimizer_at_a_reused_address_is_a_new_optimizer() -> None:
     loop = Loop()
     for _ in range(20):
         loop.optimizers.clear()
         assert loop.run("|a|b|a|b").count("1") == 2
 
 
-def test_the_part_that_an_optimizer_updates_is_identified_by_its_parameters() -> None:
+def test_parameters_identify_the_part_that_an_optimizer_updates() -> None:
     first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     of_first: list[dict[str, Any]] = [{"params": [first]}, {"params": []}]
     of_second: list[dict[str, Any]] = [{"params": []}, {"params": [second]}]

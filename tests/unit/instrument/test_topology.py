@@ -55,7 +55,7 @@ def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | No
         ([("a", None), ("b", None)], [1], "intra_node"),
     ],
 )
-def test_locality(places: list[tuple[str, str | None] | None], ranks: list[int], expected: Locality) -> None:
+def test_nodes_give_locality(places: list[tuple[str, str | None] | None], ranks: list[int], expected: Locality) -> None:
     for topology in exchanged(places):
         assert topology is not None
         assert topology.settled.is_set()
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_record_is_unknown_and_blocks_no_rank(monkeypatch: 
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.data())
-def test_without_nvlink_a_group_crosses_nodes_exactly_if_it_has_two(nodes: list[str], data: st.DataObject) -> None:
+def test_a_group_without_nvlink_crosses_nodes_only_if_it_has_two(nodes: list[str], data: st.DataObject) -> None:
     topology = Topology(0, len(nodes), nodes[0])
     topology.places = {rank: (node, None) for rank, node in enumerate(nodes)}
     ranks = data.draw(st.lists(st.integers(0, len(nodes) - 1), min_size=1))
@@ -83,7 +83,7 @@ def test_without_nvlink_a_group_crosses_nodes_exactly_if_it_has_two(nodes: list[
     assert topology.locality(ranks) == expected
 
 
-def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_there_are() -> None:
+def test_the_exchange_makes_few_store_requests_per_rank_at_any_world_size() -> None:
     def requests_per_rank(world: int) -> float:
         store = dist.HashStore()
         requests = 0
@@ -118,7 +118,7 @@ def _on_a_store(world: int) -> tuple[dist.Store, list[Topology]]:
     return store, [Topology(rank, world, f"node {rank}") for rank in range(world)]
 
 
-def test_a_rank_that_publishes_twice_makes_no_rank_wait_for_one_that_does_not() -> None:
+def test_a_rank_that_publishes_twice_does_not_block_the_collector() -> None:
     store, (collector, twice, _) = _on_a_store(3)
     for topology in (collector, twice, twice):
         topology.publish(store)
@@ -127,7 +127,7 @@ def test_a_rank_that_publishes_twice_makes_no_rank_wait_for_one_that_does_not() 
     assert collector.locality([2]) == "unknown"
 
 
-def test_a_collector_that_leaves_early_is_replaced_by_one_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_replaces_a_collector_that_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
     store, topologies = _on_a_store(4)
     for topology in topologies:
         topology.publish(store)
@@ -139,7 +139,7 @@ def test_a_collector_that_leaves_early_is_replaced_by_one_other(monkeypatch: pyt
     assert [topology._collects for topology in topologies] == [True, True, False, False]
 
 
-def test_who_ends_waits_for_the_answer_that_is_under_way_and_the_store_is_asked_no_more() -> None:
+def test_stop_waits_for_the_pending_answer_and_ends_store_requests() -> None:
     """A thread that comes back from C++ while the interpreter shuts down ends the process."""
     store, (topology, _) = _on_a_store(2)
     asked, answered = threading.Event(), threading.Event()
@@ -167,7 +167,7 @@ def test_who_ends_waits_for_the_answer_that_is_under_way_and_the_store_is_asked_
     assert topology.settled.is_set()
 
 
-def test_what_everybody_reads_stays_small_in_a_job_of_thousands_of_ranks() -> None:
+def test_the_shared_places_stay_small_with_thousands_of_ranks() -> None:
     store, topologies = _on_a_store(16_384)
     first = topologies[0]
     first.publish(store)

@@ -22,7 +22,7 @@ NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
         ("2.10.0+cu128", {NAMES[1]: "300"}, {NAMES[1]: "300"}),
     ],
 )
-def test_torch_keeps_its_last_calls_unless_the_user_says_how_many(
+def test_torch_keeps_its_last_calls_unless_the_user_sets_a_number(
     version: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in NAMES:

@@ -93,7 +93,7 @@ def wait_at_20_s(job: Job) -> None:
         ),
     ],
 )
-def test_when_silence_is_reported(job: Job, hangs: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_reported_at_expected_times(job: Job, hangs: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "time", job)
     job.run(60)
     assert job.hangs == hangs

@@ -36,7 +36,7 @@ def waits_us(found: JobTables) -> dict[int, float]:
     }
 
 
-def test_the_time_of_a_collective_is_from_the_last_arrival_and_the_rest_is_waiting() -> None:
+def test_a_collective_starts_at_the_last_arrival_and_earlier_time_is_waiting() -> None:
     found = together(Rank(0).call(100, 500), Rank(1).call(400, 500))
     # 1 MB in 100 us; and 2 (n - 1) / n = 1 for two ranks.
     assert figures(found, "time_ns", "last_rank", "algbw_gb_per_s", "busbw_gb_per_s") == [(100_000, 1, 10.0, 10.0)]
@@ -67,7 +67,7 @@ def test_a_barrier_and_a_group_of_one_have_a_time_and_no_bandwidth() -> None:
         assert figures(found, "time_ns", "busbw_gb_per_s") == [(100_000, None)]
 
 
-def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> None:
+def test_an_uneven_all_to_all_counts_the_busiest_rank_and_no_local_data() -> None:
     # Rank 0 keeps 10 rows, sends 30 to rank 1 and gets 5; a row is 1000 floats.
     ranks = []
     for rank, sent, got in ((0, [10, 30], [10, 5]), (1, [5, 20], [30, 20])):
@@ -83,7 +83,7 @@ def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> No
     assert figures(together(*kept), "algbw_gb_per_s", "busbw_gb_per_s") == [(8e-5, None)]
 
 
-def test_a_broadcast_ends_when_the_last_rank_has_it_and_needs_clocks() -> None:
+def test_a_broadcast_ends_when_the_last_rank_ends_and_needs_clocks() -> None:
     # The root leaves early, which says nothing about how long it took.
     found = together(Rank(0).call(100, 150, "broadcast", root=0), Rank(1).call(400, 500, "broadcast", root=0))
     assert found.collectives["time_ns"].to_list() == [100_000]
@@ -92,7 +92,7 @@ def test_a_broadcast_ends_when_the_last_rank_has_it_and_needs_clocks() -> None:
     assert figures(together(*durations), "time_ns", "is_upper_bound") == [(100_000, True)]
 
 
-def test_durations_alone_give_the_time_of_what_releases_all_ranks() -> None:
+def test_durations_alone_time_collectives_that_release_all_ranks() -> None:
     found = together(Rank(0, placed=False).call(900, 1300), Rank(1, placed=False).call(7, 107))
     assert figures(found, "time_ns", "last_rank", "is_upper_bound") == [(100_000, 1, False)]
     assert waits_us(found) == {0: 300, 1: 0}
@@ -105,7 +105,7 @@ def test_a_send_is_matched_with_its_receive() -> None:
     assert waits_us(found) == {0: 200, 1: 0}
 
 
-def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
+def test_a_batch_launch_belongs_to_one_rank_and_is_a_bound() -> None:
     rank = Rank(0)
     for op, size in (("send", 100_000), ("recv", 300_000)):
         rank.call(1, 101, op, bytes=size, batch=1, peer=1)
@@ -116,7 +116,7 @@ def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
 
 
 @pytest.mark.parametrize(("shares", "time_ns"), [(True, 60_000), (False, 20_000)])
-def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bound(shares: bool, time_ns: int) -> None:
+def test_batches_are_split_on_request_and_a_shared_time_is_a_bound(shares: bool, time_ns: int) -> None:
     """Both ranks exchange with the other; on NCCL the two calls of a rank are one kernel, on gloo each has its Work."""
     traces = []
     for rank in (0, 1):
@@ -140,7 +140,7 @@ def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bou
     assert [one.label for one in found.kinds] == ["send/recv, batched"]
 
 
-def test_what_not_all_members_show_is_a_bound() -> None:
+def test_a_time_without_all_members_is_a_bound() -> None:
     found = together(Rank(0, 3).call(100, 500), Rank(2, 3).call(300, 500))
     assert figures(found, "time_ns", "is_upper_bound", "ranks", "expected") == [(200_000, True, 2, 3)]
 
@@ -154,7 +154,7 @@ def test_what_not_all_members_show_is_a_bound() -> None:
     ],
     ids=["operations", "sizes", "roots"],
 )
-def test_calls_that_differ_in_what_all_have_in_common_are_not_compared(
+def test_calls_that_differ_in_operation_size_or_root_are_not_compared(
     first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     found = together(Rank(0).call(100, 500, **first).call(600, 700), Rank(1).call(400, 500, **second).call(650, 700))
@@ -162,7 +162,7 @@ def test_calls_that_differ_in_what_all_have_in_common_are_not_compared(
     assert sorted(found.collectives["time_ns"].to_list()) == [50_000, 100_000, 400_000]
 
 
-def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> None:
+def test_counted_numbers_are_compared_only_if_ranks_have_equal_counts() -> None:
     same = together(Rank(0, numbered=False).call(100, 500), Rank(1, numbered=False).call(400, 500))
     assert same.collectives["time_ns"].to_list() == [100_000]
     ranks = [Rank(rank, numbered=False).call(0.5, 0.9, pg="like") for rank in range(2)]
@@ -171,7 +171,7 @@ def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> Non
     assert figures(late, "ranks", "is_upper_bound") == [(ranks, True) for ranks in (1, 1, 1, 2)]
 
 
-def test_an_all_to_all_in_which_ranks_exchange_nothing_releases_them_apart() -> None:
+def test_an_all_to_all_releases_ranks_without_exchange_separately() -> None:
     # 0 and 1 exchange 1 GB in 20 ms, 2 and 3 a kilobyte in 20 us.
     ranks = []
     for rank in range(4):
@@ -204,7 +204,7 @@ def test_counted_numbers_that_contradict_each_other_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(("later", "unmatched"), [(10_000, {MOVED: 6}), (4_900, {}), (-5_100, {MOVED: 6})])
-def test_a_clock_that_takes_a_shift_of_counted_numbers_is_reported(later: int, unmatched: dict[str, int]) -> None:
+def test_a_clock_offset_that_hides_shifted_numbers_is_reported(later: int, unmatched: dict[str, int]) -> None:
     ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
     for number in range(6):
         ranks[0].call(10_000 * number + 100, 10_000 * number + 200)
@@ -212,26 +212,26 @@ def test_a_clock_that_takes_a_shift_of_counted_numbers_is_reported(later: int, u
     assert together(*ranks).unmatched == unmatched
 
 
-def test_a_group_that_was_made_anew_under_its_old_name_is_reported() -> None:
+def test_a_group_recreated_under_its_old_name_is_reported() -> None:
     ranks = [Rank(rank).call(100, 200).call(9000, 9100, number=1) for rank in range(2)]
     found = together(*ranks)
     assert found.unmatched == {TWICE: 4}
     assert (found.collectives["ranks"] == 1).all()
 
 
-def test_ends_that_do_not_come_after_begins_are_no_times() -> None:
+def test_a_call_that_ends_before_its_start_has_no_time() -> None:
     found = together(Rank(0).call(500, 400), Rank(1).call(300, 400))
     assert list(found.unmatched.values()) == [1]
     assert figures(found, "ranks", "is_upper_bound") == [(1, True)]
 
 
-def test_a_collective_without_times_has_no_time_and_nobody_came_last() -> None:
+def test_a_collective_without_times_has_no_duration_or_last_rank() -> None:
     found = together(*(Rank(rank).call(0, 0) for rank in range(2)))
     assert found.collectives.select("time_ns", "last_rank", "is_upper_bound").row(0) == (None, None, False)
     assert found.calls["waiting_ns"].to_list() == [None, None]
 
 
-def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
+def test_a_group_with_unknown_members_gives_bounds() -> None:
     found = together(*(Rank(rank).call(100, 200, pg="7") for rank in range(2)))
     assert [group.guessed for group in found.job.groups if group.name == "7"] == [True]
     assert found.collectives["is_upper_bound"].to_list() == [True]
@@ -242,7 +242,7 @@ def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
     assert (found.job.groups[0].size, figures(found, "expected", "is_upper_bound")) == (8, [(8, True)])
 
 
-def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
+def test_a_launch_with_missing_calls_has_no_rate() -> None:
     rank = Rank(0, 1)
     for number in (4, 6):
         rank.call(1, 2, "all_gather", id=number, batch=4, bytes=1000)
@@ -259,7 +259,7 @@ def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
         {"op": "all_to_all", "in_split": [1 << 60, 1]},
     ],
 )
-def test_impossible_sizes_are_counted_as_often_as_they_occur_and_not_used(facts: dict[str, Any]) -> None:
+def test_every_impossible_size_is_counted_and_not_used(facts: dict[str, Any]) -> None:
     found = together(Rank(0, 1).call(100, 200, **facts).call(300, 400, **facts))
     assert (found.unattributed, found.collectives["bytes"].to_list()) == ({IMPOSSIBLE: 2}, [None, None])
 
@@ -267,7 +267,7 @@ def test_impossible_sizes_are_counted_as_often_as_they_occur_and_not_used(facts:
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_clocks_are_brought_together_by_the_ends_of_collectives() -> None:
+def test_clocks_are_aligned_by_the_ends_of_collectives() -> None:
     ahead = Rank(1, clock=7_000_000, host="b")
     first = Rank(0, host="a")
     for number in range(5):
@@ -290,7 +290,7 @@ def test_clocks_without_a_common_collective_are_reported_and_not_compared() -> N
     assert figures(found, "time_ns", "is_upper_bound") == [(140_000, True)]
 
 
-def test_a_clock_that_shares_few_collectives_does_not_pull_the_others() -> None:
+def test_a_clock_with_few_shared_collectives_does_not_shift_others() -> None:
     """C shares 12 late collectives with A, and many with B, which shares many with A."""
     a, b, c = Rank(0, 3, host="a"), Rank(1, 3, host="b"), Rank(2, 3, host="c")
     for one, other, numbers, late in ((a, b, range(1, 31), 0), (b, c, range(40, 80), 0), (a, c, range(100, 112), 5000)):
@@ -302,7 +302,7 @@ def test_a_clock_that_shares_few_collectives_does_not_pull_the_others() -> None:
 
 
 @pytest.mark.parametrize(("took", "bound"), [(150, True), (250, False)])
-def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(took: int, bound: bool) -> None:
+def test_the_shortest_duration_marks_the_last_rank_if_clocks_drift(took: int, bound: bool) -> None:
     ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
     for number in range(40):
         drift = 10 * number
@@ -356,7 +356,7 @@ def test_any_shift_of_clocks_gives_the_same_times_and_waits(
 # --- rows and rates ---------------------------------------------------------------------------------------------------
 
 
-def test_rows_hold_the_figures_of_their_collectives() -> None:
+def test_rows_have_the_figures_of_their_collectives() -> None:
     ranks = [Rank(0), Rank(1)]
     for took in (100, 200, 400):
         for rank in ranks:
@@ -380,6 +380,6 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
 
 
 @pytest.mark.parametrize("text", ["400", "fast", "-3Gbps", "moon=3Gbps", "0Gbps"])
-def test_a_line_rate_without_unit_or_of_an_unknown_place_is_refused(text: str) -> None:
+def test_a_line_rate_without_unit_or_known_locality_is_refused(text: str) -> None:
     with pytest.raises(CrossrankError, match=r"is not \[LOCALITY=\]RATE, for example 400Gbps"):
         line_rates([text])

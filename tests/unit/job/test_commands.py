@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys, last=("--jobs", "1"))
 
 
-def test_bandwidth_prints_what_was_measured_and_how_much_of_it(folder: Path, run: Command) -> None:
+def test_bandwidth_prints_the_measurements_and_their_coverage(folder: Path, run: Command) -> None:
     assert (
         run("bandwidth", folder, "--line-rate", "640Gbps")[1]
         == """\
@@ -61,7 +61,7 @@ def test_the_json_is_the_same_as_the_file(folder: Path, tmp_path: Path, run: Com
     assert [(row["op"], row["source"], row["pg"]) for row in found["rows"]] == [("all_reduce", None, None)]
 
 
-def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(folder: Path, run: Command) -> None:
+def test_a_timeline_is_next_to_its_input_and_lists_its_contents(folder: Path, run: Command) -> None:
     out = run("timeline", folder)[1]
     assert out.startswith(f"timeline   {folder}/timeline.pftrace, ")
     assert "contents   2 ranks, 0 steps over all ranks, 1.2 ms\n" in out
@@ -92,7 +92,7 @@ def test_one_damaged_export_does_not_end_the_others(folder: Path, run: Command, 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_report_of_nsys_gives_the_command_that_exports_it(tmp_path: Path, run: Command, command: str) -> None:
+def test_the_error_for_an_nsys_report_gives_the_export_command(tmp_path: Path, run: Command, command: str) -> None:
     (tmp_path / "rank_0.nsys-rep").write_bytes(b"\x01\x02\x03" * 99)
     told = (
         f"crossrank: {tmp_path}/rank_0.nsys-rep: is a report, not an export; run: nsys export --type sqlite "
@@ -133,7 +133,7 @@ def test_ranks_of_different_runs_are_refused(folder: Path, run: Command, command
         (["report", "{folder}", "--replay", "{empty}"], "replay.json"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_and_exit_2(
+def test_unusable_input_prints_one_line_and_exits_2(
     folder: Path, tmp_path: Path, run: Command, words: list[str], message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -143,7 +143,7 @@ def test_what_cannot_be_used_is_one_line_and_exit_2(
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_kineto_traces_linked_or_not_give_the_same(tmp_path: Path, run: Command) -> None:
+def test_linked_and_unlinked_kineto_traces_give_equal_results(tmp_path: Path, run: Command) -> None:
     for rank in (0, 1):
         rank_trace(rank).write(tmp_path, rank)
     unlinked = run.json("bandwidth", tmp_path)[1]

@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder: Path) -> None:
+def test_the_calls_of_a_replay_have_its_measured_times_and_waits(folder: Path) -> None:
     assert is_replay(str(folder))
     found = read_replay(str(folder))
     shown = [(one.rank, one.source, one.placed) for one in found.job.ranks.values()]
@@ -67,7 +67,7 @@ def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder:
         ("completion_us_p50", "something", "is not a file of crossrank replay"),
     ],
 )
-def test_numbers_that_no_replay_writes_are_refused(folder: Path, old: str, new: str, problem: str) -> None:
+def test_invalid_numbers_in_a_replay_are_refused(folder: Path, old: str, new: str, problem: str) -> None:
     text = (folder / CSV).read_text()
     assert old in text
     (folder / CSV).write_text(text.replace(old, new))
@@ -75,7 +75,7 @@ def test_numbers_that_no_replay_writes_are_refused(folder: Path, old: str, new: 
         read_replay(str(folder))
 
 
-def test_a_replay_without_calls_or_beside_a_recording_is_none(folder: Path) -> None:
+def test_a_replay_without_calls_or_next_to_a_recording_is_not_used(folder: Path) -> None:
     (folder / CSV).write_text((folder / CSV).read_text().partition("\n")[0] + "\n")
     with pytest.raises(CrossrankError, match="has no call"):
         read_replay(str(folder))

@@ -127,7 +127,7 @@ def test_groups_are_joined_by_name_and_members(ranks: list[RankTrace], expected:
         ),
     ],
 )
-def test_the_world_is_every_rank_that_is_known_of(
+def test_the_world_has_every_known_rank(
     ranks: list[RankTrace], given: int | None, world: int, outside: list[str]
 ) -> None:
     job = Job.match(ranks[::-1], given)

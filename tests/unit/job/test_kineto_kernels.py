@@ -53,9 +53,7 @@ def bandwidth(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> 
     return capsys.readouterr().out
 
 
-def test_kernels_without_arguments_count_beside_those_with_some(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_with_and_without_arguments_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = Trace()
     trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", **DESCRIBED)
     trace.kernel("ncclDevKernel_SendRecv(ncclDevComm*)", ("c10d::alltoall_base_", "nccl:all_to_all"))
@@ -86,7 +84,7 @@ def test_kernels_without_arguments_count_beside_those_with_some(
 
 
 @pytest.mark.parametrize(("base", "span"), [(BASE, (BASE, BASE + HALF_HOUR)), (0, None)])
-def test_without_kernels_the_records_of_the_host_are_calls_without_times(
+def test_host_records_without_kernels_are_calls_without_times(
     tmp_path: Path, base: int, span: tuple[int, int] | None
 ) -> None:
     trace = Trace()
@@ -102,7 +100,7 @@ def test_without_kernels_the_records_of_the_host_are_calls_without_times(
     assert [*map(list, (found.calls.id, found.calls.began, found.calls.ended))] == [[0, 1], [0, 0], [0, 0]]
 
 
-def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unrecorded_bytes_are_unknown_and_not_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = Trace()
     trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)")
     trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", **DESCRIBED)
@@ -133,7 +131,7 @@ def test_a_call_without_elements_has_0_bytes(tmp_path: Path, capsys: pytest.Capt
     assert [(row["size_to"], row["unsized"]) for row in json.loads(out)["rows"]] == [(0, 0)]
 
 
-def test_kernels_of_which_nothing_says_the_operation_are_not_compared_across_ranks(
+def test_kernels_with_unknown_operation_are_not_compared_across_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (0, 1):
@@ -146,9 +144,7 @@ def test_kernels_of_which_nothing_says_the_operation_are_not_compared_across_ran
     assert found["not_compared"] == {"calls without a number: not matched across ranks": 2}
 
 
-def test_the_time_to_read_kernels_does_not_grow_with_how_deep_they_lie(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nesting_depth_does_not_slow_down_reading_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, depth = Trace(), 4000
     trace.host("record_param_comms", 0, 3 * depth, **DESCRIBED)
     for one in range(1, depth):

@@ -74,7 +74,7 @@ def test_sends_and_receives_of_one_launch_are_one_row_with_the_larger_direction(
     assert (pairs.calls["number"].to_list(), pairs.calls["counted"].to_list()) == ([4, 6], [False, False])
 
 
-def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
+def test_an_uneven_all_to_all_reports_bytes_per_receiver() -> None:
     # Of rows of 4 floats rank 1, the second member, sends 1 to rank 2, keeps 2, sends 3 to rank 0, and gets 3, 2, 5.
     uneven: dict[str, Any] = {"op": "all_to_all", "dtype": "float32", "bytes": 96}
     shapes: dict[str, Any] = {"inputs": [[6, 4]], "outputs": [[10, 4]]}
@@ -106,7 +106,7 @@ def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
     assert ([one.exchanged for one in inferred.kinds], inferred.not_placed) == ([160], 96)
 
 
-def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> None:
+def test_a_launch_is_complete_if_its_call_ids_are_consecutive() -> None:
     gathered: dict[str, Any] = {"op": "all_gather", "bytes": 10, "seq": 2}
     found = made(
         traced(
@@ -139,20 +139,20 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
         ([{"op": "kernel", "seq": 8}, {"op": "kernel"}], {}, [8, 2], False),
     ],
 )
-def test_what_has_no_number_is_counted(
+def test_unnumbered_calls_are_numbered_by_order(
     records: list[dict[str, Any]], facts: dict[str, Any], number: list[int | None], counted: bool
 ) -> None:
     found = made(traced(*records, **facts))
     assert (found.calls["number"].to_list(), found.calls["counted"].to_list()) == (number, [counted, counted])
 
 
-def test_a_number_below_0_is_of_a_call_that_is_not_compared() -> None:
+def test_a_call_with_a_negative_number_is_not_compared() -> None:
     trace = traced({"op": "all_reduce"}, {"op": "all_reduce"}, numbered=False)
     trace.calls.number[1] = -1
     assert made(trace).calls["number"].to_list() == [1, None]
 
 
-def test_times_are_counted_by_what_measured_them() -> None:
+def test_times_are_counted_by_their_source() -> None:
     # 10 us from where the device began, 20 from the call, an end without a begin.
     trace = traced(*[{"op": "all_reduce", "seq": 1}] * 4, times=(5, 0, 0, 0), timed_by="flight", left_out=3)
     trace.calls.took[0], trace.calls.took[1], trace.calls.ended[2] = 10 * US, 20 * US, 99 * US

@@ -77,7 +77,7 @@ def test_a_linked_window_gives_times_and_waits(tmp_path: Path) -> None:
         assert trace.span == (BASE, BASE + 1800 * 10**9)
 
 
-def test_windows_beside_a_comms_file_give_its_calls_their_times(tmp_path: Path) -> None:
+def test_windows_give_times_to_the_calls_of_a_comms_file(tmp_path: Path) -> None:
     records = [{"id": n, "op": "all_reduce", "seq": 1 + n, "t": 1000 * n} for n in range(5)]
     comms(tmp_path, 0, records)
     pairs = []
@@ -129,7 +129,7 @@ def test_an_execution_trace_alone_gives_the_order_of_calls_and_waits(
     assert trace.notes == []
 
 
-def test_a_dump_beside_a_comms_file_gives_durations_to_the_calls_that_it_noted(tmp_path: Path) -> None:
+def test_a_dump_gives_durations_to_the_calls_of_a_comms_file(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"id": n, "op": op, "seq": 1 + n, "t": 20 * MS * n}
         for n, op in enumerate(("all_reduce", "barrier", "all_reduce", "all_reduce", "broadcast"))
@@ -160,7 +160,7 @@ def test_a_dump_beside_a_comms_file_gives_durations_to_the_calls_that_it_noted(t
     assert (trace.timed_by, trace.placed, len(trace.notes)) == ("comms", True, 1)
 
 
-def test_durations_that_a_recording_has_from_the_device_need_no_dump(tmp_path: Path) -> None:
+def test_recorded_device_durations_need_no_dump(tmp_path: Path) -> None:
     comms(tmp_path, 0, [{"id": n, "op": "all_reduce", "seq": 1 + n, "t": 20 * MS * n} for n in range(3)])
     path = tmp_path / "rank-0.comms.jsonl"
     ran = {"id": 1, "t": 21 * MS, "took": 4 * MS, "on_device": True}

@@ -25,7 +25,7 @@ def bandwidth_of(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> 
     return found
 
 
-def test_eight_ranks_on_clocks_of_their_own_agree_to_some_us(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eight_ranks_with_own_clocks_agree_within_10_us(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("dlrm_8gpu", capsys)
     assert (found["calls"], found["timed_calls"], found["collectives"]) == (64, 64, 8)
     assert found["clocks"]["count"] == 8
@@ -38,7 +38,7 @@ def test_eight_ranks_on_clocks_of_their_own_agree_to_some_us(capsys: pytest.Capt
     assert all(row["upper_bounds"] == 0 for row in found["rows"])
 
 
-def test_sizes_of_one_iteration_are_not_divided_by_times_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_are_not_divided_by_times_of_another_step(capsys: pytest.CaptureFixture[str]) -> None:
     """The execution traces hold another iteration than the Kineto traces, and an all_to_all's splits change."""
     found = bandwidth_of("dlrm_8gpu", capsys)
     assert found["unattributed"] == {OTHER_ITERATION: 64}
@@ -52,7 +52,7 @@ def test_sizes_of_one_iteration_are_not_divided_by_times_of_another(capsys: pyte
     assert job.calls["bytes"].null_count() == 64
 
 
-def test_iterations_that_kineto_marks_are_known_with_an_execution_trace_too(
+def test_kineto_steps_are_known_with_an_execution_trace_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     steps = crossrank.load(public("dlrm_8gpu")).steps
@@ -62,7 +62,7 @@ def test_iterations_that_kineto_marks_are_known_with_an_execution_trace_too(
     assert iteration["step"] == 10
 
 
-def test_where_a_profiler_began_is_no_lateness() -> None:
+def test_a_late_profiler_start_is_not_lateness() -> None:
     """The profilers began up to 7.5 ms apart: the others wait 7.62 ms for rank 7 in the first collective of the window,
     and 1.62 ms after it."""
     answer = crossrank.load(public("dlrm_8gpu")).stragglers()
@@ -77,7 +77,7 @@ def test_where_a_profiler_began_is_no_lateness() -> None:
     }
 
 
-def test_what_is_no_later_than_clocks_may_be_apart_accuses_nobody() -> None:
+def test_lateness_within_the_clock_error_makes_no_straggler() -> None:
     """Dumps of a healthy job, whose ends were found out by a watchdog that looks now and then."""
     job = crossrank.load(public("flight/clean"))
     assert job.collectives["last_rank"].null_count() == len(job.collectives)
@@ -86,13 +86,13 @@ def test_what_is_no_later_than_clocks_may_be_apart_accuses_nobody() -> None:
     )
 
 
-def test_kernels_of_deep_ep_communicate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_deep_ep_kernels_are_communication(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("kineto_deepep", capsys, "--by", "op")
     assert (found["calls"], found["total_ms"]) == (36, 113.44)
     assert {row["op"]: row["calls"] for row in found["rows"] if row["op"] == "all_to_all"} == {"all_to_all": 16}
 
 
-def test_works_of_a_backend_without_kernels_communicate_beside_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_works_of_a_backend_without_kernels_are_communication(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("kineto_mtia", capsys, "--by", "op")
     assert {row["op"]: row["calls"] for row in found["rows"]} == {
         "all_to_all": 1,
@@ -108,7 +108,7 @@ def test_works_of_a_backend_without_kernels_communicate_beside_a_device(capsys: 
     assert len([note for note in found["notes"] if "fc-dtype_Float takes more than a tenth" in note]) == 1
 
 
-def test_a_kernel_that_the_user_names_communicates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_chosen_kernel_is_communication(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("kineto_mtia", capsys, "--by", "op", "--communication-kernels", "^fc-")
     assert [row["op"] for row in found["rows"]] == ["fc-dtype_Float"]
     assert main(["bandwidth", public("kineto_mtia"), "--communication-kernels", "("]) == 2
@@ -126,7 +126,7 @@ def test_one_of_two_ranks_gives_upper_bounds(capsys: pytest.CaptureFixture[str])
     assert all(row["waiting_us"] is None for row in found["rows"])
 
 
-def test_every_communication_kernel_counts_where_some_have_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_communication_kernels_without_arguments_count_too(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("kineto_mi300", capsys, "--by", "op,size")
     assert (found["calls"], found["timed_calls"]) == (17, 17)
     rows = {(row["op"], row["size_to"]): row for row in found["rows"]}
@@ -141,7 +141,7 @@ def test_every_communication_kernel_counts_where_some_have_no_arguments(capsys: 
     assert (large["time_us"]["p50"], large["algbw_gb_per_s"]["p50"]) == (8932.626, 1.974)
 
 
-def test_ranges_on_the_host_say_what_kernels_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_ranges_give_the_operations_of_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in Path(public("dlrm_8gpu")).glob("*.kineto.json.gz"):
         (tmp_path / path.name).symlink_to(path)
     found = bandwidth_of(str(tmp_path), capsys, "--by", "op")
@@ -155,7 +155,7 @@ def test_dumps_with_timing_give_durations_without_clocks(capsys: pytest.CaptureF
     assert found["clocks"]["note"] == "4 clocks, not compared: the end times of collectives are unknown"
 
 
-def test_a_real_export_of_two_gpus_reads_as_its_kernels_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_export_of_two_gpus_gives_its_kernel_times(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("nsight_h100", capsys, "--by", "op,size")
     assert found["ranks"] == [0, 1]
     # Of 25.18 ms of kernels on both ranks, 13.8 are waiting: a collective takes what it takes on its last arriver.

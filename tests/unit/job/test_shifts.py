@@ -44,7 +44,7 @@ def rank_times(folder: Path, rank: int, numbers: range, *, clock: int = 0, jitte
     ],
     ids=["end", "begin", "both edges", "each at another edge", "none"],
 )
-def test_launches_at_the_edge_of_a_capture_do_not_cost_the_group(
+def test_launches_at_the_edge_of_a_capture_do_not_drop_the_group(
     tmp_path: Path, first: range, second: range, joined: int, at_edge: int
 ) -> None:
     found = match_collectives(Job.match([rank_times(tmp_path, 0, first), rank_times(tmp_path, 1, second)]))
@@ -54,7 +54,7 @@ def test_launches_at_the_edge_of_a_capture_do_not_cost_the_group(
     assert together.group_by("collective").agg(pl.n_unique("called_ns"))["called_ns"].to_list() == [1] * joined
 
 
-def test_clocks_that_do_not_agree_are_bridged_by_uneven_times(tmp_path: Path) -> None:
+def test_uneven_times_match_calls_on_different_clocks(tmp_path: Path) -> None:
     ranks = [
         rank_times(tmp_path, 0, range(20), jitter=3000),
         rank_times(tmp_path, 1, range(2, 24), clock=700 * MS, jitter=3000),
@@ -64,7 +64,7 @@ def test_clocks_that_do_not_agree_are_bridged_by_uneven_times(tmp_path: Path) ->
     assert UNLIKE_COUNTS not in found.unmatched
 
 
-def test_even_times_on_clocks_that_do_not_agree_decide_nothing(tmp_path: Path) -> None:
+def test_even_times_on_different_clocks_match_no_calls(tmp_path: Path) -> None:
     ranks = [rank_times(tmp_path, 0, range(20)), rank_times(tmp_path, 1, range(22), clock=700 * MS)]
     assert match_collectives(Job.match(ranks)).unmatched == {UNLIKE_COUNTS: 42}
 
@@ -96,7 +96,7 @@ def shift(what: list[int], other: list[int], when: object = 0, other_when: objec
         (list(range(514)), [*range(-256, 258)], 256),
     ],
 )
-def test_the_calls_themselves_decide_where_they_differ(what: list[int], other: list[int], expected: int | None) -> None:
+def test_different_calls_decide_the_shift(what: list[int], other: list[int], expected: int | None) -> None:
     assert shift(what, other) == expected
 
 
@@ -124,7 +124,7 @@ UNEVEN = np.arange(1, 7) ** 2 * 100
         ([500], [400, 500], None),
     ],
 )
-def test_the_times_of_equal_calls_decide_where_they_are_near_or_vary_less(
+def test_close_or_steady_times_of_equal_calls_decide_the_shift(
     when: object, other: list[int], expected: int | None
 ) -> None:
     assert shift([1] * len(np.array(when)), [1] * len(other), when, other) == expected
@@ -163,8 +163,6 @@ def called(rank: int, at: int, clock: str, source: str = "comms") -> RankTrace:
         (called(0, 0, "", "kineto"), called(1, 86_400, "", "kineto"), 86_400),
     ],
 )
-def test_a_rank_that_ended_before_another_began_is_of_another_run(
-    first: RankTrace, second: RankTrace, gap: int | None
-) -> None:
+def test_ranks_separated_in_time_are_from_different_runs(first: RankTrace, second: RankTrace, gap: int | None) -> None:
     apart = f"the ranks are from different runs: rank-0 ends {gap} s before rank-1 starts; give the files of one run"
     assert list(problems([second, first])) == ([] if gap is None else [apart])

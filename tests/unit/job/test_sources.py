@@ -63,7 +63,7 @@ def took_ms(times: RankTrace) -> list[tuple[str, float]]:
     return [(made.kinds[kind].op, ms) for kind, ms in made.calls.select("kind", took.round(3)).iter_rows()]
 
 
-def test_a_batch_has_one_entry_and_does_not_eat_those_of_later_calls(tmp_path: Path) -> None:
+def test_a_batch_uses_one_entry_and_none_of_later_calls(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = [
         {"id": n, "op": ("send", "recv")[n % 2], "peer": 1, "p2p_seq": 1 + n // 2, "batch": 0, "t": 100 * n}
         for n in range(4)
@@ -96,7 +96,7 @@ def test_members_of_a_coalesced_launch_share_its_time(tmp_path: Path) -> None:
     assert made.calls["number"].to_list() == [1, 2, 3]
 
 
-def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) -> None:
+def test_sends_numbered_by_group_are_matched_by_pair(tmp_path: Path) -> None:
     # Rank 0 sends to 2, 1, 1: torch numbers them 1, 2, 3; rank 1 receives 1 and 2.
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
     sends = [
@@ -186,7 +186,7 @@ LATER = "kineto-0.2: is a later window of rank 0 without a comms file; give this
         ),
     ],
 )  # fmt: skip
-def test_of_the_files_of_a_rank_those_that_say_most_are_read(
+def test_the_most_informative_files_of_a_rank_are_read(
     files: list[FoundFile], asked: dict[str, Any], expected: Measurements
 ) -> None:
     assert find(["plan-0.1", "plan-2.1", "nsight-0.1"], files=files, **asked) == expected
@@ -204,12 +204,12 @@ def test_of_the_files_of_a_rank_those_that_say_most_are_read(
         ([file("flight", None), replace(file("flight", None), path="b")], None, "are both without a rank in their n"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_chosen_is_refused(files: list[FoundFile], source: str | None, message: str) -> None:
+def test_an_invalid_choice_is_refused(files: list[FoundFile], source: str | None, message: str) -> None:
     with pytest.raises(CrossrankError, match=message):
         find(["a", "b"], None, source, files)
 
 
-def test_exports_are_not_mixed_with_other_files_and_that_is_reported(tmp_path: Path) -> None:
+def test_exports_exclude_other_files_and_report_them(tmp_path: Path) -> None:
     write_exports(tmp_path, ranks=1, world=2)
     for rank in (0, 1):
         rank_trace(rank).write(tmp_path, rank)
@@ -223,7 +223,7 @@ def test_exports_are_not_mixed_with_other_files_and_that_is_reported(tmp_path: P
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of the kind"])
-def test_what_is_named_like_an_export_is_never_left_out_in_silence(tmp_path: Path, content: bytes) -> None:
+def test_skipped_files_named_like_exports_are_reported(tmp_path: Path, content: bytes) -> None:
     write_exports(tmp_path, ranks=1)
     (tmp_path / "rank_1.sqlite").write_bytes(content)
     found: Measurements = find([str(tmp_path)])
@@ -239,7 +239,7 @@ def called_at(rank: int | None, *moments: int, **facts: Any) -> RankTrace:
     return trace
 
 
-def test_the_ranks_of_a_run_come_in_their_order_with_what_is_wrong_with_them() -> None:
+def test_the_ranks_of_a_run_come_in_order_with_their_problems() -> None:
     found = Measurements([], ["first"], ["left out\udc80"], {0, 1, 7, 8})
     ranks = [
         called_at(rank, WALL, world_size=size) for rank, size in ((2, 0), (MOST_RANKS, 3), (1, MOST_RANKS), (0, None))
@@ -287,9 +287,7 @@ def test_ranks_of_several_runs_are_refused(ranks: list[RankTrace], message: str 
         settle([ranks], found)
 
 
-def test_a_dump_beside_a_broken_comms_file_is_evidence_for_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_uses_the_dump_if_the_comms_file_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
         dump(tmp_path, rank, [entry(0, "all_reduce", 0, 1, collective_seq_id=1)], ours=True)
         comms(tmp_path, rank, [{"id": 0, "seq": 1, "t": 0, "op": "all_reduce"}])

@@ -90,7 +90,7 @@ def hostile_pages() -> dict[str, str]:
     return {"diagnosis": diagnosis_page(diagnosis), "replay": replay_page(report), "report": report_page(figures)}
 
 
-def test_a_text_of_a_file_is_shown_as_it_is_on_every_page() -> None:
+def test_every_page_escapes_the_text_of_files() -> None:
     for name, html in hostile_pages().items():
         parsed = Parsed(html)
         assert parsed.texts.count(SHOWN) > 8, name
@@ -99,7 +99,7 @@ def test_a_text_of_a_file_is_shown_as_it_is_on_every_page() -> None:
         assert parsed.tags.count("script") == {"diagnosis": 0}.get(name, 3), name
 
 
-def test_texts_in_charts_are_no_html() -> None:
+def test_charts_escape_html_in_texts() -> None:
     data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', hostile_pages()["report"])
     assert data is not None
     charts = json.loads(data[1])
@@ -115,7 +115,7 @@ def lacking(html: str, *texts: str) -> list[str]:
     return [text for text in texts if text.replace(" ", "") not in shown]
 
 
-def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
+def test_a_diagnosis_page_has_the_texts_of_the_console() -> None:
     assert not lacking(
         diagnosis_page(a_diagnosis()),
         "Verdict: error 2 of 2 ranks read; 6 calls on 1 group (3 collectives) compared. Culprit: rank 1.",
@@ -130,7 +130,7 @@ def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
     )
 
 
-def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> None:
+def test_a_replay_page_shows_coverage_and_problems() -> None:
     assert not lacking(
         replay_page(a_report()),
         "2 ranks with gloo on host (2); 5 passes after 2 warm-up passes, pace fast; torch 2.13.0",
@@ -151,7 +151,7 @@ def test_a_page_lists_the_licences_of_what_it_embeds() -> None:
     assert "BSD-3-Clause" in shown
 
 
-def test_without_plotly_a_page_says_that_it_has_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_without_plotly_reports_missing_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_plotly", lambda: "")
     parsed = Parsed(replay_page(a_report()))
     assert "Charts need plotly (pip install 'crossrank[tools]')." in parsed.texts
@@ -164,7 +164,7 @@ def test_ranks_of_a_large_job_share_cells() -> None:
     assert merge_cells(cells[:1024]) == cells[:1024]
 
 
-def test_a_table_says_how_many_rows_it_leaves_out() -> None:
+def test_a_table_counts_its_omitted_rows() -> None:
     table = table_of([1, 2, 3], [("#n", lambda one: one)], limit=2)
     assert (table.rows, table.more) == ([[1], [2]], "… and 1 more (--json shows all)")
     assert table_of([1, 2], [("#n", lambda one: one)], limit=2).more == ""

@@ -87,7 +87,7 @@ def two_ranks() -> tuple[Rank, Rank]:
     return first, second
 
 
-def test_a_rank_has_its_calls_its_device_and_its_steps() -> None:
+def test_a_rank_has_tracks_for_calls_device_and_steps() -> None:
     trace = timeline(*two_ranks())
     # Time 0 is rank 0's first call, 5 us before its kernel.
     assert trace.epoch == EPOCH + 95_000
@@ -113,7 +113,7 @@ def test_a_rank_has_its_calls_its_device_and_its_steps() -> None:
     }
 
 
-def test_counters_are_sums_over_what_is_under_way() -> None:
+def test_counters_sum_over_calls_in_flight() -> None:
     trace = timeline(*two_ranks())
     assert dict(trace.counters) == {
         "job/bytes in flight": [(5_000, 1e6), (405_000, 0), (505_000, 2e6), (605_000, 0)],
@@ -130,14 +130,14 @@ def arrows(trace: Decoded) -> dict[int, list[str]]:
     return dict(found)
 
 
-def test_arrows_go_from_the_first_to_the_last_arriver_or_through_all() -> None:
+def test_arrows_go_from_the_first_to_the_last_rank_or_through_all() -> None:
     ranks = [Rank(rank, 3).call(arrival, 500) for rank, arrival in enumerate((150, 200, 120))]
     assert arrows(timeline(*ranks)) == {1: ["rank 2/device all_reduce", "rank 1/device all_reduce"]}
     assert len(*arrows(timeline(*ranks, flows="all")).values()) == 3
     assert arrows(timeline(*ranks, flows="none")) == {}
 
 
-def test_calls_without_times_of_the_device_carry_the_arrows() -> None:
+def test_calls_without_device_times_have_the_arrows() -> None:
     ranks = [Rank(0), Rank(1)]
     for rank in ranks:
         rank.call(0, 0)
@@ -147,7 +147,7 @@ def test_calls_without_times_of_the_device_carry_the_arrows() -> None:
     assert not trace.counters
 
 
-def test_what_overlaps_on_a_device_has_a_track_for_each() -> None:
+def test_overlapping_device_events_have_separate_tracks() -> None:
     rank = Rank(0, 1).call(100, 500).call(200, 300).call(500, 600)
     trace = timeline(rank)
     assert [event[1:3] for event in trace.events["rank 0/device"]] == [(5_000, 405_000), (405_000, 505_000)]
@@ -168,7 +168,7 @@ def test_a_recording_without_any_time_is_refused() -> None:
         max_size=30,
     )
 )
-def test_any_events_come_back_as_they_were_given(rows: list[Any]) -> None:
+def test_events_are_read_back_unchanged(rows: list[Any]) -> None:
     names = [f"name {i}" for i in range(6)]
     start, end, moment = [], [], 0
     for _, length, pause, _, _ in rows:
@@ -193,7 +193,7 @@ def test_any_events_come_back_as_they_were_given(rows: list[Any]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
-def test_lanes_never_overlap_and_are_as_few_as_run_at_a_time(spans: list[tuple[int, int]]) -> None:
+def test_lanes_never_overlap_and_are_as_few_as_possible(spans: list[tuple[int, int]]) -> None:
     spans.sort()
     start, end = (np.array([a for a, _ in spans]), np.array([a + b for a, b in spans]))
     slot = slots(start, end)

@@ -24,11 +24,11 @@ BOTH = Network(links={"intra_node": FAST, "cross_node": SLOW})
         ("all_reduce", 1, (0, 0, 0)),
     ],
 )
-def test_an_algorithm_has_so_many_steps(op: str, size: int, of_algorithms: tuple[int, ...]) -> None:
+def test_steps_depend_on_the_algorithm(op: str, size: int, of_algorithms: tuple[int, ...]) -> None:
     assert tuple(steps(op, size, algorithm) for algorithm in ALGORITHMS) == of_algorithms
 
 
-def test_a_collective_takes_its_steps_and_its_bytes() -> None:
+def test_a_duration_depends_on_steps_and_bytes() -> None:
     # 2 * 7 steps of 8 us, and 2 * 7/8 of 1 MB at 50 GB/s.
     assert BOTH.duration_ns("all_reduce", 8, bus_bytes("all_reduce", 8, 1_000_000), "cross_node") == 112_000 + 35_000
     assert BOTH.duration_ns("barrier", 8, bus_bytes("barrier", 8, 0), "intra_node") == 28_000
@@ -45,7 +45,7 @@ def test_a_collective_takes_its_steps_and_its_bytes() -> None:
         ({"unknown": FAST}, "cross_node", FAST),
     ],
 )
-def test_a_link_of_another_kind_does_not_stand_in(
+def test_an_intra_node_link_is_not_used_for_other_links(
     links: dict[Locality, Link], locality: Locality, link: Link | None
 ) -> None:
     assert Network(links=links).link(locality) == link
@@ -57,12 +57,12 @@ def test_steps_inside_a_node_have_its_latency(algorithm: Algorithm, us: float) -
     assert network.duration_ns("all_reduce", 64, 0.0, "cross_node", nodes=8) == us * 1000
 
 
-def test_of_an_operation_that_is_not_known_nothing_is_said() -> None:
+def test_an_unknown_operation_has_no_duration() -> None:
     assert BOTH.duration_ns("quantum_reduce", 8, 100, "cross_node") is None
 
 
 @pytest.mark.parametrize("text", ["", "300", "300GB", "0GB/s", "300GB/s,", "300GB/s,2", "300GB/s,2us,3", "-1GB/s"])
-def test_what_is_no_link_is_refused(text: str) -> None:
+def test_an_invalid_link_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not RATE"):
         link_of(text)
 
@@ -75,7 +75,7 @@ def kind(op: str, bytes: int, size: int = 8, locality: Locality = "cross_node", 
     return MeasuredKind(op=op, size=size, locality=locality, bytes=bytes, bus_bytes=carried, count=3, time_ns=time)
 
 
-def test_the_network_that_made_the_times_is_found() -> None:
+def test_a_fit_finds_the_network_of_the_times() -> None:
     kinds = [kind("all_reduce", size) for size in (1000, 100_000, 10_000_000)]
     kinds += [kind("all_gather", size, locality="intra_node", link=FAST) for size in (5000, 700_000)]
     network = fit_network(kinds, "ring")
@@ -94,7 +94,7 @@ def test_a_kind_left_out_is_predicted_from_all_others_of_its_locality() -> None:
     assert (found[3], found[3].error) == (alone, None)
 
 
-def test_neither_number_is_below_nothing() -> None:
+def test_rate_and_latency_are_not_negative() -> None:
     falling = [
         MeasuredKind(op="broadcast", size=2, locality="cross_node", bytes=size, bus_bytes=size, count=1, time_ns=time)
         for size, time in ((1000, 900.0), (2000, 500.0))

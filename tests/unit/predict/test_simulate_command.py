@@ -32,9 +32,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]
 
 
 @needs_traces
-def test_communication_takes_what_it_took_unless_a_network_is_named(
-    dlrm: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_times_are_used_unless_a_network_is_given(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     measured = simulated(capsys, dlrm)
     assert (measured["network"], measured["leave_one_out"], measured["grown"]) == (None, [], None)
     slow = simulated(capsys, dlrm, "--inter", "1GB/s,1ms")
@@ -42,7 +40,7 @@ def test_communication_takes_what_it_took_unless_a_network_is_named(
     assert slow["simulations"][0]["makespan_ns"] > 1.5 * measured["simulations"][0]["makespan_ns"]
 
 
-def test_a_recording_says_its_own_network(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_gives_its_own_network(capsys: pytest.CaptureFixture[str]) -> None:
     answer = simulated(capsys, RECORDING, "--network", "fitted", "--leave-one-out")
     shown = {(one["op"], one["locality"]) for one in answer["network"]["operations"]}
     assert shown == {("all_reduce", "intra_node"), ("all_gather", "intra_node"), ("reduce_scatter", "intra_node")}
@@ -54,7 +52,7 @@ def test_a_recording_says_its_own_network(capsys: pytest.CaptureFixture[str]) ->
 
 
 @needs_traces
-def test_sizes_and_times_of_different_iterations_say_no_network(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_and_times_of_different_steps_give_no_network(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", dlrm, "--grow-to", "16", "--jobs", "1"]) == 2
     said = capsys.readouterr().err
     assert "no collective of several ranks has both a size and a time, so its network is unknown" in said
@@ -65,7 +63,7 @@ def test_sizes_and_times_of_different_iterations_say_no_network(dlrm: str, capsy
 
 
 @needs_traces
-def test_what_grows_says_by_how_much(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grown_job_reports_its_sizes(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     answer = simulated(capsys, dlrm, "--grow-to", "16", "--network", "measured")
     assert (answer["grown"]["recorded"]["dp"]["size"], answer["grown"]["written"]) == (8, {"dp": 16})
     assert answer["grown"]["sizes"] == {
@@ -77,14 +75,14 @@ def test_what_grows_says_by_how_much(dlrm: str, capsys: pytest.CaptureFixture[st
 
 
 @needs_traces
-def test_the_ranks_of_a_node_say_which_link_a_group_has(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ranks_per_node_decide_the_link_of_a_group(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     links = ("--intra", "300GB/s,1us", "--inter", "1GB/s,1ms", "--per-node")
     inside = simulated(capsys, dlrm, *links, "8")["simulations"][0]["makespan_ns"]
     assert inside < 21_000_000 < simulated(capsys, dlrm, *links, "4")["simulations"][0]["makespan_ns"]
 
 
 @needs_traces
-def test_what_it_prints(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_a_summary(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", dlrm, "--grow-to", "16", "--intra", "300GB/s", "--compute", "0.5", "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "ranks      8 ranks (dp=8) as 16 (dp=16): dp from 8 to 16\n" in out
@@ -93,7 +91,7 @@ def test_what_it_prints(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "unchanged  24 calls of all_reduce keep their measured time: no network model\n" in out
 
 
-def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_without_times_gets_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two_streams().write(tmp_path)
     assert main(["simulate", str(tmp_path), "--network", "fitted", "--jobs", "1"]) == 2
     assert "give --intra and --inter, or --network measured" in capsys.readouterr().err
@@ -116,7 +114,7 @@ def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pyt
         (("--astra-sim",), "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
+def test_invalid_options_are_refused_in_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -28,7 +28,7 @@ def sizes_of(plan: Plan) -> list[list[int]]:
     return [[call.record.inputs[0][0] for call in rank.calls] for rank in plan.ranks]
 
 
-def test_buckets_are_merged_into_the_last_that_they_hold_bytes_of() -> None:
+def test_buckets_are_merged_into_the_last_one_with_their_bytes() -> None:
     plan = job(MIB // 8, MIB // 8, MIB // 4)  # of 4 bytes: half a MiB, half a MiB, 1 MiB
     merged = with_buckets(plan, 4)
     assert sizes_of(merged) == [[MIB // 2]] * 2
@@ -39,7 +39,7 @@ def test_buckets_are_merged_into_the_last_that_they_hold_bytes_of() -> None:
     assert merged.coverage() == plan.coverage()
 
 
-def test_buckets_are_split_where_the_recorded_one_was_launched() -> None:
+def test_split_buckets_keep_the_recorded_launch_position() -> None:
     plan = job(MIB // 2, MIB // 4)
     split = with_buckets(plan, 1)
     assert sizes_of(split) == [[MIB // 4] * 3] * 2
@@ -50,7 +50,7 @@ def test_buckets_are_split_where_the_recorded_one_was_launched() -> None:
     assert split.bytes == plan.bytes
 
 
-def test_a_bucket_that_is_waited_for_before_the_next_is_launched_is_not_merged_with_it() -> None:
+def test_a_bucket_is_not_merged_with_buckets_launched_after_its_wait() -> None:
     plan = job(MIB // 8, MIB // 8, MIB // 8, waits=[1, 3, 3])
     assert sizes_of(with_buckets(plan, 4)) == [[MIB // 8, MIB // 4]] * 2
 
@@ -64,6 +64,6 @@ def test_other_calls_keep_their_places() -> None:
     assert [call.record.api for call in merged.ranks[0].calls] == ["all_reduce", None]
 
 
-def test_a_job_without_such_buckets_is_refused() -> None:
+def test_a_job_without_ddp_buckets_is_refused() -> None:
     with pytest.raises(CrossrankError, match="no rank has all_reduces of DDP's reducer"):
         with_buckets(plan_of([record("barrier")], [record("barrier")]), 1)

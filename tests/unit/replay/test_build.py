@@ -39,7 +39,7 @@ def test_a_group_that_another_rank_defines_is_known() -> None:
     assert [(group.pg, group.ranks) for group in plan.groups] == [("late", [0, 1])]
 
 
-def test_one_name_for_different_groups_stands_for_each_on_its_members() -> None:
+def test_different_groups_with_one_name_get_separate_names() -> None:
     groups = [{"tp": [0, 1]}, {"tp": [0, 1]}, {"tp": [2, 3]}, {"tp": [2, 3]}]
     ranks = [rank_trace(rank, [record("all_reduce", pg="tp")], groups[rank], 4) for rank in range(4)]
     plan = build(ranks, "job", "comms")
@@ -48,7 +48,7 @@ def test_one_name_for_different_groups_stands_for_each_on_its_members() -> None:
     assert plan.ranks[3].calls[0].record.pg == "tp of ranks 2-3"
 
 
-def test_groups_that_are_named_by_addresses_are_joined_by_their_members() -> None:
+def test_groups_named_by_addresses_are_joined_by_their_members() -> None:
     ranks = [
         rank_trace(rank, [record("all_reduce", pg=f"9459410828444{rank}")], {f"9459410828444{rank}": [0, 1]})
         for rank in (0, 1)
@@ -56,7 +56,7 @@ def test_groups_that_are_named_by_addresses_are_joined_by_their_members() -> Non
     assert [group.pg for group in build(ranks, "job", "et").groups] == ["ranks 0-1"]
 
 
-def test_members_that_no_file_says_are_those_who_called_in_dumps_of_gloo_alone() -> None:
+def test_unknown_group_members_are_the_calling_ranks_only_in_gloo_dumps() -> None:
     for source, backend, known in (("flight", "gloo", True), ("flight", "nccl", False), ("comms", "gloo", False)):
         calls = [record("all_reduce", pg="g")]
         ranks = [replace(rank_trace(one, calls, {"g": [0, 1]}), source=source, backend=backend) for one in (0, 1)]
@@ -75,7 +75,7 @@ def test_any_name_is_a_groups_name() -> None:
     assert [group.pg for group in plan.groups] == [name]
 
 
-def test_a_group_that_no_file_defines_is_refused_with_rank_call_and_file() -> None:
+def test_an_undefined_group_is_refused_with_rank_call_and_file() -> None:
     with pytest.raises(CrossrankError) as refused:
         built([record("all_reduce", pg="7")] * 5, [], groups={"0": [0, 1]})
     listed = [
@@ -85,7 +85,7 @@ def test_a_group_that_no_file_defines_is_refused_with_rank_call_and_file() -> No
     assert str(refused.value) == "".join(listed) + "and 2 more; --partial skips such calls"
 
 
-def test_splits_that_do_not_add_up_are_refused_or_in_part_left_out_on_all_ranks() -> None:
+def test_splits_with_a_wrong_sum_are_refused_or_skipped_on_all_ranks() -> None:
     call = record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=[2, 3], out_split=[3, 3])
     ranks = [call, BARRIER], [_EVEN, BARRIER]
     with pytest.raises(CrossrankError, match=r"rank 0, call 0 .*: in_split adds up to 5, but the tensor has 6 rows"):
@@ -97,7 +97,7 @@ def test_splits_that_do_not_add_up_are_refused_or_in_part_left_out_on_all_ranks(
     assert coverage.reasons == {"it contradicts itself": 2}
 
 
-def test_what_cannot_be_made_again_is_left_out_on_all_ranks_with_its_reason() -> None:
+def test_calls_without_type_or_size_are_skipped_on_all_ranks_with_reason() -> None:
     unsized = record("all_reduce", inputs=[], outputs=[], bytes=-1)
     plan = plan_of(*[[record("all_reduce", dtype=None), unsized, SUM]] * 2)
     found = plan.coverage()
@@ -106,7 +106,7 @@ def test_what_cannot_be_made_again_is_left_out_on_all_ranks_with_its_reason() ->
     assert ops(plan) == ["all_reduce"]
 
 
-def test_a_damaged_file_is_refused_and_may_be_replayed_in_part() -> None:
+def test_a_damaged_file_is_refused_unless_partial() -> None:
     torn = rank_trace(0, [BARRIER], problems=["the last zstd frame is cut off"])
     whole = rank_trace(1, [BARRIER, BARRIER])
     with pytest.raises(CrossrankError, match="rank-0: the last zstd frame is cut off; record it again, or"):
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_refused_and_may_be_replayed_in_part() -> None:
     assert plan.coverage().reasons == {"another rank of its group has no such call": 1}
 
 
-def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None:
+def test_calls_before_the_start_of_another_ranks_ring_are_skipped() -> None:
     ring = rank_trace(1, [SUM, SUM, BARRIER], starts_late=True)
     ring.calls = ring.calls.take([2])
     for late in (ring, rank_trace(1, [BARRIER], starts_late=True, numbered=False)):
@@ -126,7 +126,7 @@ def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None
         assert plan.coverage().reasons == {"the dump of another rank no longer has it": 2}
 
 
-def test_ranks_that_do_not_fit_together_are_refused_in_the_words_of_a_diagnosis() -> None:
+def test_mismatched_ranks_are_refused_with_the_text_of_a_diagnosis() -> None:
     with pytest.raises(CrossrankError) as refused:
         plan_of([SUM, BARRIER], [SUM])
     assert str(refused.value).startswith(
@@ -191,7 +191,7 @@ def _waiting(trace: RankTrace, before: list[int], blocking: list[int]) -> RankTr
     return trace
 
 
-def test_what_was_met_on_the_way_is_noted() -> None:
+def test_the_plan_notes_recorded_problems() -> None:
     calls = [record("broadcast", root=None), record("broadcast", root=1)]
     options: dict[str, Any] = {"notes": ["it is odd"], "filtered": True, "timed": False}
     plan = build([_waiting(rank_trace(rank, calls, **options), [1, 2], [-1, 0]) for rank in (0, 1)], "job", "comms")
@@ -212,9 +212,7 @@ def test_what_was_met_on_the_way_is_noted() -> None:
 @pytest.mark.parametrize(
     ("early", "told"), [(_A, "all_reduce #1 on a, rank 1 "), (isend(1), "barrier #1 on 0, rank 1 ")]
 )
-def test_the_first_call_that_never_ends_is_told_but_no_send_that_is_waited_for_later(
-    early: CommRecord, told: str
-) -> None:
+def test_the_first_unfinished_call_is_reported_but_no_send_with_a_later_wait(early: CommRecord, told: str) -> None:
     groups = {"0": [0, 1], "a": [0, 1]}
     first = _waiting(rank_trace(0, [early, BARRIER, BARRIER], groups), [3, 2, 3], [0, 1, 1])
     plan = build([first, rank_trace(1, [], groups)], "job", "comms")
@@ -222,7 +220,7 @@ def test_the_first_call_that_never_ends_is_told_but_no_send_that_is_waited_for_l
         settle(plan)
 
 
-def test_recorded_waits_go_past_what_is_left_out_and_a_batch_has_one() -> None:
+def test_waits_move_past_skipped_calls_and_a_batch_has_one_wait() -> None:
     one, of_batch = record("all_reduce", is_async=True), record("all_reduce", is_async=True, batch=7)
     calls = [one, record("all_reduce", dtype=None), of_batch, of_batch, BARRIER]
     trace = _waiting(rank_trace(0, calls, world=1, skipped=(4, 64)), [3, 2, 4, 5, -1], [0, 0, 0, 0, 1])
@@ -235,7 +233,7 @@ def test_recorded_waits_go_past_what_is_left_out_and_a_batch_has_one() -> None:
     }
 
 
-def test_calls_without_numbers_of_their_own_are_joined_by_their_order() -> None:
+def test_calls_without_unique_numbers_are_joined_by_their_order() -> None:
     for numbers, numbered in (([[1, 1], [1, 2]], True), ([[0, 1], [1, 2]], True), ([[1, 2], [5, 6]], False)):
         ranks = [rank_trace(rank, [SUM, BARRIER], numbered=numbered) for rank in (0, 1)]
         for rank, one in zip(ranks, numbers, strict=True):
@@ -243,7 +241,7 @@ def test_calls_without_numbers_of_their_own_are_joined_by_their_order() -> None:
         assert build(ranks, "job", "comms", partial=True).coverage().calls == 4
 
 
-def test_a_call_that_one_rank_lacks_is_left_out_of_a_partial_replay() -> None:
+def test_a_partial_replay_skips_calls_missing_on_a_rank() -> None:
     wrong = rank_trace(0, [BARRIER] * 4, {"0": [0, 1], "x": [0, 5]})
     plan = build([wrong, HOLED], "job", "comms", partial=True)
     assert (plan.calls, plan.coverage().reasons) == (6, {"another rank of its group has no such call": 1})
@@ -253,7 +251,7 @@ def test_a_call_that_one_rank_lacks_is_left_out_of_a_partial_replay() -> None:
     assert str(refused.value) == f"job: none of 1 calls can be replayed ({why})"
 
 
-def test_a_rank_without_a_file_that_nobody_calls_is_taken_to_have_made_no_call() -> None:
+def test_a_rank_without_a_file_or_peers_counts_as_having_no_calls() -> None:
     ranks = [rank_trace(rank, [record("barrier", pg="pair")], {"pair": [0, 1]}, 3) for rank in (0, 1)]
     plan = build(ranks, "job", "comms")
     settle(plan)
@@ -261,7 +259,7 @@ def test_a_rank_without_a_file_that_nobody_calls_is_taken_to_have_made_no_call()
     assert plan.notes == ["rank 2 has no file and no part in the others' calls: taken to have made none"]
 
 
-def test_a_receive_from_any_source_is_made_from_who_sent() -> None:
+def test_a_receive_from_any_source_uses_a_rank_that_sent() -> None:
     anyone = record("recv", peer=None, api="recv")
     plan = plan_of([send(3), send(3)], [send(3)], [send(3)], [recv(2), anyone, anyone, anyone])
     assert [call.record.peer for call in plan.ranks[3].calls] == [2, 0, 0, 1]
@@ -298,7 +296,7 @@ def test_damage_counts_against_the_coverage() -> None:
          r"missing_rank: barrier #3 on '0': rank-1 of rank 1 lacks it and has later"),
     ],
 )  # fmt: skip
-def test_files_that_are_not_those_of_one_job_are_refused(ranks: list[RankTrace], message: str) -> None:
+def test_incomplete_or_mixed_jobs_are_refused(ranks: list[RankTrace], message: str) -> None:
     with pytest.raises(CrossrankError, match=message):
         build(ranks, "job", "et")
 
@@ -332,7 +330,7 @@ def test_an_invalid_number_of_ranks_is_refused(given: int | None, message: str) 
         ([[_UNEVEN], [_EVEN]], "rank 0 sends 4 elements to rank 1, which expects 3; rank 1 sends 3 elements to rank 0"),
     ],
 )  # fmt: skip
-def test_ranks_that_do_not_fit_together_are_refused(ranks: list[list[CommRecord]], message: str) -> None:
+def test_mismatched_ranks_are_refused(ranks: list[list[CommRecord]], message: str) -> None:
     everyone = list(range(len(ranks)))
     with pytest.raises(CrossrankError, match=message):
         plan_of(*ranks, groups={"0": everyone, "a": everyone, "b": everyone})

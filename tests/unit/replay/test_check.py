@@ -105,7 +105,7 @@ def test_a_reduction_is_right_with_every_member_once(
     ("reduction", "combine"),
     [("product", mul), ("min", min), ("max", max), ("band", and_), ("bor", or_), ("bxor", xor)],
 )
-def test_a_reduction_without_a_member_that_decides_is_wrong(reduction: str, combine: Callable[[int, int], int]) -> None:
+def test_a_reduction_without_a_deciding_member_is_wrong(reduction: str, combine: Callable[[int, int], int]) -> None:
     call = record("all_reduce", inputs=[[3]], outputs=[[3]], reduce=reduction, dtype="int32")
     made, inputs, outputs = checkers(call, 4)
     sent = [mine[0].tolist() for mine in inputs]
@@ -116,7 +116,7 @@ def test_a_reduction_without_a_member_that_decides_is_wrong(reduction: str, comb
         assert failures(made) == wrong
 
 
-def test_an_average_may_be_rounded_in_another_way() -> None:
+def test_an_average_may_be_rounded_differently() -> None:
     made, inputs, outputs = checkers(record("all_reduce", inputs=[[3]], outputs=[[3]], reduce="avg"), 3)
     whole = reduced(inputs, "avg", [0, 1, 2])
     eps = torch.finfo(torch.float32).eps
@@ -129,7 +129,7 @@ def test_an_average_may_be_rounded_in_another_way() -> None:
     ("dtype", "prime"),
     [("bfloat16", 251), ("float16", 2039), ("float32", 65_521), ("uint8", 251), ("int8", 127), ("int64", 65_521)],
 )
-def test_what_is_moved_counts_on_from_its_sender_to_the_largest_prime_of_its_type(dtype: str, prime: int) -> None:
+def test_sent_values_count_from_their_sender_modulo_the_prime_of_their_type(dtype: str, prime: int) -> None:
     _, inputs, _ = checkers(record("all_gather", inputs=[[70_000]], dtype=dtype), 2)
     for member, (tensor,) in enumerate(inputs):
         assert torch.equal(tensor.to(torch.int64), (torch.arange(70_000) + 31 * member + 7) % prime)
@@ -173,9 +173,7 @@ def given_to(member: int, call: CommRecord, inputs: Tensors) -> list[torch.Tenso
         ("all_to_all", {"inputs": [[3]] * 4}),
     ],
 )
-def test_the_second_call_of_an_operation_is_right_and_with_another_last_element_wrong(
-    op: str, fields: dict[str, Any]
-) -> None:
+def test_a_second_call_is_right_until_its_last_element_changes(op: str, fields: dict[str, Any]) -> None:
     made, inputs, outputs = checkers(record(op, **{"c10d": ""} | fields), 4)
     results = [given_to(checker.rank, checker.program.calls[1].record, inputs) for checker in made]
     holders = [rank for rank, mine in enumerate(outputs) if mine and op != "reduce"] or [2]
@@ -194,7 +192,7 @@ def test_the_second_call_of_an_operation_is_right_and_with_another_last_element_
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_what_was_not_written_is_wrong(dtype: str) -> None:
+def test_an_unwritten_output_is_wrong(dtype: str) -> None:
     made, _, outputs = checkers(record("all_gather", inputs=[[1]], dtype=dtype), 1)
     assert outputs[0][0].view(torch.uint8).unique().tolist() == [0x55]
     assert failures(made) == [0]
@@ -207,7 +205,7 @@ def test_what_was_not_written_is_wrong(dtype: str) -> None:
     dtype=st.sampled_from([*_DTYPES, "bool"]),
     data=st.data(),
 )
-def test_what_is_gathered_is_right_in_its_order_alone(n: int, size: int, dtype: str, data: st.DataObject) -> None:
+def test_gathered_parts_are_right_only_in_rank_order(n: int, size: int, dtype: str, data: st.DataObject) -> None:
     if dtype == "bool":
         size += 12  # a few bits have to tell the members apart
     call = record("all_gather", inputs=[[size]], outputs=[[n * size]], dtype=dtype)
@@ -240,7 +238,7 @@ def test_parts_of_an_exchange_come_from_the_right_sender_and_place() -> None:
     assert failures(made) == [2]
 
 
-def test_a_broadcast_from_another_root_and_one_that_did_not_happen_are_wrong() -> None:
+def test_a_missing_broadcast_and_one_from_another_root_are_wrong() -> None:
     call = record("broadcast", root=1)
     made, inputs, _ = checkers(call, 3)
     of_root, of_other = inputs[1][0].clone(), inputs[2][0].clone()

@@ -111,7 +111,7 @@ def made(program: Program) -> list[str]:
 
 
 @pytest.mark.usefixtures("cuda")
-def test_an_asynchronous_barrier_is_waited_for_where_the_job_did_and_holds_no_launch_before() -> None:
+def test_an_asynchronous_barrier_blocks_only_at_its_recorded_wait() -> None:
     order = made(program(bound(0, "barrier"), bound(1, "all_reduce", blocking=True), last_waits=(0,)))
     assert order == [
         "event on main", "barrier",
@@ -121,7 +121,7 @@ def test_an_asynchronous_barrier_is_waited_for_where_the_job_did_and_holds_no_la
 
 
 @pytest.mark.usefixtures("cuda")
-def test_the_end_of_any_other_asynchronous_call_is_noted_on_a_stream_beside() -> None:
+def test_a_side_stream_records_the_end_of_other_asynchronous_calls() -> None:
     order = made(program(bound(0, "all_reduce"), bound(1, "barrier", blocking=True, waits=(0,))))
     assert order == [
         "event on main", "all_reduce", "wait for all_reduce", "event on side",
@@ -130,7 +130,7 @@ def test_the_end_of_any_other_asynchronous_call_is_noted_on_a_stream_beside() ->
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_graph_is_captured_after_a_pass_without_one_and_launched_once_in_each_later_pass() -> None:
+def test_a_graph_is_captured_in_the_second_pass_and_launched_once_per_later_pass() -> None:
     executor = GraphExecutor(program(bound(0, "all_reduce"), bound(1, "all_gather", blocking=True, waits=(0,))))
     calls = [
         "event on main", "all_reduce", "wait for all_reduce", "event on side",
@@ -156,11 +156,11 @@ def test_a_graph_is_captured_after_a_pass_without_one_and_launched_once_in_each_
 
 
 @pytest.mark.usefixtures("cuda")
-def test_what_holds_the_host_cannot_be_captured() -> None:
+def test_a_blocking_barrier_cannot_be_captured() -> None:
     with pytest.raises(CrossrankError, match="a barrier blocks the host and cannot be captured; use --drop barrier"):
         GraphExecutor(program(bound(0, "barrier", blocking=True)))
 
 
-def test_of_an_asynchronous_barrier_on_a_gpu_only_the_wait_tells_the_end() -> None:
+def test_only_the_wait_shows_the_end_of_an_asynchronous_gpu_barrier() -> None:
     calls = (bound(0, "all_reduce"), bound(1, "barrier"), bound(2, "barrier", blocking=True))
     assert late_ends(program(*calls)) == [1]

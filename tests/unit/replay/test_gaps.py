@@ -74,20 +74,20 @@ ASYNC: dict[str, Any] = {"api": "all_reduce", "is_async": True}
         (BLOCKING | {"returned": 1100, "took": 170_000}, 5000, (4000, False)),
     ],
 )
-def test_a_gap_begins_when_the_rank_could_go_on(first: dict[str, Any], next_at: int, gap: tuple[int, bool]) -> None:
+def test_a_gap_starts_when_the_rank_can_go_on(first: dict[str, Any], next_at: int, gap: tuple[int, bool]) -> None:
     how = {name: first[name] for name in ("api", "is_async")}
     call = Called(record("all_reduce", **how), 1000, returned=first["returned"], began=1050, took=first["took"])
     assert gaps(call, Called(record("barrier"), next_at)) == [(0, False), gap]
 
 
 @pytest.mark.parametrize("times", [{}, {"returned": 1100}, {"returned": 1100, "took": 170_000}])
-def test_a_call_that_blocked_till_nobody_knows_when_leaves_a_gap_from_launch_to_launch(times: dict[str, int]) -> None:
+def test_a_blocking_call_with_unknown_end_has_a_gap_from_launch_to_launch(times: dict[str, int]) -> None:
     first = Called(record("all_reduce", **BLOCKING), 1000, **times)
     after = build([traced_calls(first, Called(record("barrier"), 175_000))], "job", "comms").ranks[0].calls[1]
     assert (after.gap_ns, after.gap_from_return, after.exposed_ns) == (174_000, False, times.get("took", 0))
 
 
-def test_the_host_saw_the_end_of_a_call_that_a_recording_times_by_its_work() -> None:
+def test_the_host_sees_the_end_of_a_call_timed_by_its_work() -> None:
     trace = traced_calls(
         Called(record("all_reduce", **BLOCKING), 1000),
         Called(record("all_reduce", **ASYNC), 175_000),
@@ -109,7 +109,7 @@ def test_a_batch_is_one_launch_with_one_gap_before_and_one_after() -> None:
     assert gaps(*without, Called(record("barrier"), 20_000))[-1] == (10_000, False)
 
 
-def test_a_gpu_computes_in_the_gap_without_the_communication_that_it_waited_for() -> None:
+def test_computation_in_a_gap_excludes_the_awaited_communication() -> None:
     # The host is ahead of its GPU: it launches three calls of 10 ms at once, waits for them, and computes for 8 ms.
     blocking = record("all_reduce", **BLOCKING)
     launched = [Called(blocking, t * MS, began=(10 * t) * MS, took=10 * MS) for t in range(3)]
@@ -120,7 +120,7 @@ def test_a_gpu_computes_in_the_gap_without_the_communication_that_it_waited_for(
     assert computed_ns(calls) == [0, 0, 0, 8 * MS, 2 * MS]
 
 
-def test_asynchronous_communication_runs_beside_what_the_gpu_computes() -> None:
+def test_asynchronous_communication_overlaps_computation() -> None:
     first = Called(record("all_reduce", **ASYNC), 0, began=0, took=10 * MS)
     source = traced_calls(first, Called(record("barrier"), 50 * MS))
     assert computed_ns(build([source], "job", "linked").ranks[0].calls) == [0, 50 * MS]
@@ -157,5 +157,5 @@ def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:
         ("barrier", True, (4_000_000, True)),  # but for a barrier, for which it waits
     ],
 )
-def test_the_gap_after_a_linked_call(name: str, on_gpu: bool, gap: tuple[int, bool], tmp_path: Path) -> None:
+def test_a_linked_call_is_followed_by_a_gap(name: str, on_gpu: bool, gap: tuple[int, bool], tmp_path: Path) -> None:
     assert traced(tmp_path, name, on_gpu=on_gpu) == [(0, False), gap]

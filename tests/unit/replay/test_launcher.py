@@ -42,7 +42,7 @@ def place(environment: dict[str, str], **given: object) -> RankInfo:
         (_OMPI | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "e", "MASTER_PORT": "1"}, (0, 2, 0, "e", 1)),
     ],
 )  # fmt: skip
-def test_a_launcher_tells_a_process_its_place(environment: dict[str, str], expected: tuple[object, ...]) -> None:
+def test_a_launcher_gives_a_process_its_rank(environment: dict[str, str], expected: tuple[object, ...]) -> None:
     found = place(environment)
     assert (found.rank, found.world_size, found.local_rank, found.host, found.port) == expected
 
@@ -63,12 +63,12 @@ def test_the_first_node_of_a_slurm_list_is_a_host(nodes: str, first: str) -> Non
     assert first_node(nodes) == first
 
 
-def test_a_batch_script_of_slurm_is_no_rank() -> None:
+def test_a_slurm_batch_script_is_not_a_rank() -> None:
     assert detect_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[07-08]"}) is None
     assert detect_launcher({}) is None
 
 
-def test_what_the_command_line_says_wins_over_the_variables() -> None:
+def test_command_line_options_override_the_variables() -> None:
     found = place({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, host="h", port=7)
     assert (found.host, found.port) == ("h", 7)
 

@@ -24,7 +24,7 @@ def job() -> tuple[Plan, list[RankResult]]:
     ]
 
 
-def test_times_are_put_on_one_clock_and_distinguished() -> None:
+def test_times_share_one_clock_and_waits_are_separate() -> None:
     plan, results = job()
     measured = measure(plan, results).select("rank", "pass", "completion", "waiting", "issue", "time")
     assert measured.rows() == [
@@ -36,7 +36,7 @@ def test_times_are_put_on_one_clock_and_distinguished() -> None:
     assert end_to_end_ns(results) == [1300, 1000]
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
+def test_bandwidths_follow_nccl_tests() -> None:
     plan, results = job()
     (row,) = table(measure(plan, results))
     assert row.algbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)
@@ -63,7 +63,7 @@ def test_a_barrier_has_no_bandwidth() -> None:
     assert row.algbw_gb_per_s is row.busbw_gb_per_s is None
 
 
-def test_a_replay_is_set_against_its_recording() -> None:
+def test_a_replay_is_compared_with_its_recording() -> None:
     plan, results = job()
     plan.ranks[0].calls[0].took_ns = 2300  # waited 1,500 for rank 1
     plan.ranks[1].calls[0].took_ns = 800
@@ -83,7 +83,7 @@ def test_a_call_without_a_recorded_time_is_counted() -> None:
     assert found.rows[0].collective_recorded_us is None
 
 
-def test_the_recording_took_from_the_first_call_to_the_last_end_where_all_of_it_is_replayed() -> None:
+def test_the_recorded_total_time_is_known_only_if_all_of_it_is_replayed() -> None:
     calls = [record("all_reduce"), record("broadcast", root=0)]
     plan = plan_of(calls, calls)
     for rank, took in zip(plan.ranks, ((7000, None), (100, 4000)), strict=True):
@@ -122,7 +122,7 @@ def test_the_table_of_calls_has_one_line_per_call_and_rank() -> None:
     ]
 
 
-def test_results_are_written_at_a_url_as_well() -> None:
+def test_results_are_written_to_a_url_too() -> None:
     plan, results = job()
     report, measured = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
     paths = write_report("memory://replayed", report, plan, measured)

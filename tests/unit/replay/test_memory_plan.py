@@ -28,14 +28,14 @@ def test_pieces_that_live_at_once_do_not_overlap(given_needs: list[tuple[int, in
                 assert at + one.bytes <= there or there + other.bytes <= at
 
 
-def test_calls_one_after_the_other_share_their_memory() -> None:
+def test_consecutive_calls_share_their_memory() -> None:
     assert assign_offsets([Need(1 << 20, number, number + 1) for number in range(100)]) == ([0] * 100, 1 << 20)
     assert assign_offsets([]) == ([], 0)
     in_turn = [Need(513, 0, 2), Need(512, 0, 3), Need(1024, 2, 3), Need(1, 2, 3)]
     assert assign_offsets(in_turn) == ([0, 1024, 0, 1536], 2048)
 
 
-def test_what_is_alive_at_once_is_what_a_rank_needs() -> None:
+def test_a_rank_needs_memory_for_concurrent_calls() -> None:
     gather = record("all_gather", inputs=[[4]], outputs=[[8]], dtype="float64")
     calls = [(gather, 2), (record("all_reduce"), 2), (record("barrier"), 3), (record("all_reduce"), 4)]
     assert bytes_needed([PlannedCall(record=one, wait_before=before) for one, before in calls]) == 96 + 16

@@ -38,7 +38,7 @@ def rounds(probe: Probe) -> list[list[ProbeGroup]]:
 
 
 @given(st.integers(1, 40))
-def test_every_pair_is_there_once_and_no_rank_twice_in_a_round(count: int) -> None:
+def test_every_pair_occurs_once_and_no_rank_twice_in_a_round(count: int) -> None:
     found = list(all_pairs(range(count)))
     assert sorted(tuple(sorted(pair)) for one in found for pair in one) == list(combinations(range(count), 2))
     assert all(max(Counter(rank for pair in one for rank in pair).values(), default=0) <= 1 for one in found)
@@ -47,7 +47,7 @@ def test_every_pair_is_there_once_and_no_rank_twice_in_a_round(count: int) -> No
 
 @pytest.mark.parametrize("kind", PROBES)
 @pytest.mark.parametrize(("ranks", "per_host", "cards"), [(3, 8, 1), (8, 8, 1), (13, 4, 2), (16, 4, 1), (16, 4, 4)])
-def test_groups_of_a_round_share_neither_a_rank_nor_a_network_card(
+def test_groups_of_a_round_have_separate_ranks_and_network_cards(
     kind: str, ranks: int, per_host: int, cards: int
 ) -> None:
     probe, machines = probe_of(kind, ranks, per_host, cards)
@@ -70,7 +70,7 @@ def test_a_bisection_has_few_groups_and_ends_with_neighbours() -> None:
     assert ops == {"barrier": 4, "all_reduce": 2, "send": 2, "recv": 2}
 
 
-def test_the_sizes_are_that_of_most_calls_and_that_of_most_bytes() -> None:
+def test_probe_sizes_are_those_with_most_calls_and_most_bytes() -> None:
     assert sizes_of(built(*job(2, 1, 1, 1, 500, 600))) == [4, 2400]
     assert sizes_of(built(*job(2, 7))) == [28]
     with pytest.raises(CrossrankError, match="no call moves anything"):
@@ -98,7 +98,7 @@ def judged(
 @pytest.mark.parametrize(
     ("ranks", "slow"), [(3, {1}), (4, {3}), (5, {0}), (16, {6}), (16, {2, 9}), (17, {16}), (64, {5}), (130, {21})]
 )
-def test_slow_ranks_are_named_and_those_beside_them_are_not(kind: str, ranks: int, slow: set[int]) -> None:
+def test_slow_ranks_are_reported_without_their_peers(kind: str, ranks: int, slow: set[int]) -> None:
     probe, machines = probe_of(kind, ranks, per_host=256)
     report = judged(probe, machines, {frozenset([rank]): 2.0 for rank in slow})
     assert {one["rank"] for one in report.slow_ranks} == slow
@@ -108,7 +108,7 @@ def test_slow_ranks_are_named_and_those_beside_them_are_not(kind: str, ranks: in
 
 
 @pytest.mark.parametrize("kind", PROBES)
-def test_a_slow_link_blames_neither_of_its_ranks(kind: str) -> None:
+def test_a_slow_link_does_not_blame_its_ranks(kind: str) -> None:
     probe, machines = probe_of(kind, 16, per_host=16)
     report = judged(probe, machines, {frozenset([4, 5]): 3.0})
     assert report.slow_ranks == []
@@ -134,7 +134,7 @@ def across(machines: list[Machine], factor: float, *hosts: str, rank: int | None
         (32, 3.0, ("host01",), None, dict.fromkeys(range(8, 16), 3.0)),  # its network card is slow
     ],
 )
-def test_who_is_slow_across_hosts_alone_is_named(
+def test_ranks_slow_only_across_hosts_are_reported(
     ranks: int, factor: float, hosts: tuple[str, ...], slow_rank: int | None, named: dict[int, float]
 ) -> None:
     probe, machines = probe_of("pairs", ranks)
@@ -145,7 +145,7 @@ def test_who_is_slow_across_hosts_alone_is_named(
     assert report.links == []
 
 
-def test_in_a_ring_of_hosts_a_slow_edge_is_the_link_or_one_of_its_ranks() -> None:
+def test_a_slow_ring_edge_means_a_slow_link_or_a_slow_rank() -> None:
     probe, machines = probe_of("ring", 64)
     report = judged(probe, machines, {frozenset([15]): 3.0})
     # Within its host rank 15 has one neighbour, across hosts another: one group of each kind does not judge it.
@@ -154,12 +154,12 @@ def test_in_a_ring_of_hosts_a_slow_edge_is_the_link_or_one_of_its_ranks() -> Non
     assert report.not_judged == sorted(rank for rank in range(64) if rank % 8 in (0, 7))
 
 
-def test_where_no_groups_are_alike_nothing_is_probed() -> None:
+def test_a_probe_without_similar_groups_is_refused() -> None:
     with pytest.raises(CrossrankError, match="4 ranks on 2 hosts has no 3 similar groups to compare"):
         probe_of("ring", 4, per_host=2)
 
 
-def test_the_last_line_says_who_is_slow_or_that_nobody_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_reports_slow_ranks_and_links(capsys: pytest.CaptureFixture[str]) -> None:
     probe, machines = probe_of("pairs", 16, per_host=16)
     for slow, said in (
         ((), "No compared rank or link is slower than 1.5 x similar ones; the others 1.00 to 1.00"),

@@ -160,7 +160,7 @@ def test_flight_dumps_of_healthy_jobs_are_replayed_whole(case: str, calls: int) 
 
 
 @needs_traces
-def test_a_dump_of_a_job_that_hung_is_noted_and_replayed_up_to_there() -> None:
+def test_a_dump_of_a_hung_job_is_refused_or_replayed_up_to_the_hang() -> None:
     with pytest.raises(CrossrankError, match="missing_rank: all_reduce #4 on default_pg"):
         plan_at(public("flight/missing_one"))
     coverage = plan_at(public("flight/missing_one"), partial=True).coverage()
@@ -183,7 +183,7 @@ def test_a_plan_is_known_by_its_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "hello", "{}", "[1, 2]", '{"nodes": []}', '{"traceEvents": []}', "\x00" * 64])
-def test_a_file_that_is_no_trace_is_refused_in_one_line(content: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_in_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text(content)
     with pytest.raises(CrossrankError) as refused:
         plan_at(tmp_path)
@@ -202,7 +202,7 @@ def test_a_cut_off_trace_is_refused_with_its_place(tmp_path: Path) -> None:
     assert plan_at(tmp_path, partial=True).coverage().share_of_calls < 1
 
 
-def test_a_rank_that_neither_name_nor_content_tells_is_asked_for(tmp_path: Path) -> None:
+def test_files_without_a_rank_in_name_or_content_are_refused(tmp_path: Path) -> None:
     for name in ("first.json", "second.json"):
         (tmp_path / name).write_text(json.dumps({"traceEvents": kineto_event("allreduce", 1000.0, 1)}))
     with pytest.raises(CrossrankError, match="are both without a rank in their names"):
@@ -210,15 +210,13 @@ def test_a_rank_that_neither_name_nor_content_tells_is_asked_for(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("given", "missing"), [(5, "1-3 of 5"), (None, "1-3 of 4")])
-def test_the_world_size_where_no_file_says_it_is_what_is_given_or_the_groups_show(
-    given: int | None, missing: str
-) -> None:
+def test_a_missing_world_size_comes_from_the_option_or_the_groups(given: int | None, missing: str) -> None:
     calls = replace(rank_trace(0, [record("barrier")], {"0": [0, 1, 2, 3]}), world_size=None)
     with pytest.raises(CrossrankError, match=f"has no file of rank {missing};"):
         build([calls], "p", "et", world_size=given)
 
 
-def test_a_file_that_says_neither_its_rank_nor_its_group_is_rank_0_of_1() -> None:
+def test_a_file_without_rank_and_group_is_rank_0_of_1() -> None:
     calls = replace(rank_trace(0, [record("barrier")], world=1), rank=None, world_size=None)
     plan = build([calls], "p", "et")
     assert (plan.world_size, [rank.rank for rank in plan.ranks]) == (1, [0])

@@ -27,19 +27,19 @@ def answers(host: str, port: int) -> bool:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_store_on_the_loopback_interface_listens_there_alone(host: str) -> None:
+def test_a_store_on_the_loopback_interface_listens_only_there(host: str) -> None:
     store = listen(host, 0, 5)
     assert answers(host, store.port)
     assert not answers(_ELSEWHERE, store.port)
 
 
-def test_a_store_for_other_machines_listens_where_they_find_it() -> None:
+def test_a_store_for_other_machines_listens_on_all_interfaces() -> None:
     store = listen("0.0.0.0", 0, 5)
     assert answers("127.0.0.1", store.port)
     assert answers(_ELSEWHERE, store.port)
 
 
-def test_rank_0_of_a_launcher_on_one_machine_hosts_its_store_there_alone() -> None:
+def test_rank_0_on_one_machine_hosts_its_store_on_loopback_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     place = RankInfo(rank=0, world_size=2, local_rank=0, launcher="plain variables", host="127.0.0.1", port=port)

@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys, "replay")
 
 
-def test_a_dry_run_says_what_would_be_replayed(plan: str, run: Command) -> None:
+def test_a_dry_run_reports_the_planned_replay(plan: str, run: Command) -> None:
     code, out, err = run(plan, "--dry-run")
     assert (code, err) == (0, "")
     assert out == (
@@ -44,7 +44,7 @@ def test_a_dry_run_says_what_would_be_replayed(plan: str, run: Command) -> None:
     )
 
 
-def test_a_dry_run_links_no_window_unless_times_are_asked_for(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_links_windows_only_if_times_are_requested(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(*files: str, rank: int) -> object:
         raise CrossrankError(f"rank {rank} is linked")
 
@@ -56,7 +56,7 @@ def test_a_dry_run_links_no_window_unless_times_are_asked_for(run: Command, monk
         assert linked == [f"  its durations are not used: rank {rank} is linked" for rank in ranks]
 
 
-def test_strict_makes_anything_left_out_a_fault(plan: str, run: Command) -> None:
+def test_strict_makes_skipped_calls_an_error(plan: str, run: Command) -> None:
     assert run(plan, "--dry-run", "--strict")[0] == 0
     code, out, _ = run(plan, "--dry-run", "--strict", "--ops", "barrier")
     assert code == 1
@@ -67,7 +67,7 @@ def test_strict_makes_anything_left_out_a_fault(plan: str, run: Command) -> None
     )
 
 
-def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, run: Command) -> None:
+def test_a_plan_is_saved_with_its_changes(plan: str, tmp_path: Path, run: Command) -> None:
     saved = str(tmp_path / "saved.json.zst")
     assert run(plan, "--dry-run", "--nproc", "4", "--scale-bytes", "2", "--save-plan", saved)[0] == 0
     _, out, _ = run(saved, "--dry-run")
@@ -97,7 +97,7 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, run: Comm
         (["{plan}", "--nproc", "1000"], "1000 ranks are too many for one machine"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(words: list[str], message: str, plan: str, run: Command) -> None:
+def test_invalid_input_is_refused_in_one_line(words: list[str], message: str, plan: str, run: Command) -> None:
     code, _, err = run(*(word.replace("{plan}", plan) for word in words))
     assert code == 2
     assert err.startswith(f"crossrank: {message}") or message in err
@@ -133,12 +133,12 @@ def test_options_that_contradict_each_other_are_refused(one: replay_options.Opti
 @pytest.mark.parametrize(
     "one", [one for one in replay_options.OPTIONS.values() if one.needs], ids=lambda one: str(one.name)
 )
-def test_an_option_about_another_one_is_refused_without_it(one: replay_options.Option) -> None:
+def test_an_option_is_refused_without_the_option_it_needs(one: replay_options.Option) -> None:
     with pytest.raises(CrossrankError, match=rf"^{one.shown} needs --{one.needs}$"):
         replay_options.check(_parsed(*_words(one)))
 
 
-def test_a_probe_has_what_it_needs_of_a_replay_and_nothing_else() -> None:
+def test_a_probe_has_only_the_replay_options_it_needs() -> None:
     parser = argparse.ArgumentParser()
     replay_options.add_arguments(parser, replay_options.PROBE)
     given = parser.parse_args(["job", "--groups", "ring", "--scale-bytes", "2"])
@@ -156,7 +156,7 @@ def test_a_pace_needs_times(tmp_path: Path, run: Command) -> None:
     assert "has no times, so no gaps" in err
 
 
-def test_under_a_launcher_the_number_of_ranks_is_its(plan: str, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_decides_the_number_of_ranks(plan: str, run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -176,9 +176,7 @@ def _reaches_a_replay(words: list[str], capsys: pytest.CaptureFixture[str]) -> b
 
 
 @pytest.mark.parametrize("mode", [replay_options.REPLAY, replay_options.PROBE])
-def test_torchrun_lets_every_option_through_under_one_of_its_names(
-    mode: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torchrun_passes_every_option_under_one_of_its_names(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     replay_options.add_arguments(parser, mode)
     kept_back = [
@@ -190,7 +188,7 @@ def test_torchrun_lets_every_option_through_under_one_of_its_names(
     assert parser.parse_args(["trace", "--num-ranks", "2"]).nproc == 2
 
 
-def test_recorded_in_a_sweep_leaves_a_what_if_out_and_is_the_pace_of_that_name() -> None:
+def test_recorded_in_a_sweep_disables_a_what_if_or_sets_the_pace() -> None:
     parser = argparse.ArgumentParser()
     replay_options.add_arguments(parser)
     given = parser.parse_args(["job", "--drop", "barrier", "--scale-bytes", "3"])
@@ -210,12 +208,12 @@ def test_sweeps_make_all_combinations() -> None:
     assert found[0].name == "scale-bytes=0.5_NCCL_ALGO=Ring"
 
 
-def test_names_that_param_uses_are_known(plan: str, run: Command) -> None:
+def test_option_names_of_param_are_known(plan: str, run: Command) -> None:
     words: list[Any] = ["--trace-path", plan, "--num-replays", "3", "--warmup-iter", "0", "--allow-ops", "barrier"]
     assert run(*words, "--max-msg-cnt", "2", "--dry-run")[0] == 0
 
 
-def test_memory_that_the_machine_lacks_is_reported_beforehand(plan: str, run: Command) -> None:
+def test_missing_memory_is_reported_before_the_replay(plan: str, run: Command) -> None:
     assert "memory for tensors: up to 16 MB per rank\n" in run(plan, "--dry-run", "--scale-bytes", "1e6")[1]
     grown = str(Path(plan).with_name("grown.json"))
     assert run(plan, "--dry-run", "--scale-bytes", "1e6", "--save-plan", grown)[0] == 0
@@ -223,7 +221,7 @@ def test_memory_that_the_machine_lacks_is_reported_beforehand(plan: str, run: Co
     assert (code, "2 ranks need 32 TB" in err) == (2, True)
 
 
-def test_a_dry_run_says_the_same_as_json(plan: str, run: Command) -> None:
+def test_a_dry_run_has_json_output(plan: str, run: Command) -> None:
     code, out, _ = run(plan, "--dry-run", "--json")
     answer = json.loads(out)
     assert (code, answer["world_size"], answer["coverage"]["calls"], answer["memory_per_rank"]) == (0, 2, 4, 16)

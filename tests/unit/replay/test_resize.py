@@ -61,7 +61,7 @@ def summary(plan: Plan) -> list[tuple[object, ...]]:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(2, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
-def test_a_job_of_another_data_parallel_width_is_what_it_would_have_recorded(
+def test_resize_equals_a_recording_of_another_data_parallel_width(
     data: int, pipeline: int, tensor: int, wider: int
 ) -> None:
     small, large = plan_of_mesh(data, pipeline, tensor), plan_of_mesh(data * wider, pipeline, tensor)
@@ -75,7 +75,7 @@ def test_a_job_of_another_data_parallel_width_is_what_it_would_have_recorded(
         assert made.coverage().calls == min(plan.calls, made.calls)
 
 
-def test_what_is_sharded_keeps_its_total_and_what_is_reduced_its_size() -> None:
+def test_resize_keeps_total_sharded_size_and_reduced_tensor_size() -> None:
     plan = resize(plan_of_mesh(2, 1, 2), 8)
     sizes = {call.record.op: (call.record.inputs, call.record.outputs) for call in plan.ranks[5].calls}
     assert sizes["all_gather"] == ([[6]], [[24]])
@@ -106,7 +106,7 @@ def test_what_is_sharded_keeps_its_total_and_what_is_reduced_its_size() -> None:
         ("all_to_all", {"inputs": [[6]], "in_split": [2, 4], "out_split": [2, 2]}, ([[8]], [[8]])),
     ],
 )
-def test_the_tensors_of_a_call_in_a_group_twice_as_large(op: str, fields: dict[str, Any], expected: object) -> None:
+def test_doubling_a_group_resizes_the_tensors_of_its_calls(op: str, fields: dict[str, Any], expected: object) -> None:
     c10d = "allgather_coalesced_" if len(fields.get("outputs", ())) == 4 else ""
     made = resize(built(*[[record(op, c10d=c10d, **fields)]] * 2), 4).ranks[1].calls[0].record
     assert (made.inputs, made.outputs) == expected
@@ -134,7 +134,7 @@ def test_groups_that_do_not_divide_are_refused(
         resize(built(*ranks, groups=groups), size)
 
 
-def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
+def test_messages_to_removed_ranks_are_skipped_and_counted() -> None:
     plan = built([isend(2)], [], [irecv(0)], [])
     made = resize(plan, 2)
     assert ops(resize(built(*[[record("all_reduce")]] * 2), 1)) == ["all_reduce"]
@@ -144,7 +144,7 @@ def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
     }
 
 
-def test_what_is_recorded_stays_the_same_however_many_ranks_replay_it() -> None:
+def test_coverage_counts_recorded_calls_for_any_number_of_ranks() -> None:
     plan = only_operations(built(*[[record("all_reduce"), record("barrier")]] * 8), ["all_reduce"])
     grown, shrunk = resize(plan, 16), resize(scale_bytes(plan, 3), 2)
     left = {"not in --ops": 8}
@@ -166,7 +166,7 @@ def alone(records: list[CommRecord], groups: dict[str, list[int]], rank: int, wo
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 3), st.integers(1, 2), st.data())
-def test_one_ranks_file_gives_back_what_every_rank_recorded(data: int, tensor: int, draw: st.DataObject) -> None:
+def test_one_rank_file_restores_the_calls_of_every_rank(data: int, tensor: int, draw: st.DataObject) -> None:
     ranks, groups = mesh(data, 1, tensor)
     rank = draw.draw(st.integers(0, len(ranks) - 1))
     made = build(spread(alone(ranks[rank], groups, rank, len(ranks))), "job", "comms")
@@ -175,7 +175,7 @@ def test_one_ranks_file_gives_back_what_every_rank_recorded(data: int, tensor: i
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_pipeline_stage_alone_gets_the_other_ends_of_its_messages(stage: int) -> None:
+def test_spread_adds_matching_messages_to_a_single_pipeline_stage(stage: int) -> None:
     ranks, groups = mesh(1, 3, 1)
     made = build(spread(alone(ranks[stage], groups, stage, 3)), "job", "comms")
     settle(made)
@@ -183,7 +183,7 @@ def test_a_pipeline_stage_alone_gets_the_other_ends_of_its_messages(stage: int) 
     assert sends == {(0, 1), (1, 2), (2, 0)}
 
 
-def test_other_ends_are_added_beside_with_ids_of_their_own() -> None:
+def test_added_matching_messages_have_their_own_ids() -> None:
     made = spread(rank_trace(0, [isend(1, tag=3), isend(2), isend(2), irecv(1), record("barrier")], world=3))
     assert [(one.id, one.op, one.c10d, one.peer, one.tag, one.batch) for one in made[1].records()] == [
         (0, "send", "send", 2, 3, 0),
@@ -199,7 +199,7 @@ def test_other_ends_are_added_beside_with_ids_of_their_own() -> None:
         assert len(spread(rank_trace(0, [isend(1, tag=tag), irecv(1, tag=0)]))[1]) == calls
 
 
-def test_the_ranks_of_one_file_are_those_that_it_or_the_user_gives() -> None:
+def test_the_file_or_the_user_gives_the_number_of_ranks() -> None:
     trace = rank_trace(1, [record("broadcast", pg="a", root=1)], {"0": [0, 1, 2, 3], "a": [0, 1]}, 4)
     assert [[one.root for one in rank.records()] for rank in spread(trace)] == [[1], [1], [3], [3]]
     trace.world_size = None
@@ -212,7 +212,7 @@ def test_the_ranks_of_one_file_are_those_that_it_or_the_user_gives() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, (1 << 20) + 1, 1 << 53])
-def test_a_number_of_ranks_that_no_job_has_is_refused_before_ranks_are_made(size: int) -> None:
+def test_an_impossible_number_of_ranks_is_refused_early(size: int) -> None:
     trace = rank_trace(0, [record("barrier")])
     trace.world_size = size
     with pytest.raises(CrossrankError, match=f"^rank-0: {size} is not a number of ranks from 1 to 1048576; "):
@@ -226,7 +226,7 @@ def test_ranks_of_one_file_share_their_lists_of_members() -> None:
     assert len({id(ranks) for ranks in members}) == 512
 
 
-def test_uneven_exchanges_go_round_with_the_ranks() -> None:
+def test_uneven_all_to_all_splits_rotate_by_rank() -> None:
     call = record("all_to_all", inputs=[[6]], outputs=[[9]], in_split=[1, 2, 3], out_split=[1, 4, 4])
     made = build(spread(rank_trace(0, [call], world=3)), "job", "et")
     settle(made)
@@ -239,7 +239,7 @@ def test_one_file_of_an_irregular_job_is_refused() -> None:
         spread(rank_trace(0, [record("all_reduce", pg="a")], {"a": [0, 1, 2]}, 4))
 
 
-def test_ranks_of_one_file_do_the_same() -> None:
+def test_all_ranks_of_one_file_make_the_same_calls() -> None:
     made = build(spread(rank_trace(1, [record("all_reduce"), record("barrier")], world=4)), "job", "comms")
     assert [ops(made, rank) for rank in range(4)] == [["all_reduce", "barrier"]] * 4
     assert (made.coverage().recorded_calls, made.calls) == (2, 8)

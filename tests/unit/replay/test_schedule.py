@@ -35,25 +35,25 @@ _UNTIL_BLOCKING = (
         ([record("all_gather", api="all_gather_single", **_GATHER)] * 5, [2, 2, 4, 4, 5], [_UNTIL_BLOCKING]),
     ],
 )
-def test_where_a_call_is_waited_for(calls: list[CommRecord], placed: list[int], notes: list[str]) -> None:
+def test_the_plan_places_the_wait_of_each_call(calls: list[CommRecord], placed: list[int], notes: list[str]) -> None:
     plan = plan_of(calls, calls)
     assert (waits(plan), plan.notes) == (placed, notes)
 
 
-def test_a_batch_is_waited_for_as_a_whole() -> None:
+def test_calls_of_a_batch_have_one_wait() -> None:
     ranks = [[isend(1 - rank, batch=0), irecv(1 - rank, batch=0), record("barrier", id=2)] for rank in (0, 1)]
     plan = plan_of(*ranks)
     assert waits(plan) == [2, 2, 3]
     assert launches(plan.ranks[0].calls) == [(0, 2), (2, 3)]
 
 
-def test_a_receive_that_is_answered_after_a_barrier_is_not_waited_for_before_it() -> None:
+def test_a_wait_moves_after_the_barrier_if_the_peer_sends_after_it() -> None:
     plan = plan_of([irecv(1), record("barrier")], [record("barrier"), send(0)])
     assert waits(plan) == [2, 2]
     assert plan.notes == ["where no wait was recorded, the replay waits at the end of its step"]
 
 
-def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:
+def test_two_ranks_that_send_first_do_not_block_each_other() -> None:
     plan = plan_of([send(1), recv(1)], [send(0), recv(0)])
     assert waits(plan) == [2, 2]
     assert "block each other" in plan.notes[0]
@@ -76,7 +76,7 @@ def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:
         ("barrier", {"is_async": False, "api": "barrier"}, False),
     ],
 )
-def test_whether_a_rank_went_on_before_its_call_was_over(op: str, fields: dict[str, Any], early: bool) -> None:
+def test_returns_early_finds_asynchronous_calls(op: str, fields: dict[str, Any], early: bool) -> None:
     assert returns_early(record(op, **fields)) is early
 
 
@@ -84,7 +84,7 @@ def _made(calls: list[tuple[CommRecord, int]]) -> list[PlannedCall]:
     return [PlannedCall(record=one, wait_before=wait) for one, wait in calls]
 
 
-def test_a_walk_says_in_which_call_a_rank_stays() -> None:
+def test_a_walk_reports_the_call_each_rank_waits_in() -> None:
     alone = RankPlan(rank=0, calls=_made([(record("all_reduce"), 1), (record("barrier"), 2)]))
     other = RankPlan(rank=1, calls=_made([(record("all_reduce"), 1)]))
     found = walk([alone, other], {"0": [0, 1]})
@@ -93,13 +93,13 @@ def test_a_walk_says_in_which_call_a_rank_stays() -> None:
     assert found.over == {0: bytearray([1, 0]), 1: bytearray([1])}
 
 
-def test_a_walk_counts_a_call_as_made_that_was_launched_before_the_wait_that_never_ends() -> None:
+def test_a_walk_counts_calls_launched_before_an_endless_wait_as_made() -> None:
     both_then_wait = _made([(record("all_reduce"), 2), (record("barrier"), 2)])
     found = walk([RankPlan(rank=0, calls=both_then_wait), RankPlan(rank=1, calls=[])], {"0": [0, 1]})
     assert (found.reached[0], found.made[0]) == (0, bytearray([1, 1]))
 
 
-def test_ranks_that_no_diagnosis_finds_a_fault_in_are_refused_where_they_wait() -> None:
+def test_stuck_ranks_are_reported_even_without_a_diagnosed_fault() -> None:
     plan = plan_of(*[[record("all_reduce"), record("barrier")]] * 2)
     over = dict.fromkeys((0, 1), bytearray([1, 0]))
     made = dict.fromkeys((0, 1), bytearray([1, 1]))
@@ -107,7 +107,7 @@ def test_ranks_that_no_diagnosis_finds_a_fault_in_are_refused_where_they_wait() 
     assert mismatches(plan, stuck) == ["rank 0 waits forever in barrier (call 1 of rank-0)"]
 
 
-def test_threads_of_a_rank_wait_each_for_its_own_group_alone() -> None:
+def test_each_thread_of_a_rank_waits_only_for_its_own_group() -> None:
     """On rank 0 one thread is first, on rank 1 the other: in one line they would wait for each other for ever."""
     first, second = (record("all_reduce", pg=pg, thread=thread) for pg, thread in (("a", 1), ("b", 2)))
     both = {"a": [0, 1], "b": [0, 1]}
@@ -122,7 +122,7 @@ _OPS = st.sampled_from(["blocking", "async", "batch"])
 
 
 @given(st.lists(st.tuples(_OPS, st.integers(0, 2)), max_size=12))
-def test_jobs_whose_ranks_do_the_same_always_come_to_their_end(program: list[tuple[str, int]]) -> None:
+def test_jobs_with_identical_ranks_always_end(program: list[tuple[str, int]]) -> None:
     ranks = []
     for rank in (0, 1):
         calls: list[PlannedCall] = []

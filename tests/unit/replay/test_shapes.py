@@ -82,7 +82,7 @@ def completed(op: str, rank: int = 0, **fields: Any) -> tuple[str, list[list[int
         ("barrier", {}, ("barrier", [], [])),
     ],
 )  # fmt: skip
-def test_tensors_of_a_call_of_four_ranks(op: str, fields: dict[str, Any], expected: object) -> None:
+def test_complete_derives_the_tensors_of_a_call(op: str, fields: dict[str, Any], expected: object) -> None:
     assert completed(op, **fields) == expected
 
 
@@ -100,7 +100,7 @@ def test_tensors_of_a_call_of_four_ranks(op: str, fields: dict[str, Any], expect
          "all_gather of a list without this rank's own part"),
     ],
 )  # fmt: skip
-def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, Any], why: str) -> None:
+def test_a_call_that_cannot_be_replayed_reports_why(op: str, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(LeftOutError) as left:
         completed(op, **fields)
     assert str(left.value) == why
@@ -136,18 +136,18 @@ def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, An
          "out_split adds up to 5, but the tensor has 4 rows"),
     ],
 )  # fmt: skip
-def test_a_call_that_contradicts_itself_says_what(op: str, fields: dict[str, Any], why: str) -> None:
+def test_a_contradictory_call_gives_the_reason(op: str, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(BrokenError) as broken:
         completed(op, **fields)
     assert str(broken.value) == why
 
 
-def test_a_call_has_the_bytes_of_its_tensors_whatever_the_trace_says() -> None:
+def test_the_bytes_of_a_call_come_from_its_tensors_not_the_trace() -> None:
     calls = (record("gather", inputs=[[3]], root=1), record("all_gather"), record("send", peer=1), record("barrier"))
     assert [complete(one, _FOUR, 0).bytes for one in calls] == [48, 64, 16, 0]
 
 
-def test_a_group_without_the_rank_is_no_group_of_its() -> None:
+def test_a_call_on_a_group_without_its_rank_is_refused() -> None:
     with pytest.raises(BrokenError, match=r"^its group '0' is not defined$"):
         complete(record("all_reduce"), None, 0)
     with pytest.raises(BrokenError, match=r"^its group '0' is not defined$"):
@@ -159,7 +159,7 @@ def test_a_group_without_the_rank_is_no_group_of_its() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "send"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> None:
+def test_a_substitute_has_the_same_bytes(backend: str, op: str, dtype: str) -> None:
     instead = substitute(record(op, dtype=dtype, peer=1 if op == "send" else None), backend)
     assert DTYPES[instead.dtype].size * instead.elements == DTYPES[dtype].size
     assert (instead.dtype != dtype) == bool(instead.differences)
@@ -189,12 +189,12 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
         ({"reduce": "avg", "dtype": "int64"}, "gloo", "sum", ("all_reduce as sum, because int64 has no avg",)),
     ],
 )
-def test_reductions(fields: dict[str, Any], backend: str, reduce: str, differences: tuple[str, ...]) -> None:
+def test_reductions_may_change(fields: dict[str, Any], backend: str, reduce: str, differences: tuple[str, ...]) -> None:
     instead = substitute(record("all_reduce", **fields), backend)
     assert (instead.reduce, instead.differences) == (reduce, differences)
 
 
-def test_a_backend_that_is_not_known_gets_the_call_as_it_was() -> None:
+def test_an_unknown_backend_gets_the_recorded_call() -> None:
     found = substitute(record("all_reduce", dtype="float8_e5m2"), "ucc")
     assert found == Substitute(c10d="allreduce_", dtype="float8_e5m2", elements=1, reduce="sum", differences=())
     barrier = record("barrier", c10d="monitored_barrier_")
@@ -203,7 +203,7 @@ def test_a_backend_that_is_not_known_gets_the_call_as_it_was() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=3, max_size=3), min_size=3, max_size=3))
-def test_any_totals_that_agree_are_met(table: list[list[int]]) -> None:
+def test_fit_meets_any_consistent_totals(table: list[list[int]]) -> None:
     rows = [sum(row) for row in table]
     columns = [sum(column) for column in zip(*table, strict=True)]
     made = fit(rows, columns)
@@ -216,7 +216,7 @@ def exchange(inputs: list[int], outputs: list[int]) -> CommRecord:
     return record("all_to_all", c10d="alltoall_base_", inputs=[inputs], outputs=[outputs])
 
 
-def test_an_exchange_without_splits_gets_some_and_it_is_said() -> None:
+def test_missing_all_to_all_splits_are_chosen_and_reported() -> None:
     even = exchange([4], [4])
     plan = plan_of([even, exchange([5, 2], [3, 2])], [even, exchange([1, 2], [3, 2])])
     assert [[call.record.in_split for call in rank.calls] for rank in plan.ranks] == [[None, [3, 2]], [None, [0, 1]]]
@@ -225,7 +225,7 @@ def test_an_exchange_without_splits_gets_some_and_it_is_said() -> None:
 
 
 @pytest.mark.parametrize("other", [exchange([1], [4]), exchange([1, 2], [3, 2])])
-def test_an_exchange_whose_totals_or_rows_differ_is_refused(other: CommRecord) -> None:
+def test_an_exchange_with_unequal_totals_or_rows_is_refused(other: CommRecord) -> None:
     ranks = [exchange([5], [3]), record("barrier")], [other, record("barrier")]
     with pytest.raises(CrossrankError) as refused:
         plan_of(*ranks)

@@ -42,7 +42,7 @@ def job() -> Plan:
     return built(*ranks, groups={"0": _TWO, "dp": _TWO})
 
 
-def test_messages_are_scaled_by_their_elements_and_go_on_to_fit_together() -> None:
+def test_scaling_by_elements_keeps_a_plan_consistent() -> None:
     plan = scale_bytes(job(), 2.5)
     settle(plan)
     gather, scatter, exchange, reduced, sent, barrier = (call.record for call in plan.ranks[0].calls)
@@ -59,19 +59,19 @@ def test_messages_are_scaled_by_their_elements_and_go_on_to_fit_together() -> No
 
 @settings(deadline=None)
 @given(st.floats(0.01, 50))
-def test_any_factor_gives_a_plan_that_fits(factor: float) -> None:
+def test_any_scale_factor_gives_a_consistent_plan(factor: float) -> None:
     plan = scale_bytes(job(), factor)
     settle(plan)
     assert all(call.record.bytes > 0 for call in plan.ranks[0].calls if call.record.op != "barrier")
 
 
-def test_a_type_changes_the_bytes_and_not_the_elements() -> None:
+def test_a_new_dtype_changes_bytes_but_not_elements() -> None:
     plan = with_dtype(job(), "bfloat16")
     assert [call.record.bytes for call in plan.ranks[0].calls] == [12, 20, 6, 8, 8, 0]
     assert plan.ranks[0].calls[0].record.inputs == [[3]]
 
 
-def test_a_filter_counts_what_it_takes_away() -> None:
+def test_a_filter_counts_the_calls_it_removes() -> None:
     plan = only_operations(job(), ["all-gather", "reduce_scatter_tensor"])
     assert ops(plan) == ["all_gather", "reduce_scatter"]
     assert plan.coverage().reasons == {"not in --ops": 8}
@@ -81,7 +81,7 @@ def test_a_filter_counts_what_it_takes_away() -> None:
     assert plan.coverage().reasons == {"not in --pgs": 10}
 
 
-def test_the_first_calls_of_each_rank_are_those_whose_other_ends_are_among_them() -> None:
+def test_first_calls_keeps_only_calls_complete_on_every_rank() -> None:
     early = [record("all_reduce"), record("all_reduce", pg="dp"), record("barrier")]
     late = [early[1], early[0], early[2]]
     plan = built(early, late, groups={"0": _TWO, "dp": _TWO})
@@ -90,7 +90,7 @@ def test_the_first_calls_of_each_rank_are_those_whose_other_ends_are_among_them(
     assert first_calls(plan, 2).coverage().reasons == {"beyond --max-calls": 2}
 
 
-def test_gloo_gets_one_tensor_with_splits_for_a_list_of_uneven_ones() -> None:
+def test_gloo_gets_one_tensor_with_splits_instead_of_an_uneven_list() -> None:
     even = record("all_to_all", c10d="alltoall_", inputs=[[2], [2]], outputs=[[2], [2]])
     lists = [([[1], [2]], [[1], [3]]), ([[3], [4]], [[2], [4]])]
     plan = built(*[[record("all_to_all", c10d="alltoall_", inputs=i, outputs=o), even] for i, o in lists])
@@ -122,6 +122,6 @@ def test_waits_move_with_their_calls() -> None:
         (lambda plan: scale_bytes(plan, 0.0), "--scale-bytes 0 is not above 0"),
     ],
 )
-def test_a_name_or_number_that_cannot_be_is_refused_with_what_can(change: object, message: str) -> None:
+def test_an_invalid_name_or_number_is_refused_with_the_valid_ones(change: object, message: str) -> None:
     with pytest.raises(CrossrankError, match=message):
         change(job())  # type: ignore[operator]

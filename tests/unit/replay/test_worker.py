@@ -20,7 +20,7 @@ from tests.unit.replay.plans import built, rank_trace, record
 _GPU = torch.device("cuda", 3)
 
 
-def test_a_group_is_bound_to_its_gpu_only_where_it_was_when_it_was_recorded() -> None:
+def test_only_groups_recorded_as_bound_are_bound_to_their_gpu() -> None:
     lazy, eager = Group(pg="0", size=2, ranks=[0, 1]), Group(pg="0", size=2, ranks=[0, 1], eager=True)
     assert bound_device(lazy, _GPU) is None
     assert bound_device(None, _GPU) is None
@@ -28,7 +28,7 @@ def test_a_group_is_bound_to_its_gpu_only_where_it_was_when_it_was_recorded() ->
     assert bound_device(eager, torch.device("cpu")) is None
 
 
-def test_a_plan_keeps_that_a_group_was_bound() -> None:
+def test_a_plan_keeps_the_gpu_binding_of_a_group() -> None:
     ranks = [rank_trace(rank, [record("barrier")]) for rank in (0, 1)]
     for rank in ranks:
         rank.groups = [RankGroup(Group(pg="0", size=2, ranks=[0, 1], eager=True))]
@@ -36,13 +36,13 @@ def test_a_plan_keeps_that_a_group_was_bound() -> None:
     assert [group.eager for group in built([record("barrier")], [record("barrier")]).groups] == [False]
 
 
-def test_ranks_with_a_gpu_each_all_have_theirs_whatever_number_it_has_there() -> None:
+def test_each_rank_may_claim_its_own_gpu() -> None:
     rendezvous = Rendezvous(HashStore(), 4)
     for rank, gpu in enumerate(("node-0/a", "node-0/b", "node-1/a", "node-1/b")):
         claim_gpu(rendezvous, rank, gpu)
 
 
-def test_more_ranks_than_gpus_are_refused_with_the_two_that_share_one() -> None:
+def test_ranks_that_share_a_gpu_are_refused() -> None:
     rendezvous = Rendezvous(HashStore(), 3)
     claim_gpu(rendezvous, 0, "node-0/a")
     claim_gpu(rendezvous, 1, "node-0/b")
@@ -57,7 +57,7 @@ def test_more_ranks_than_gpus_are_refused_with_the_two_that_share_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["carrier_pigeon", "undefined", "fake", "backend", "GLOO", "cpu:gloo", ""])
-def test_a_name_that_is_no_backend_is_refused_with_those_that_are(name: str) -> None:
+def test_an_unknown_backend_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(CrossrankError, match=r"^--backend '.*' is not one of gloo, nccl, .*") as refused:
         check_backend(name, "cpu", 2)
     assert repr(name) in str(refused.value)

@@ -77,7 +77,7 @@ def compare(source: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["recording", "flight", "gpu", "exports"])
-def test_every_command_says_the_same_but_for_names(tmp_path: Path, name: str) -> None:
+def test_anonymizing_changes_only_names_in_command_output(tmp_path: Path, name: str) -> None:
     (tmp_path / "source").mkdir()
     if name == "exports":
         write_exports(tmp_path / "source", 3, world=4)
@@ -97,7 +97,7 @@ def test_every_command_says_the_same_but_for_names(tmp_path: Path, name: str) ->
         "flight/gloo_missing",
     ],
 )
-def test_every_command_says_the_same_of_public_traces(tmp_path: Path, name: str) -> None:
+def test_anonymizing_keeps_command_output_of_public_traces(tmp_path: Path, name: str) -> None:
     others = "rank-[2-7].*.gz"  # two of dlrm's eight ranks have names in common, and take a quarter of the time
     shutil.copytree(public(name), tmp_path / "source", ignore=shutil.ignore_patterns("expected.json", others))
     compare(tmp_path / "source", tmp_path)
@@ -179,7 +179,7 @@ def made(job: Path, *, coarse: bool = False) -> tuple[Anonymous, dict[str, str]]
 OF_JOB = {file_name(kind, rank) for kind in ("comms", "et", "flight", "kineto") for rank in (0, 1)}
 
 
-def test_nothing_of_the_user_is_left_in_any_file(job: Path) -> None:
+def test_anonymized_files_have_no_user_text(job: Path) -> None:
     result, files = made(job)
     assert set(files) == OF_JOB
     assert [(name, piece) for name, text in files.items() for piece in PIECES if piece in text] == []
@@ -207,11 +207,11 @@ def test_a_field_or_file_of_an_unknown_kind_is_counted(job: Path) -> None:
     assert "notes.txt: is a file of unknown type" in notes.why
 
 
-def test_every_field_of_the_structs_of_files_has_a_class() -> None:
+def test_every_field_of_a_file_struct_has_a_privacy_class() -> None:
     assert kinds.WITHOUT_CLASS == []
 
 
-def test_columns_of_tables_have_the_classes_of_the_fields_that_they_come_from() -> None:
+def test_table_columns_have_the_privacy_class_of_their_fields() -> None:
     given = [one for struct in (Header, Group, CommRecord) for one in msgspec.structs.fields(struct)]
     declared = {one.encode_name: privacy for one in given for privacy in Privacy if repr(privacy) in repr(one.type)}
     columns = [(name, one) for table in TABLES.values() for name, one in table.columns.items()]
@@ -229,7 +229,7 @@ class Later(msgspec.Struct):
     locality: Locality = "unknown"
 
 
-def test_a_field_without_a_class_is_listed_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_without_a_class_is_listed_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "WITHOUT_CLASS", [])
     rule, scrubber = fields("later", kinds.declared(Later)), Scrubber(Pseudonyms(b"key"), coarse=False)
     assert kinds.WITHOUT_CLASS == ["Later.owner", "Later.accounts"]
@@ -239,7 +239,7 @@ def test_a_field_without_a_class_is_listed_left_out_and_counted(monkeypatch: pyt
     assert rule({"locality": "alice"}, scrubber) == {}
 
 
-def test_what_threads_wait_for_stays_in_a_dump(tmp_path: Path) -> None:
+def test_a_dump_keeps_the_waits_of_threads(tmp_path: Path) -> None:
     moment = {"rank": 0, "world_size": 2, "time_ns": 5, "waits": [{"id": 7, "thread": THREAD}], "waited": [3, 4]}
     moment |= {"moves": True, "busy": 0.5, "stacks": [{"thread": THREAD, "frames": [], "handles": {"error": "Zeta"}}]}
     dump = {"version": "2.10", "pg_config": {}, "entries": [], "crossrank": moment}
@@ -253,7 +253,7 @@ def test_what_threads_wait_for_stays_in_a_dump(tmp_path: Path) -> None:
     assert re.fullmatch(r"x \(text-\w{12}\)", stack["handles"]["error"])
 
 
-def test_a_text_has_one_name_on_all_ranks_and_another_in_the_next_run(job: Path) -> None:
+def test_a_text_has_one_name_per_run_on_all_ranks(job: Path) -> None:
     _, files = made(job)
     headers = [json.loads(files[file_name("comms", rank)].partition("\n")[0])["header"] for rank in (0, 1)]
     assert headers[0]["host"] == headers[1]["host"] != HOST
@@ -263,7 +263,7 @@ def test_a_text_has_one_name_on_all_ranks_and_another_in_the_next_run(job: Path)
     assert json.loads(again[file_name("comms", 0)].partition("\n")[0])["header"]["host"] != headers[0]["host"]
 
 
-def test_times_of_the_day_are_moved_together_and_others_stay(job: Path) -> None:
+def test_all_wall_clock_times_shift_equally_and_others_stay(job: Path) -> None:
     result, files = made(job)
     header = json.loads(files[file_name("comms", 0)].partition("\n")[0])["header"]
     assert header["clock"] == {"t": 0, "wall": 1_780_000_000_000_000_000 - result.shift_ns}
@@ -277,7 +277,7 @@ def test_times_of_the_day_are_moved_together_and_others_stay(job: Path) -> None:
     assert 1 <= result.shift_ns / (365 * 86_400 * 10**9) <= 16
 
 
-def test_what_libraries_say_stays(job: Path) -> None:
+def test_words_of_libraries_stay(job: Path) -> None:
     _, files = made(job)
     names = [event["name"] for event in json.loads(files[file_name("kineto", 0)])["traceEvents"]]
     assert names[2].startswith("void at::native::elementwise_kernel<kernel-")
@@ -296,7 +296,7 @@ def test_what_libraries_say_stays(job: Path) -> None:
         (torch.distributed.ProcessGroup, "ProcessGroup.", 15),
     ],
 )
-def test_torchs_own_names_of_calls_stay(module: object, prefix: str, least: int) -> None:
+def test_torch_call_names_stay(module: object, prefix: str, least: int) -> None:
     calls = r"all_?(reduce|gather|to)|reduce(?!_op)|i?send|i?recv|broadcast|scatter|gather|barrier|batch_i|permute"
     communicates = re.compile(rf"_?({calls}).*")
     inner = re.compile(r".*_(meta|setup_context|timeouts|time_estimate)")
@@ -326,11 +326,11 @@ def test_torchs_own_names_of_calls_stay(module: object, prefix: str, least: int)
         ("<string from alice>", "file-NAME"),
     ],
 )
-def test_paths_of_libraries_lose_what_is_before_them_and_others_get_names(path: str, kept: str) -> None:
+def test_library_paths_lose_their_prefix_and_other_paths_get_names(path: str, kept: str) -> None:
     assert re.sub(r"(?<=(?:file|lder)-)\w{12}", "NAME", Pseudonyms(b"key").path(path)) == kept
 
 
-def test_messages_keep_the_words_of_torch_and_stay_apart() -> None:
+def test_messages_keep_torch_words_and_stay_distinct() -> None:
     names = Pseudonyms(b"key")
     gloo = (
         "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:21507"
@@ -342,7 +342,7 @@ def test_messages_keep_the_words_of_torch_and_stay_apart() -> None:
     assert names.message("lost alice") != names.message("lost bob")
 
 
-def test_verify_finds_what_was_left(job: Path) -> None:
+def test_verify_finds_a_remaining_name(job: Path) -> None:
     result, _ = made(job)
     path = job.parent / "anonymous" / file_name("comms", 1)
     path.write_bytes(
@@ -358,7 +358,7 @@ def test_coarse_sizes_are_powers_of_two(job: Path) -> None:
     assert verify(result) == {}
 
 
-def test_the_command_says_what_became_of_what(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_anonymize_reports_the_result_for_its_files(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = job.parent / "anonymous"
     assert main(["anonymize", str(job), "-o", str(output), "--verify"]) == 0
     out, err = capsys.readouterr()
@@ -401,7 +401,7 @@ def keep_notes_alone(job: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_used_is_said_and_the_rest_is_written(
+def test_unusable_files_are_reported_and_the_rest_is_written(
     job: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], object], code: int, said: str, lacks: Any
 ) -> None:
     change(job)
@@ -446,7 +446,7 @@ def test_two_files_of_a_rank_are_refused_before_anything_is_written(
         "/x/site-packages/torch/_dynamo/../../../home/alice/secret.py",
     ],
 )
-def test_a_name_in_the_form_of_a_library_or_its_folder_has_to_have_its_words(name: str) -> None:
+def test_user_words_in_library_like_names_are_replaced(name: str) -> None:
     names = Pseudonyms(b"key")
     made = names.path(name) if name.startswith("/") else names.range(name)
     assert not any(word in made.lower() for word in ("zetacorp", "alice", "secret", "tower"))
@@ -474,7 +474,7 @@ def test_names_of_torch_and_cuda_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.library)
-def test_kernels_that_communicate_are_known_for_what_they_are(family: KernelFamily) -> None:
+def test_communication_kernels_stay_recognizable(family: KernelFamily) -> None:
     kernels = [name for name in KERNELS if family.pattern.search(name)]
     assert kernels
     for name in kernels:
@@ -518,17 +518,17 @@ KERNELS = (
         ("type", "GenericList[" + "Tensor(long int)," * 40 + "Zetacorp]"),
     ],
 )
-def test_a_text_of_its_kind_with_other_words_is_replaced(kind: str, text: str) -> None:
+def test_a_text_of_a_known_kind_with_user_words_is_replaced(kind: str, text: str) -> None:
     assert Pseudonyms(b"key").text(kind, text) != text
 
 
-def test_other_scripts_are_no_way_through() -> None:
+def test_text_in_other_scripts_is_replaced() -> None:
     names = Pseudonyms(b"key")
     assert names.message("RuntimeError: 无法加载 /数据/客户/模型.pt").isascii()
     assert names.message("нет файла на узле Алиса").isascii()
 
 
-def test_the_ranks_of_a_group_of_thousands_stay(tmp_path: Path) -> None:
+def test_the_ranks_of_a_very_large_group_stay(tmp_path: Path) -> None:
     ranks = json.dumps(list(range(5000)))
     dump = {"version": "2.10", "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}, "entries": []}
     (tmp_path / "rank-0.flight.json").write_text(json.dumps(dump))
@@ -544,7 +544,7 @@ def test_the_dimension_of_a_group_stays_in_its_name() -> None:
     assert names.text("group", "mesh_dp_shard") == "mesh_dp_shard"
 
 
-def test_numbers_that_json_does_not_know_do_not_cost_the_file(job: Path) -> None:
+def test_a_file_with_invalid_json_numbers_is_kept(job: Path) -> None:
     path = job / "rank-0.kineto.json"
     path.write_text(path.read_text().replace('"dur": 2', '"dur": NaN', 1))
     result, files = made(job)
@@ -552,7 +552,7 @@ def test_numbers_that_json_does_not_know_do_not_cost_the_file(job: Path) -> None
     assert ([event["dur"] for event in events], result.lost) == ([None, 2, 2, 2, 2, 2], [])
 
 
-def test_a_linked_trace_is_kept_where_its_two_files_are_not_whole(tmp_path: Path) -> None:
+def test_a_linked_trace_is_kept_only_if_a_source_file_is_damaged(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(SEEDS / "recording", source)
     assert main(["link", str(source), "--jobs", "1"]) == 0
@@ -567,7 +567,7 @@ def test_a_linked_trace_is_kept_where_its_two_files_are_not_whole(tmp_path: Path
 
 
 @pytest.mark.parametrize("moment", ["1e308", "9e999"])  # the second is infinite
-def test_a_time_that_no_clock_has_is_left_out_of_an_export(tmp_path: Path, moment: str) -> None:
+def test_an_impossible_time_is_removed_from_an_export(tmp_path: Path, moment: str) -> None:
     (tmp_path / "source").mkdir()
     write_exports(tmp_path / "source", 1)
     (export,) = (tmp_path / "source").glob("*.sqlite")

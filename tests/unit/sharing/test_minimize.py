@@ -76,7 +76,7 @@ def lines_in(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_lines_of_the_part_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_lines_of_the_part_are_kept_unchanged(tmp_path: Path) -> None:
     part = minimize(job(tmp_path / "job"), "2:4")
     kept = lines_in(part / file_name("comms", 0))
     header, end = kept[0]["header"], kept[-1]["end"]
@@ -94,7 +94,7 @@ def test_lines_of_the_part_are_kept_as_they_are(tmp_path: Path) -> None:
     assert [line["counters"]["gpu"] for line in of_part if "counters" in line] == [2, 3]
 
 
-def test_times_of_the_part_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_a_part_keeps_the_original_times(tmp_path: Path) -> None:
     source = job(tmp_path / "job")
     part = minimize(source, "2:4")
     whole = read_comms(str(source / "rank-1.comms.jsonl"), 1)
@@ -104,7 +104,7 @@ def test_times_of_the_part_are_those_of_the_whole(tmp_path: Path) -> None:
     assert cut.span == (whole.steps[1][1], whole.steps[3][1])
 
 
-def test_windows_come_along_where_all_their_iterations_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_windows_with_all_their_steps_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = job(tmp_path / "job")
     assert (minimize(source, "2:4") / file_name("kineto", 1)).read_bytes() == b"kineto 1"
     cut = tmp_path / "cut"
@@ -113,7 +113,7 @@ def test_windows_come_along_where_all_their_iterations_do(tmp_path: Path, capsys
     assert "window 1 of rank 0-1 (steps 2 to 3): only part of it is in the part" in capsys.readouterr().out
 
 
-def test_dumps_come_along_where_the_run_of_a_rank_ends_in_the_part(tmp_path: Path) -> None:
+def test_dumps_are_kept_if_a_rank_ends_in_the_part(tmp_path: Path) -> None:
     hung = lines_of(1, steps=3, end=None)[:-1]
     part = minimize(job(tmp_path / "job", lines_of(0), hung), "1:4")
     assert (part / file_name("flight", 0)).read_bytes() == (part / file_name("flight", 1)).read_bytes() == b"dump"
@@ -123,14 +123,14 @@ def test_dumps_come_along_where_the_run_of_a_rank_ends_in_the_part(tmp_path: Pat
     assert died.end is None
 
 
-def test_dumps_of_a_later_time_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_dumps_are_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = minimize(job(tmp_path / "job"), "1:2")
     assert not (part / file_name("flight", 0)).exists()
     assert not (part / "verdict.json").exists()
     assert "2 flight-recorder dump(s), because every rank continued after these steps" in capsys.readouterr().out
 
 
-def test_the_whole_is_a_part_of_itself(tmp_path: Path) -> None:
+def test_a_part_with_all_steps_equals_the_recording(tmp_path: Path) -> None:
     part = minimize(job(tmp_path / "job"), "0:99")
     kept = lines_in(part / file_name("comms", 0))
     assert kept[1:-1] == lines_of(0)[1:-1]
@@ -143,13 +143,13 @@ def test_ranks_of_a_large_job_keep_their_folders(tmp_path: Path) -> None:
     assert (minimize(source, "2:3") / rank_folder(9, 128) / file_name("comms", 9)).exists()
 
 
-def test_inspect_says_that_it_is_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reports_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = minimize(job(tmp_path / "job"), "2:4")
     main(["inspect", str(part)])
     assert "steps      4 (steps 2:4 of a longer recording)" in capsys.readouterr().out
 
 
-def test_what_cannot_be_read_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "job"
     write(source, 0, lines_of(0), b'{"id":broken}\n')
     write(source, 1, lines_of(1))
@@ -164,7 +164,7 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path, capsys: pytest.CaptureFi
         ("4:2", "'4:2' is not a range START:STOP with START < STOP"),
     ],
 )
-def test_steps_that_are_not_there_end_in_one_line(
+def test_missing_or_invalid_steps_print_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: str, said: str
 ) -> None:
     words = ["minimize", str(job(tmp_path / "job")), "--steps", steps, "-o", str(tmp_path / "part")]
@@ -183,13 +183,13 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: pytest.Ca
     assert sorted(source.iterdir()) == before
 
 
-def test_other_peoples_traces_have_no_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traces_without_comms_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / file_name("flight", 0)).write_bytes(b"dump")
     assert main(["minimize", str(tmp_path), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 2
     assert "has no comms file, so the steps of its calls are unknown" in capsys.readouterr().err
 
 
-def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_run_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = job(tmp_path / "job")
     assert main(["minimize", str(source), "--steps", "7:9", "-o", str(tmp_path / "part")]) == 2
     assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 0
@@ -199,21 +199,21 @@ def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.Ca
     assert "no call" not in capsys.readouterr().err
 
 
-def test_a_rank_without_a_comms_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_without_a_comms_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = job(tmp_path / "job")
     (source / "rank-1.comms.jsonl").unlink()
     assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 1
     assert "the files of rank 1, which has no comms file" in capsys.readouterr().out
 
 
-def test_files_of_windows_that_are_not_marked_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_unmarked_windows_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unmarked = [line for line in lines_of(0) if "window" not in line]
     source = job(tmp_path / "job", unmarked, lines_of(1))
     assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 0
     assert "2 file(s) of windows whose steps are not in the comms file" in capsys.readouterr().out
 
 
-def test_dumps_do_not_come_along_for_a_rank_that_cannot_be_read(tmp_path: Path) -> None:
+def test_dumps_are_skipped_if_a_rank_is_unreadable(tmp_path: Path) -> None:
     source = job(tmp_path / "job")
     (source / "rank-1.comms.jsonl").write_text("garbage")
     assert main(["minimize", str(source), "--steps", "1:2", "-o", str(tmp_path / "part")]) == 1

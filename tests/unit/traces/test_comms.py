@@ -54,7 +54,7 @@ def trace(path: str, *ids: int, **differs: Any) -> RankTrace:
     return replace(found, **{name: value for name, value in differs.items() if name != "states"})
 
 
-def test_a_recording_that_was_ended_has_all_its_calls_done(tmp_path: Path) -> None:
+def test_a_finished_recording_has_only_finished_calls(tmp_path: Path) -> None:
     raised = {"thread": "MainThread", "error": "ValueError: x", "causes": ["y"], "frames": []}
     step, clock = {"step": {"step": 1, "t": 2500}}, {"clock": {"t": 4000, "wall": WALL + 4000}}
     end = {"end": ENDED | {"exceptions": [raised, raised | {"thread": "loader"}]}}
@@ -68,7 +68,7 @@ def test_a_recording_that_was_ended_has_all_its_calls_done(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("until", "taken_at"), [(4000, WALL + 4000), (3000, None), (0, None), ((1 << 62) - 1, None)])
-def test_a_recording_without_end_leaves_its_last_call_and_its_isends_open(
+def test_the_last_call_and_isends_of_an_unfinished_recording_are_unfinished(
     tmp_path: Path, until: int, taken_at: int | None
 ) -> None:
     path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND, LAST, {"clock": {"t": until}}, {"clock": {}})
@@ -81,7 +81,7 @@ def test_a_recording_without_end_leaves_its_last_call_and_its_isends_open(
     )
 
 
-def test_a_rank_that_was_stopped_may_be_within_its_last_call(tmp_path: Path) -> None:
+def test_a_stopped_rank_may_still_be_in_its_last_call(tmp_path: Path) -> None:
     path = write(
         tmp_path / "c", {"group": GROUP}, REDUCE, SEND | {"api": "send"}, {"end": {"reason": "SIGTERM"}}, world_size=1
     )
@@ -90,7 +90,7 @@ def test_a_rank_that_was_stopped_may_be_within_its_last_call(tmp_path: Path) -> 
     assert (found.span, found.world_size) == ((WALL, WALL + 2000), 1)
 
 
-def test_what_a_header_or_a_record_may_not_say_is_counted(tmp_path: Path) -> None:
+def test_invalid_header_and_record_values_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "c", REDUCE | {"t": -WALL - 1, "id": 1 << 61, "step": 1 << 31}, {"end": {}}, world_size=0)
     found = read_comms(path)
     assert (found.world_size, found.unattributed) == (None, {IMPOSSIBLE: 1})
@@ -106,7 +106,7 @@ def test_what_a_header_or_a_record_may_not_say_is_counted(tmp_path: Path) -> Non
     ("source", "filename", "line"),
     [("a.py:12", "a.py", 12), ("C:b.py:123456789", "C:b.py", 123456789), ("a:1234567890", "a", 0), ("a:²", "a", 0)],
 )
-def test_the_line_that_a_record_names_is_a_stack_of_one_frame(source: str, filename: str, line: int) -> None:
+def test_the_source_line_of_a_record_is_a_stack_of_one_frame(source: str, filename: str, line: int) -> None:
     record = CommRecord(id=0, op="send", c10d="send", pg="", bytes=0, t=0, source=source)
     assert stack_of(record) == (Frame(name="(C++)", filename=filename, line=line),)
 
@@ -114,19 +114,19 @@ def test_the_line_that_a_record_names_is_a_stack_of_one_frame(source: str, filen
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_between_two_readings_a_time_drifts_from_the_one_offset_to_the_other() -> None:
+def test_the_clock_offset_is_interpolated_between_two_readings() -> None:
     clock = WallClock(
         [{"t": 2 * SECOND, "wall": WALL + 2 * SECOND}, {"t": 12 * SECOND, "wall": WALL + 12 * SECOND + 4000}]
     )
     assert [clock.at(second * SECOND) - WALL - second * SECOND for second in (2, 7, 12)] == [0, 2000, 4000]
 
 
-def test_before_the_first_reading_and_after_the_last_their_offsets_hold() -> None:
+def test_the_first_and_last_clock_offsets_apply_outside_the_readings() -> None:
     clock = WallClock([{"t": SECOND, "wall": WALL}, {"t": 11 * SECOND, "wall": WALL + 10 * SECOND + 4000}])
     assert (clock.at(0), clock.at(21 * SECOND)) == (WALL - SECOND, WALL + 20 * SECOND + 4000)
 
 
-def test_a_clock_that_was_set_goes_on_as_if_it_had_not_been_and_says_by_how_much() -> None:
+def test_a_clock_change_is_removed_from_times_and_its_size_is_reported() -> None:
     moments = [{"t": 0, "wall": WALL}, {"t": 10 * SECOND, "wall": WALL + 15 * SECOND}]
     moments.append({"t": 20 * SECOND, "wall": WALL + 25 * SECOND + 1000})
     clock = WallClock(moments)
@@ -135,18 +135,18 @@ def test_a_clock_that_was_set_goes_on_as_if_it_had_not_been_and_says_by_how_much
 
 
 @pytest.mark.parametrize(("by", "set_by"), [(11_000_000, 0), (11_000_001, 11_000_001), (-11_000_001, -11_000_001)])
-def test_a_clock_that_goes_further_than_clocks_drift_was_set(by: int, set_by: int) -> None:
+def test_a_clock_jump_beyond_normal_drift_counts_as_a_change(by: int, set_by: int) -> None:
     moments = [(5, 0), (10, 1000), (20, 1000 + by)]
     clock = WallClock({"t": at * SECOND, "wall": WALL + at * SECOND + off} for at, off in moments)
     assert (clock.set_by, clock.at(20 * SECOND) - WALL - 20 * SECOND) == (set_by, 1000 + by - set_by)
 
 
-def test_readings_that_lack_a_clock_or_go_back_are_left_out() -> None:
+def test_readings_without_a_clock_or_going_back_are_skipped() -> None:
     assert WallClock([{"t": 10, "wall": WALL}, {"t": 20}, {"t": 5, "wall": 0}, {}]).at(20) == WALL + 10
     assert WallClock([{}]).at(7) == 7
 
 
-def test_waits_are_joined_to_their_calls_and_placed_before_the_next_one(tmp_path: Path) -> None:
+def test_waits_are_joined_to_their_calls_and_placed_before_the_next_call(tmp_path: Path) -> None:
     def wait(t: int, took: int, **more: object) -> dict[str, Any]:
         return {"wait": {"t": t, "took": took, "thread": 5, **more}}
 

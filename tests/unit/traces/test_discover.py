@@ -67,7 +67,7 @@ from crossrank.tools.traces.discover import (
         ("rank_00000001.json", None),
     ],
 )
-def test_the_rank_that_a_name_says(name: str, rank: int | None) -> None:
+def test_a_file_name_gives_the_rank(name: str, rank: int | None) -> None:
     assert rank_in_name(name) == rank
 
 
@@ -103,7 +103,7 @@ CONTENTS: dict[str, list[bytes]] = {
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.ZstdCompressor().compress], ids=["", "gzip", "zstd"])
 @pytest.mark.parametrize(("kind", "content"), [(kind, one) for kind, many in CONTENTS.items() for one in many])
-def test_the_kind_that_the_first_bytes_say_whatever_the_name(
+def test_the_first_bytes_decide_the_file_kind_not_the_name(
     tmp_path: Path, kind: str, content: bytes, pack: Any
 ) -> None:
     path = tmp_path / "file.bin"
@@ -111,7 +111,7 @@ def test_the_kind_that_the_first_bytes_say_whatever_the_name(
     assert look(str(path)).kind == kind
 
 
-def test_exports_and_reports_of_nsight_and_databases_of_our_own(tmp_path: Path) -> None:
+def test_nsight_exports_reports_and_our_databases_are_recognised(tmp_path: Path) -> None:
     database(tmp_path / "a", "CREATE TABLE NVTX_EVENTS (start INTEGER)")
     database(tmp_path / "b.sqlite", "CREATE TABLE findings (position INTEGER, role TEXT, kind TEXT, content TEXT)")
     (tmp_path / "c.sqlite").write_bytes(b"no database")
@@ -131,7 +131,7 @@ def test_exports_and_reports_of_nsight_and_databases_of_our_own(tmp_path: Path) 
         ("trace.json", kineto(99_999_999), None),
     ],
 )
-def test_the_rank_that_a_file_says(tmp_path: Path, name: str, content: bytes, rank: int | None) -> None:
+def test_file_content_gives_the_rank(tmp_path: Path, name: str, content: bytes, rank: int | None) -> None:
     (tmp_path / name).write_bytes(content)
     assert look(str(tmp_path / name)).rank == rank
 
@@ -146,13 +146,13 @@ def names_and_ranks(folder: Path) -> list[tuple[str, int | None]]:
     return [(str(Path(file.path).relative_to(folder)), file.rank) for file in discover([str(folder)])]
 
 
-def test_a_folder_is_searched_with_all_below_it_but_for_other_jobs(tmp_path: Path) -> None:
+def test_a_folder_is_searched_recursively_without_other_jobs(tmp_path: Path) -> None:
     put(tmp_path, "node0/dump_0", "node1/a/dump_1", "earlier-1/dump_0", "spawned-12/dump_0", ".cache/dump_0")
     assert names_and_ranks(tmp_path) == [("node0/dump_0", 0), ("node1/a/dump_1", 1)]
     assert other_jobs(str(tmp_path)) == ["earlier-1", "spawned-12"]
 
 
-def test_files_of_one_rank_share_it(tmp_path: Path) -> None:
+def test_a_trace_without_a_rank_gets_the_only_rank(tmp_path: Path) -> None:
     put(tmp_path, "kineto.json", content=kineto(5))
     put(tmp_path, "et.json", content=CONTENTS[EXECUTION_TRACE][0])
     put(tmp_path, "notes-7.txt", "notes.txt", content=b"a note")
@@ -167,7 +167,7 @@ def test_files_of_one_rank_share_it(tmp_path: Path) -> None:
     assert names_and_ranks(tmp_path)[1:3] == [("et.json", None), ("kineto.json", 5)]
 
 
-def test_the_file_nearest_to_the_path_is_taken_and_the_other_is_said(tmp_path: Path) -> None:
+def test_the_file_nearest_to_the_path_is_used_and_the_other_is_reported(tmp_path: Path) -> None:
     put(tmp_path, "rank_0", "copy/rank_0", "copy/rank_1")
     put(tmp_path, "rank-0.linked.json", "copy/rank-0.linked.json", content=CONTENTS[LINKED][0])
     put(tmp_path, "rank_0.sqlite", "copy/rank_0.sqlite", content=b"an export holds several ranks")
@@ -187,7 +187,7 @@ def test_two_files_of_one_rank_side_by_side_are_both_found(tmp_path: Path) -> No
     assert [file.problem for file in discover([str(tmp_path)])] == ["", ""]
 
 
-def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
+def test_unusable_files_report_the_reason(tmp_path: Path) -> None:
     put(tmp_path, "dump_0", content=b"")
     put(tmp_path, "dump_1.gz", content=b"\x1f\x8b\x08")
     put(tmp_path, ".rank-2.et.json.part")
@@ -203,7 +203,7 @@ def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
     }
 
 
-def test_a_file_named_twice_is_found_once(tmp_path: Path) -> None:
+def test_a_file_given_twice_is_found_once(tmp_path: Path) -> None:
     put(tmp_path, "a/b/dump_0", content=CONTENTS[FLIGHT][1])
     (file,) = discover([str(tmp_path), str(tmp_path / "a/b/dump_0")])
     path, size = f"{tmp_path}/a/b/dump_0", len(CONTENTS[FLIGHT][1])

@@ -39,7 +39,7 @@ RAISED, FAILED, LEFT = "has_raised", "has_failed", "has_left"
         (Ending(error="RuntimeError: shapes differ", traceback=IN_TORCH), {GONE, FINAL, RAISED, LEFT}),
     ],
 )
-def test_how_a_rank_ended(ending: Ending, are: set[str]) -> None:
+def test_the_end_of_a_rank_is_classified(ending: Ending, are: set[str]) -> None:
     assert {name for name in (GONE, FINAL, TERMINATED, RAISED, FAILED, LEFT) if getattr(ending, name)} == are
 
 

@@ -21,7 +21,7 @@ def read(path: Path, nodes: list[dict[str, Any]], schema: str = "1.1.0-chakra.0.
     return read_execution_trace(str(path / "et.json"))
 
 
-def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
+def test_flat_and_nested_nodes_are_read_alike(tmp_path: Path) -> None:
     tensor = [4, 5, 0, 6, 4, "cuda:0"]
     about: dict[str, Any] = {"tid": 2, "seq_id": 9, "scope": 1, "fw_tid": 1, "op_schema": 'mm(Tensor "x")'}
     shapes, types = [[2, 3]], ["Tensor(float)"]
@@ -43,7 +43,7 @@ def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "schema", ["1.0.1", "1.0.2-chakra.0.0.4", "1.0.3-chakra.0.0.4", "1.0.4", "1.1.0", "1.1.1-chakra.1.0.0"]
 )
-def test_known_schemas_are_read_without_a_word(tmp_path: Path, schema: str) -> None:
+def test_known_schemas_give_no_warning(tmp_path: Path, schema: str) -> None:
     assert read(tmp_path, [nested_node(1, "a", 0)], schema).warnings == ()
 
 
@@ -61,7 +61,7 @@ def test_a_parent_may_come_later_and_have_the_larger_id(tmp_path: Path) -> None:
     assert trace.warnings == ()
 
 
-def test_duplicate_ids_are_renumbered_and_named(tmp_path: Path) -> None:
+def test_duplicate_ids_are_renumbered_and_reported(tmp_path: Path) -> None:
     nodes = ((4, "a", 0), (4, "b", 0), (6, "c", 4), (4, "d", 0))
     trace = read(tmp_path, [nested_node(*one) for one in nodes])
     found = [(node.id, node.name, node.caller) for node in trace.nodes]
@@ -71,7 +71,7 @@ def test_duplicate_ids_are_renumbered_and_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_parent_that_is_not_there_is_replaced_by_the_thread(tmp_path: Path) -> None:
+def test_a_missing_parent_is_replaced_by_the_thread(tmp_path: Path) -> None:
     root = nested_node(2, "[pytorch|profiler|execution_trace|thread]", 0, tid=1)
     process = nested_node(3, "[pytorch|profiler|execution_trace|process]", 0, tid=4)
     trace = read(tmp_path, [root, process, nested_node(5, "a", 77, 1), nested_node(6, "b", 78, 2, tid=4)])
@@ -86,7 +86,7 @@ def test_a_cycle_of_parents_is_cut(tmp_path: Path) -> None:
     assert trace.warnings == ("1 chain(s) of parents form a cycle (first: at node 3); cut there",)
 
 
-def test_a_chain_of_a_hundred_thousand_parents_is_no_problem(tmp_path: Path) -> None:
+def test_a_chain_of_a_hundred_thousand_parents_is_read(tmp_path: Path) -> None:
     count = 100_000
     trace = read(tmp_path, [nested_node(i, "a", i + 1 if i < count else 0, count - i + 1) for i in range(1, count + 1)])
     assert trace.nodes[0].caller == 2
@@ -105,7 +105,7 @@ def test_a_chain_of_a_hundred_thousand_parents_is_no_problem(tmp_path: Path) -> 
         [{"name": "tid", "value": 1 << 64}],
     ],
 )
-def test_attributes_that_are_not_as_they_should_be_are_counted(tmp_path: Path, attrs: Any) -> None:
+def test_invalid_attributes_are_counted(tmp_path: Path, attrs: Any) -> None:
     trace = read(tmp_path, [nested_node(1, "a", 0), nested_node(8, "b", 1) | {"attrs": attrs}])
     a, b = trace.nodes
     assert (a.name, a.rf_id, a.tid) == ("a", 0, 1)
@@ -142,7 +142,7 @@ def test_process_groups_are_read_and_the_world_has_its_ranks(tmp_path: Path) -> 
     )
 
 
-def test_the_nodes_that_are_wanted_lie_under_their_nearest_caller_that_is(tmp_path: Path) -> None:
+def test_wanted_nodes_are_children_of_their_nearest_wanted_caller(tmp_path: Path) -> None:
     parents = {2: ("a", 0), 3: ("x", 2), 4: ("x", 3), 5: ("a", 4), 6: ("x", 7), 7: ("x", 6), 8: ("a", 6), 9: ("a", 2)}
     parents |= {1: ("a", 0), 10: ("a", 77)}
     given = {"values": [1], "shapes": [[]], "types": ["Int"]}

@@ -21,7 +21,7 @@ def looked(growth: Growth) -> tuple[bytes, bytes]:
     return growth.settled, growth.recent
 
 
-def test_what_stands_for_good_is_given_once_and_the_last_two_frames_at_each_look(tmp_path: Path) -> None:
+def test_final_frames_are_given_once_and_the_last_two_frames_at_each_look(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.comms.jsonl.zst"
     file = GrowingFile(str(path))
     path.write_bytes(frame(b"head\n") + frame(b"clock 1\n"))
@@ -33,7 +33,7 @@ def test_what_stands_for_good_is_given_once_and_the_last_two_frames_at_each_look
     assert looked(file.look()) == (b"a\nb\n", b"c\nclock 3\n")
 
 
-def test_a_frame_that_is_just_being_written_is_left_for_the_next_look(tmp_path: Path) -> None:
+def test_an_unfinished_frame_is_left_for_the_next_look(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.comms.jsonl.zst"
     whole = frame(b"head\n") + frame(b"a\n") + frame(b"clock\n")
     file = GrowingFile(str(path))
@@ -45,7 +45,7 @@ def test_a_frame_that_is_just_being_written_is_left_for_the_next_look(tmp_path: 
     assert looked(file.look()) == (b"head\n", b"a\nclock\n")
 
 
-def test_another_file_at_its_place_is_read_from_the_begin(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read_from_the_start(tmp_path: Path) -> None:
     path, other = tmp_path / "rank-0.comms.jsonl.zst", tmp_path / "other"
     path.write_bytes(frame(b"one\n") + frame(b"two\n") + frame(b"three\n"))
     file = GrowingFile(str(path))
@@ -65,13 +65,13 @@ def test_a_long_file_is_read_in_several_looks(tmp_path: Path, monkeypatch: pytes
     assert [looked(file.look()) for _ in range(3)] == [(b"0\n1\n", b""), (b"2\n3\n", b""), (b"", b"4\n")]
 
 
-def test_a_small_file_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_small_file_with_huge_content_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.comms.jsonl.zst"
     path.write_bytes(frame(bytes(100 << 20)))
     with pytest.raises(BudgetError, match="bytes of content"):
         GrowingFile(str(path)).look()
 
 
-def test_a_file_that_is_gone_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_a_missing_file_raises_the_system_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         GrowingFile(str(tmp_path / "rank-0.comms.jsonl.zst")).look()

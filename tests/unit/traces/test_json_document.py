@@ -46,7 +46,7 @@ def read(path: Path, content: bytes) -> tuple[list[int], str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
-def test_a_whole_file_is_read_however_it_is_compressed(tmp_path: Path, compress: type[bytes]) -> None:
+def test_a_whole_file_is_read_with_any_compression(tmp_path: Path, compress: type[bytes]) -> None:
     assert read(tmp_path / "f", compress(WHOLE)) == (list(range(20)), "1", ())
 
 
@@ -54,7 +54,7 @@ def test_a_whole_file_is_read_however_it_is_compressed(tmp_path: Path, compress:
 @given(
     st.integers(1, 400), st.integers(1, 400), st.sampled_from(["{}", '{"a": NaN}', '{"a": 9}', "cut"]), st.booleans()
 )
-def test_pieces_of_any_size_give_what_the_whole_gives(
+def test_pieces_of_any_size_give_the_same_as_the_whole(
     tmp_path_factory: pytest.TempPathFactory, batch: int, chunk: int, row: str, bare: bool
 ) -> None:
     path = tmp_path_factory.mktemp("pieces") / "f"
@@ -68,7 +68,7 @@ def test_pieces_of_any_size_give_what_the_whole_gives(
     assert len(whole[0]) == {"{}": 20, '{"a": NaN}': 20, '{"a": 9}': 21, "cut": len(whole[0])}[row]
 
 
-def test_rows_are_handed_on_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_passed_on_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_document, "_BATCH", 100)
     monkeypatch.setattr(json_document, "read_chunks", partial(read_chunks, size=150))
     (tmp_path / "f").write_bytes(WHOLE)
@@ -80,7 +80,7 @@ def test_rows_are_handed_on_as_they_come(tmp_path: Path, monkeypatch: pytest.Mon
     assert (document.budget.used[ROWS_READ], document.budget.used[OBJECTS]) == (20, 42)  # braces in texts count as well
 
 
-def test_the_list_alone_is_read(tmp_path: Path) -> None:
+def test_a_bare_list_is_read(tmp_path: Path) -> None:
     assert read(tmp_path / "f", json.dumps(ROWS).encode()) == (list(range(20)), "none", ())
 
 
@@ -103,7 +103,7 @@ def test_a_file_cut_off_anywhere_gives_its_whole_rows_or_one_clear_error(
     assert damage if not after_the_list else whole_rows == 20
 
 
-def test_rows_that_are_no_valid_json_are_counted_and_the_others_kept(tmp_path: Path) -> None:
+def test_invalid_rows_are_counted_and_the_others_kept(tmp_path: Path) -> None:
     content = (
         b'{"version": "2", "rows": [{"a": 1, "time": NaN}, {"a": "7"}, {"a": {}}, {"b": 3}, {"a": 4, "text": "\xff"}]}'
     )
@@ -118,7 +118,7 @@ def test_rows_that_are_no_valid_json_are_counted_and_the_others_kept(tmp_path: P
     "row",
     ["null", '{"a": ' + "9" * 5000 + "}", '{"a": 1, "text": ' + "[" * 5000 + "]" * 5000 + "}", '{"a": [1, NaN]}'],
 )
-def test_one_bad_row_costs_no_other(tmp_path: Path, row: str) -> None:
+def test_one_bad_row_affects_no_other_row(tmp_path: Path, row: str) -> None:
     content = '{"rows": [{"a": 0}, ROW, {"a": 2}, {"a": 3, "text": "\x1b"}], "version": "5"}'.replace("ROW", row)
     rows, version, damage = read(tmp_path / "f", content.encode())
     assert (rows, version) == ([0, 2, 3], "5")
@@ -126,7 +126,7 @@ def test_one_bad_row_costs_no_other(tmp_path: Path, row: str) -> None:
     assert damage[0].startswith("1 of 4 rows are unusable (first: number 2, ")
 
 
-def test_a_torn_gzip_file_says_so_and_gives_what_it_holds(tmp_path: Path) -> None:
+def test_a_cut_off_gzip_file_is_reported_and_its_rows_are_read(tmp_path: Path) -> None:
     many = json.dumps({"rows": [{"a": i, "text": str(i * 7919)} for i in range(5000)]}).encode()
     rows, _, damage = read(tmp_path / "f", gzip.compress(many)[:-4000])
     assert 1000 < len(rows) < 5000
@@ -145,7 +145,7 @@ def test_a_torn_gzip_file_says_so_and_gives_what_it_holds(tmp_path: Path) -> Non
         (b"[" * 100_000, "is not a list of rows"),
     ],
 )
-def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_rows_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "f"
     with pytest.raises(CrossrankError) as caught:
         read(path, content)
@@ -153,7 +153,7 @@ def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, content: by
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CrossrankError, match=r"gone\.json: cannot be opened"):
         Document(str(tmp_path / "gone.json"), SHAPE, list)
 

@@ -40,7 +40,7 @@ def test_times_keep_every_digit_of_a_double(tmp_path: Path, ts: str, dur: str, s
     assert (host.start, host.end) == (start, end)
 
 
-def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
+def test_events_are_sorted_by_kind(tmp_path: Path) -> None:
     sync_args = {"cuda_sync_kind": "Stream Wait Event", "device": 0, "stream": 20, "wait_on_stream": 7}
     sync_args |= {"correlation": 3, "wait_on_cuda_event_record_corr_id": 2}
     trace = read(
@@ -103,14 +103,14 @@ def test_arguments_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ts", ["1e300", "1e999", "-9e20", str(1 << 53)])
-def test_a_time_that_cannot_be_is_no_time(tmp_path: Path, ts: str) -> None:
+def test_an_event_with_an_impossible_time_is_skipped(tmp_path: Path, ts: str) -> None:
     text = json.dumps({"traceEvents": [event(), event(name="absurd", ts=77)]}).replace("77", ts)
     trace = read(tmp_path, text)
     assert [host.name for host in trace.host] == ["n"]
     assert trace.damage == ["1 event(s) have no valid time and were skipped (first: 'absurd')"]
 
 
-def test_a_head_that_is_not_as_it_should_be_loses_that_field_alone(tmp_path: Path) -> None:
+def test_only_the_invalid_field_of_a_head_is_skipped(tmp_path: Path) -> None:
     trace = read(tmp_path, {"distributedInfo": None, "baseTimeNanoseconds": 7, "traceEvents": [event()]})
     assert (trace.base_ns, trace.rank, len(trace.host)) == (7, None, 1)
     assert trace.damage == [
@@ -164,5 +164,5 @@ def test_arguments_of_a_host_event_are_kept_where_they_describe_a_collective(tmp
         ("void at::native::gather_kernel<float>(int)", None),
     ],
 )
-def test_a_kernel_is_known_by_its_library_and_operation(name: str, known: tuple[str, str | None] | None) -> None:
+def test_a_kernel_name_gives_its_library_and_operation(name: str, known: tuple[str, str | None] | None) -> None:
     assert communication_kernel(name) == known

@@ -39,7 +39,7 @@ def copy_without_world(folder: Path) -> None:
         (folder / path.name).write_text("\n".join(kept) + "\n")
 
 
-def test_ranks_are_the_places_in_the_communicator_that_holds_all() -> None:
+def test_ranks_are_positions_in_the_communicator_of_all_processes() -> None:
     found = traces(LOGS)
     assert [(one.rank, one.world_size, len(one)) for one in found] == [(rank, 4, 12) for rank in range(4)]
     groups = {(one.group.pg, one.group.desc, tuple(one.group.ranks or ())) for one in found[3].groups}
@@ -49,7 +49,7 @@ def test_ranks_are_the_places_in_the_communicator_that_holds_all() -> None:
     assert found[0].notes == [LEAVES_OUT]
 
 
-def test_collectives_are_matched_and_as_fast_as_the_plug_in_says() -> None:
+def test_collectives_are_matched_with_the_bandwidth_of_the_plug_in() -> None:
     found = traces(LOGS)
     together = match_collectives(Job.match(found))
     rows = bandwidth(together, inputs=["logs"], by=["op", "group"]).rows
@@ -68,7 +68,7 @@ def test_collectives_are_matched_and_as_fast_as_the_plug_in_says() -> None:
     assert together.unmatched == {}
 
 
-def test_without_such_a_communicator_processes_are_numbered_and_that_is_said(tmp_path: Path) -> None:
+def test_processes_are_numbered_with_a_note_if_no_communicator_has_all(tmp_path: Path) -> None:
     copy_without_world(tmp_path)
     found = traces(tmp_path)
     assert [one.rank for one in found] == [0, 1, 2, 3]
@@ -76,7 +76,7 @@ def test_without_such_a_communicator_processes_are_numbered_and_that_is_said(tmp
     assert found[0].notes[1].startswith("no communicator has all processes")
 
 
-def test_of_a_group_of_which_a_process_is_missing_the_members_are_not_known(tmp_path: Path) -> None:
+def test_the_members_of_a_group_are_unknown_if_a_process_is_missing(tmp_path: Path) -> None:
     first, *_ = sorted(LOGS.iterdir())
     shutil.copy(first, tmp_path)
     (found,) = traces(tmp_path)
@@ -85,7 +85,7 @@ def test_of_a_group_of_which_a_process_is_missing_the_members_are_not_known(tmp_
     assert {record.peer for record in found.records()} == {None}
 
 
-def test_a_verbose_log_says_when_operations_began(tmp_path: Path) -> None:
+def test_a_verbose_log_gives_the_start_of_operations(tmp_path: Path) -> None:
     event = {
         "coll_start_ts": 1_000_000,
         "kernel_events": [{"kernel_start_ts": 1_000_010}, {"kernel_start_ts": 1_000_005}],
@@ -101,7 +101,7 @@ def test_a_verbose_log_says_when_operations_began(tmp_path: Path) -> None:
     assert trace.attributed == {"NCCL Inspector: the kernel, by the CPU's clock": 1}
 
 
-def test_what_is_no_line_of_it_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_invalid_lines_are_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     path = tmp_path / "node0-pid7.log"
     text = sorted(LOGS.iterdir())[0].read_text()
     path.write_text(text.replace('"coll_sn":1', '"coll_sn":-1', 1) + text[:50])
@@ -114,7 +114,7 @@ def test_what_is_no_line_of_it_is_named_and_the_rest_is_read(tmp_path: Path) -> 
         read_inspector(str(path))
 
 
-def test_beside_a_recording_logs_are_left_out_unless_they_are_asked_for(tmp_path: Path) -> None:
+def test_logs_next_to_a_recording_are_skipped_unless_requested(tmp_path: Path) -> None:
     for path in LOGS.iterdir():
         shutil.copy(path, tmp_path)
     (tmp_path / "trace_0.json").write_text('{"traceEvents": []}')

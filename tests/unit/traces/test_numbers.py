@@ -26,14 +26,14 @@ def trace(path: Path, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("field", "value"), [("pid", -1), ("start_ts", 1 << 63), ("finish_ts", 10**400), ("schema", "\ud800")]
 )
-def test_a_head_that_cannot_be_is_left_out_and_told(tmp_path: Path, field: str, value: object) -> None:
+def test_an_impossible_head_field_is_skipped_and_reported(tmp_path: Path, field: str, value: object) -> None:
     read = read_execution_trace(trace(tmp_path / "rank-0.et.json", **{field: value}))
     assert len(read.nodes) == 2
     assert [text for text in read.damage if text.startswith(f"{field} is unusable")]
 
 
 @pytest.mark.parametrize("number", [str(1 << 62), str(-(1 << 63)), "1" + "0" * 30])
-def test_a_node_with_a_number_beyond_reason_is_left_out_and_counted(tmp_path: Path, number: str) -> None:
+def test_a_node_with_an_impossible_number_is_skipped_and_counted(tmp_path: Path, number: str) -> None:
     path = trace(tmp_path / "rank-0.et.json", nodes=[NODE, NODE | {"id": 2, "ctrl_deps": "@"}])
     Path(path).write_text(Path(path).read_text().replace('"@"', number))
     read = read_execution_trace(path)
@@ -43,7 +43,7 @@ def test_a_node_with_a_number_beyond_reason_is_left_out_and_counted(tmp_path: Pa
 
 @pytest.mark.parametrize("time", ["NaN", "sNaN", "Infinity", "1E+999999999", "-1E+400"])
 @pytest.mark.parametrize("field", ["ts", "dur"])
-def test_a_decimal_that_is_no_time_is_told(tmp_path: Path, time: str, field: str) -> None:
+def test_a_decimal_that_is_not_a_time_is_reported(tmp_path: Path, time: str, field: str) -> None:
     event = {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": "1.5", "dur": "2"}
     path = tmp_path / "rank-0.kineto.json"
     events = [event | {"args": {"External id": 1}}, event | {field: time}]
@@ -54,7 +54,7 @@ def test_a_decimal_that_is_no_time_is_told(tmp_path: Path, time: str, field: str
 
 
 @pytest.mark.parametrize("time", ["NaN", "1E+999999999", "-1E+400"])
-def test_a_time_that_cannot_be_is_told_with_its_node(tmp_path: Path, time: str) -> None:
+def test_an_impossible_time_is_refused_in_one_line(tmp_path: Path, time: str) -> None:
     head = {"version": "0", "rank": 0, "world_size": 1, "et_schema": "", "base_time_ns": 0, "inputs": {}, "groups": []}
     path = trace(tmp_path / "rank-0.linked.json", nodes=[NODE | {"ts": time}], crossrank=head)
     with pytest.raises(CrossrankError) as error:
@@ -63,6 +63,6 @@ def test_a_time_that_cannot_be_is_told_with_its_node(tmp_path: Path, time: str) 
     assert "\n" not in str(error.value)
 
 
-def test_inputs_that_are_no_text_are_shown_as_far_as_they_are() -> None:
+def test_invalid_text_in_inputs_is_shown_with_replacement_characters() -> None:
     values, shapes, types = io_texts(msgspec.Raw(b'{"values":["\xed\xa0"],"shapes":[[]],"types":["String"]}'))
     assert (values, shapes, types) == ('["\ufffd\ufffd"]', "[[]]", '["String"]')

@@ -56,7 +56,7 @@ def record(comms: ParamComms | None, group: Group | None = GROUP) -> CommRecord:
     return to_record(known(comms), group, number=0, time=9, c10d="x")
 
 
-def test_the_layout_of_1_0_1_with_a_pointer_for_the_group() -> None:
+def test_layout_1_0_1_with_a_group_pointer_is_parsed() -> None:
     outputs = {"values": [[9, 8, 0, 768, 4, "cuda:0"]], "shapes": [[768]], "types": ["Tensor(int)"]}
     values = [[1, 2, 0, 3392, 4, "cuda:0"], 150, 94594108284448, 0, "all_to_allv", [96, 224], [96, 96]]
     comms = known(from_node(node(values, [3392], "Tensor(int)", outputs=outputs)))
@@ -72,7 +72,7 @@ def test_a_wait_has_no_tensors_and_no_operation() -> None:
     assert (comms.name, comms.inputs, comms.seq) == ("wait", [], 141)
 
 
-def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_group() -> None:
+def test_layout_1_0_3_with_group_name_description_and_shape_is_parsed() -> None:
     values = [[FLOATS, FLOATS], 12, ["3", "dp"], 1, "broadcast", [], [], 4, 2, 2]
     comms = known(from_node(node(values, [[24], [4, 6]], "GenericList[Tensor(float),Tensor(float)]")))
     assert (comms.pg, comms.desc, comms.ranks, comms.group_size) == ("3", "dp", range(4, 8, 2), 2)
@@ -81,7 +81,7 @@ def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_grou
     assert (made.op, made.root, made.bytes, made.inputs) == ("broadcast", 6, 192, [[24], [4, 6]])
 
 
-def test_the_layout_of_newer_torch_with_a_pair_for_the_sequence_and_attributes() -> None:
+def test_layout_of_newer_torch_with_sequence_pair_and_attributes_is_parsed() -> None:
     attributes: dict[str, Any] = {
         "collective_name": "send",
         "dtype": "Float",
@@ -97,7 +97,7 @@ def test_the_layout_of_newer_torch_with_a_pair_for_the_sequence_and_attributes()
     assert (comms.is_p2p, comms.desc, comms.ranks) == (True, "pipeline", range(4, 8, 2))
 
 
-def test_a_receive_takes_its_bytes_from_the_side_that_names_the_tensor() -> None:
+def test_a_receive_takes_its_bytes_from_the_side_with_the_tensor() -> None:
     made = record(from_node(node([[FLOATS], 2, "3", 0, "recvAnySource", [], []], [[24]], LIST)))
     assert (made.op, made.peer, made.bytes) == ("recv", 4, 96)
 
@@ -114,11 +114,11 @@ def test_hostile_values_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("values", [[], ["x"], [1, 2, 3], [[], "a", {}], [None] * 9, ["a", "b", "c", "d"]])
-def test_a_layout_that_is_not_known_gives_nothing(values: list[Any]) -> None:
+def test_an_unknown_layout_gives_nothing(values: list[Any]) -> None:
     assert from_node(node(values)) is None
 
 
-def test_kineto_arguments_of_a_kernel() -> None:
+def test_kineto_arguments_of_a_kernel_are_parsed() -> None:
     args: dict[str, Any] = {"Collective name": "_allgather_base", "In msg nelems": 12, "Out msg nelems": 24}
     args |= {
         "Group size": 2,
@@ -136,7 +136,7 @@ def test_kineto_arguments_of_a_kernel() -> None:
     assert from_kineto(raw({"stream": 7})) is from_kineto(raw({"Collective name": 7, "Group size": []})) is None
 
 
-def test_a_c10d_op_by_the_arguments_of_its_schema() -> None:
+def test_a_c10d_op_is_read_by_the_arguments_of_its_schema() -> None:
     schema = (
         "c10d::_reduce_scatter_base_(Tensor output_tensor, Tensor input_tensor, "
         "__torch__.torch.classes.c10d.ProcessGroup process_group, __torch__.torch.classes.c10d.ReduceOp reduce_op, "
@@ -151,7 +151,7 @@ def test_a_c10d_op_by_the_arguments_of_its_schema() -> None:
     assert record(comms).bytes == 96
 
 
-def test_a_functional_collective_names_its_group_and_reduction() -> None:
+def test_a_functional_collective_gives_its_group_and_reduction() -> None:
     name = "_c10d_functional::all_reduce"
     schema = f"{name}(Tensor input, str reduce_op, str group_name) -> Tensor"
     outputs = {"values": [FLOATS], "shapes": [[4, 6]], "types": ["Tensor(float)"]}
@@ -161,7 +161,7 @@ def test_a_functional_collective_names_its_group_and_reduction() -> None:
     assert made.inputs == made.outputs == [[4, 6]]
 
 
-def test_a_root_outside_the_group_is_not_guessed() -> None:
+def test_a_root_outside_the_group_is_unknown() -> None:
     comms = ParamComms(name="broadcast", rank=5, pg="3")
     assert record(comms).root is None
     assert record(comms, None).root is None
@@ -189,7 +189,7 @@ def test_the_tensor_of_a_receive_is_its_output(name: str, sides: tuple[list[list
         ({"name": "something", "in_elements": 4}, 2, 16),
     ],
 )
-def test_a_side_that_is_not_named_follows_from_the_other(fields: dict[str, Any], size: int | None, bytes: int) -> None:
+def test_a_missing_side_is_derived_from_the_other(fields: dict[str, Any], size: int | None, bytes: int) -> None:
     group = None if size is None else Group(pg="", size=size)
     assert record(ParamComms(**{"dtype": "Float"} | fields), group).bytes == bytes
 
@@ -208,30 +208,30 @@ def test_a_side_that_is_not_named_follows_from_the_other(fields: dict[str, Any],
         (0, None, 2, None),
     ],
 )
-def test_ranks_in_even_steps_are_those_of_a_group(start: Any, stride: Any, size: int, ranks: range | None) -> None:
+def test_start_and_stride_give_the_ranks_of_a_group(start: Any, stride: Any, size: int, ranks: range | None) -> None:
     args = {"Collective name": "send", "Dst Rank": 1, "Src Rank": 0, "Global rank start": start}
     args |= {"Global rank stride": stride, "Group size": size}
     comms = known(from_kineto(raw(args)))
     assert (comms.ranks, comms.rank, comms.is_p2p) == (ranks, 1, True)
 
 
-def test_a_call_of_no_known_operation_or_size_is_taken_by_its_name() -> None:
+def test_a_call_of_unknown_operation_and_size_keeps_its_name() -> None:
     args = {"Collective name": "warp", "Src Rank": 3, "Global rank start": 0, "Global rank stride": 1}
     assert from_kineto(raw(args)) == ParamComms(name="warp", group_size=0)
 
 
 @pytest.mark.parametrize("inputs", [[[2, 3]], []])
 @pytest.mark.parametrize("in_elements", [6, 0])
-def test_shapes_that_are_recorded_are_not_made_of_counts(inputs: list[list[int]], in_elements: int) -> None:
+def test_recorded_shapes_are_not_replaced_by_counts(inputs: list[list[int]], in_elements: int) -> None:
     comms = ParamComms(name="x", inputs=inputs, outputs=[[5]], in_elements=in_elements, out_elements=8)
     shapes_from_elements(comms)
     assert (comms.inputs, comms.outputs) == (inputs or [[6]] * (in_elements > 0), [[5]])
 
 
-def test_bytes_of_tensors_count_however_deep_they_lie() -> None:
+def test_tensor_bytes_count_at_any_depth() -> None:
     assert tensor_bytes([FLOATS, 3, [HALVES, [1]], [*FLOATS[:5], 0]]) == 192
 
 
 @pytest.mark.parametrize(("pg", "is_address"), [("123456789", True), ("12345678", False), ("default_pg", False)])
-def test_a_long_number_for_a_name_is_an_address(pg: str, is_address: bool) -> None:
+def test_a_long_number_as_a_name_is_an_address(pg: str, is_address: bool) -> None:
     assert named_by_address(pg) == is_address

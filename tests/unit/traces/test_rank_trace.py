@@ -40,7 +40,7 @@ RECORDS = [
 ]
 
 
-def test_a_row_is_the_record_that_was_added_and_equal_calls_share_a_signature() -> None:
+def test_a_row_is_the_added_record_and_equal_calls_share_a_signature() -> None:
     trace = build(*RECORDS)
     assert list(trace.records()) == RECORDS
     assert list(trace.calls.signature) == [0, 1, 0]
@@ -49,7 +49,7 @@ def test_a_row_is_the_record_that_was_added_and_equal_calls_share_a_signature() 
     assert [trace.took(row) for row in range(3)] == [7, None, None]
 
 
-def test_calls_are_sorted_by_time_with_what_belongs_to_them() -> None:
+def test_calls_are_sorted_by_time_with_their_related_data() -> None:
     trace = build(*RECORDS)
     trace.unawaited = {0}
     sort_by_time(trace)
@@ -68,7 +68,7 @@ def test_calls_are_sorted_by_time_with_what_belongs_to_them() -> None:
         ({"id": -(1 << 62), "seq": 4}, (0, 0), False),
     ],
 )
-def test_a_call_with_impossible_numbers_has_none(fields: dict[str, int], given: tuple[int, int], kept: bool) -> None:
+def test_a_call_with_impossible_numbers_loses_them(fields: dict[str, int], given: tuple[int, int], kept: bool) -> None:
     record = msgspec.structs.replace(call(5, t=1 << 60), **fields)
     trace = RankTrace(rank=0, path="f", source="comms")
     TraceBuilder(trace).add(record, called=record.t)
@@ -78,14 +78,14 @@ def test_a_call_with_impossible_numbers_has_none(fields: dict[str, int], given: 
     assert [one.group for one in trace.groups] == [Group(pg="0", size=0)]
 
 
-def test_a_size_reckoned_from_damaged_extents_is_marked_as_one_that_no_call_has() -> None:
+def test_a_size_from_damaged_extents_is_marked_as_impossible() -> None:
     trace = RankTrace(rank=0, path="f", source="basic")
     extents = [[(1 << 62) - 1]]
     TraceBuilder(trace).add(msgspec.structs.replace(call(5), inputs=extents, bytes=extents[0][0] * 8), called=0)
     assert [(one.bytes, one.inputs) for one in trace.signatures] == [(MOST + 1, [])]
 
 
-def test_the_first_definition_of_a_group_counts_or_the_last_where_that_is_asked_for() -> None:
+def test_the_first_definition_of_a_group_counts_unless_the_last_is_requested() -> None:
     trace = build()
     builder = TraceBuilder(trace)
     assert (builder.define(Group(pg="0", size=3)), builder.define(Group(pg="0", size=2), "gloo")) == (0, 1)
@@ -95,7 +95,7 @@ def test_the_first_definition_of_a_group_counts_or_the_last_where_that_is_asked_
     assert [trace.is_gloo(group) for group in (None, 0, 1)] == [False, False, True]
 
 
-def test_other_calls_keep_the_times_and_waits_of_their_rows() -> None:
+def test_replacement_calls_keep_the_times_and_waits_of_their_rows() -> None:
     trace = build(*RECORDS)
     trace.waits = Waits(array("q", [2, -1, 3]), array("b", [0, -1, 1]), array("q", [10, 20, 30]), 2, 1)
     other = call(9, "recv", p2p_seq=1, peer=1, batch=2)
@@ -109,7 +109,7 @@ def test_other_calls_keep_the_times_and_waits_of_their_rows() -> None:
     assert list(trace.records()) == RECORDS
 
 
-def test_launches_come_apart_into_the_calls_that_share_their_number() -> None:
+def test_launches_are_split_into_their_calls_with_the_same_number() -> None:
     members = [call(0, bytes=4), call(0, "broadcast", bytes=6)]
     launch = launch_of(members)
     assert (launch.bytes, launch.members, launch_of(members[:1])) == (10, members, members[0])

@@ -10,7 +10,7 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.traces.replayed import Coverage, read_report
 
 
-def test_a_coverage_is_complete_where_nothing_was_left_out_or_lost() -> None:
+def test_a_coverage_is_complete_if_nothing_is_skipped_or_lost() -> None:
     none = {"calls": 0, "recorded_calls": 0, "bytes": 0, "recorded_bytes": 0}
     half = {"calls": 1, "recorded_calls": 2, "bytes": 1, "recorded_bytes": 4}
     whole, damaged = Coverage(reasons={}, damaged=False, **none), Coverage(reasons={}, damaged=True, **none)
@@ -28,7 +28,7 @@ def test_a_coverage_is_complete_where_nothing_was_left_out_or_lost() -> None:
         (None, "cannot be opened: No such file"),
     ],
 )
-def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
+def test_a_missing_or_invalid_report_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
     path = tmp_path / "replay.json"
     if content is not None:
         path.write_bytes(content)

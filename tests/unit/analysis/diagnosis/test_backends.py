@@ -39,7 +39,7 @@ def test_a_job_on_two_backends_that_ended_well_is_healthy(timing: bool, tmp_path
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
-def test_a_hang_on_gloo_beside_nccl_is_found_on_the_group_that_they_share(tmp_path: Path) -> None:
+def test_a_gloo_hang_next_to_nccl_is_found_on_their_shared_group(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0", inputs=((3,),))] * 5 for _ in range(4)]
     programs[2][4] = CpuStall()
     write(tmp_path, SimulatedJob(*training(4, 3)), SimulatedJob(programs, WORLD, backend="gloo"))

@@ -42,9 +42,7 @@ def made(letters: str) -> JobState:
         ("asat", False, True),
     ],
 )
-def test_a_call_is_usual_where_the_like_led_to_it_and_new_where_it_never_was_made(
-    letters: str, usual: bool, new: bool
-) -> None:
+def test_a_call_is_usual_after_the_same_history_and_new_if_never_made(letters: str, usual: bool, new: bool) -> None:
     found, last = made(letters + "d"), len(letters) - 1
     assert (is_usual(found, 0, last), is_new(found, 0, last)) == (usual, new)
 
@@ -66,7 +64,7 @@ def test_a_call_is_usual_where_the_like_led_to_it_and_new_where_it_never_was_mad
         ("ascatcac", 0, (1, 2), True),
     ],
 )
-def test_a_call_is_skipped_where_one_that_was_made_before_stands_in_its_turn(
+def test_a_call_is_skipped_if_another_known_call_took_its_turn(
     letters: str, group_of_it: int, peers: tuple[int, ...], skipped: bool
 ) -> None:
     found = made(letters + "d")
@@ -74,6 +72,6 @@ def test_a_call_is_skipped_where_one_that_was_made_before_stands_in_its_turn(
 
 
 @pytest.mark.parametrize(("op", "skipped"), [("send", True), ("recv", False)])
-def test_a_receive_is_not_skipped_where_a_send_to_the_same_rank_was_due(op: str, skipped: bool) -> None:
+def test_a_receive_is_not_skipped_if_a_send_to_the_rank_was_due(op: str, skipped: bool) -> None:
     found = made("ascascacd")
     assert has_skipped(found, 0, found.groups[0], 7, (1,), op) == skipped

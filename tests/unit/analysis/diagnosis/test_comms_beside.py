@@ -93,7 +93,7 @@ def test_sends_and_receives_of_gloo_come_from_the_comms_files(tmp_path: Path) ->
     )
 
 
-def test_comms_files_alone_show_a_receive_that_nobody_answers(tmp_path: Path) -> None:
+def test_comms_files_alone_show_an_unmatched_receive(tmp_path: Path) -> None:
     write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1), p2p("recv", 2, 1)])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1)], ended=True)
     write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
@@ -101,14 +101,14 @@ def test_comms_files_alone_show_a_receive_that_nobody_answers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("api", ["irecv", "batch_isend_irecv"])
-def test_a_receive_that_did_not_block_is_no_fault_once_it_is_answered(api: str, tmp_path: Path) -> None:
+def test_an_async_receive_is_not_a_fault_once_it_is_matched(api: str, tmp_path: Path) -> None:
     write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 1, 1, api), all_reduce(2)])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("send", 0, 1, "isend"), all_reduce(2)])
     write_comms(tmp_path, 2, [all_reduce(1), all_reduce(2)])
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
-def test_roots_and_reductions_are_compared_where_they_are_known(tmp_path: Path) -> None:
+def test_known_roots_and_reductions_are_compared(tmp_path: Path) -> None:
     for rank in range(3):
         records = [
             {"op": "broadcast", "pg": "0", "seq": 1, "root": 0},
@@ -121,7 +121,7 @@ def test_roots_and_reductions_are_compared_where_they_are_known(tmp_path: Path) 
     assert roots(diagnosis_of(tmp_path / "root")) == [("root_mismatch", "default_pg", 1, [2], [])]
 
 
-def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> None:
+def test_a_rank_without_a_dump_is_named_with_its_last_call(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0", inputs=((8,),))] * 2 for _ in range(3)]
     programs[2][1] = CpuStall()
     job = SimulatedJob(programs, GROUPS, backend="gloo")
@@ -138,7 +138,7 @@ def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> N
     )
 
 
-def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
+def test_an_invalid_number_skips_only_its_call(tmp_path: Path) -> None:
     write_comms(tmp_path, 0, [all_reduce(1), all_reduce(123), all_reduce(2)])
     file = tmp_path / "rank-0.comms.jsonl"
     file.write_text(file.read_text().replace('"seq": 123', f'"seq": {1 << 63}'))
@@ -149,7 +149,7 @@ def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_path: Path) -> None:
+def test_a_send_and_a_receive_with_different_tags_do_not_match(tmp_path: Path) -> None:
     write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1) | {"tag": 1}])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1) | {"tag": 2}])
     write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
@@ -157,7 +157,7 @@ def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_pat
 
 
 @pytest.mark.parametrize(("last", "noted"), [("broadcast", "broadcast"), ("reduce_scatter", "all_reduce")])
-def test_a_dump_learns_the_roots_and_reductions_of_its_calls(last: str, noted: str, tmp_path: Path) -> None:
+def test_comms_files_add_roots_and_reductions_to_a_dump(last: str, noted: str, tmp_path: Path) -> None:
     """Also where the last call is one of which gloo makes another."""
     broadcasts = [Collective("0", "broadcast", ((8,),))] * 3
     job = SimulatedJob([[*broadcasts, Collective("0", noted, ((8,),))]] * 3, GROUPS, backend="gloo")
@@ -180,7 +180,7 @@ def test_a_dump_learns_the_roots_and_reductions_of_its_calls(last: str, noted: s
     assert found.findings[0].places[0].frames == ["(C++) (train.py:7)"]
 
 
-def test_a_comms_file_that_leaves_out_what_stays_in_a_node_proves_no_absence(tmp_path: Path) -> None:
+def test_a_crossnode_comms_file_does_not_prove_a_missing_call(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0"), Collective("7")], [Collective("0")], [Collective("0"), Collective("7")]]
     job = SimulatedJob(programs, GROUPS, backend="gloo")
     job.run()
@@ -218,7 +218,7 @@ def test_a_barrier_that_torch_does_not_record_comes_from_the_comms_files(tmp_pat
         ),
     ],
 )
-def test_the_moment_of_comms_files_tells_a_hang_from_a_job_that_trains(
+def test_the_times_of_comms_files_separate_hangs_from_training(
     until: tuple[float, ...], end: dict[str, Any], suspects: list[int], tmp_path: Path
 ) -> None:
     for rank in range(3):
@@ -227,7 +227,7 @@ def test_the_moment_of_comms_files_tells_a_hang_from_a_job_that_trains(
     assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
 
 
-def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_hang(tmp_path: Path) -> None:
+def test_comms_files_without_newer_calls_do_not_replace_dumps_of_a_hang(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0", inputs=((8,),))], [Collective("0", inputs=((8,),))], []]
     job = SimulatedJob(programs, GROUPS, backend="gloo")
     write_moments(job, tmp_path, {rank: Moment() for rank in range(3)})
@@ -237,7 +237,7 @@ def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_han
 
 
 @pytest.mark.parametrize(("until", "suspects"), [(3.5, []), (60.0, [2])])
-def test_a_call_of_a_thread_that_one_member_never_makes_is_open_although_all_others_go_on(
+def test_a_call_one_rank_skips_is_unfinished_even_if_other_threads_continue(
     until: float, suspects: list[int], tmp_path: Path
 ) -> None:
     for rank in range(3):
@@ -248,7 +248,7 @@ def test_a_call_of_a_thread_that_one_member_never_makes_is_open_although_all_oth
     assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
 
 
-def test_a_rank_that_died_without_a_word_is_named_beside_the_exceptions_of_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_died_silently_is_named_despite_exceptions_of_others(tmp_path: Path) -> None:
     error = "TrainingError: step 1 failed"
     job = SimulatedJob([[Collective("0", inputs=((8,),))]] * 3, GROUPS, backend="gloo")
     write_moments(job, tmp_path, dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=error)))
@@ -258,7 +258,7 @@ def test_a_rank_that_died_without_a_word_is_named_beside_the_exceptions_of_the_o
 
 
 @pytest.mark.parametrize("op", ["gather", "reduce"])
-def test_a_root_is_not_past_its_call_because_those_that_send_to_it_are(op: str, tmp_path: Path) -> None:
+def test_a_root_is_still_in_its_call_after_its_senders_leave(op: str, tmp_path: Path) -> None:
     for rank in range(3):
         to_root = {"op": op, "pg": "0", "seq": 2, "root": 0}
         records = [all_reduce(1), to_root, all_reduce(3)][: (2, 3, 1)[rank]]

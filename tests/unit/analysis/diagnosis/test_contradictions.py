@@ -42,7 +42,7 @@ def found_in(folder: Path, *entries: dict[str, Any]) -> list[Finding]:
         ({"output_dtypes": ["Half"]}, "dtype_mismatch"),
     ],
 )
-def test_a_rank_whose_call_contradicts_itself_is_the_odd_one_even_without_a_majority(
+def test_a_rank_with_an_inconsistent_call_is_the_culprit_without_a_majority(
     wrong: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     assert found_in(tmp_path, entry(), entry(**wrong))[0][:4] == (kind, "default_pg", 1, [1])
@@ -61,9 +61,7 @@ def test_a_rank_whose_call_contradicts_itself_is_the_odd_one_even_without_a_majo
     ],
     ids=lambda wrong: wrong["profiling_name"],
 )
-def test_a_call_that_contradicts_itself_on_every_rank_is_an_error_of_nobody_in_particular(
-    wrong: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_call_inconsistent_on_every_rank_has_no_culprit(wrong: dict[str, Any], tmp_path: Path) -> None:
     assert found_in(tmp_path, wrong, wrong)[0][:4] == ("size_mismatch", "default_pg", 1, [])
 
 
@@ -81,19 +79,19 @@ def test_a_call_that_contradicts_itself_on_every_rank_is_an_error_of_nobody_in_p
     ],
     ids=lambda call: f"{call.op}-{len(call.output_sizes)}",
 )
-def test_calls_as_torch_makes_them_do_not_contradict_themselves(call: Collective, tmp_path: Path) -> None:
+def test_calls_made_by_torch_are_consistent(call: Collective, tmp_path: Path) -> None:
     job = SimulatedJob([[call] * 2] * 4, {"0": ("default_pg", [0, 1, 2, 3])})
     assert diagnose_job(job, tmp_path).verdict == "ok"
 
 
 @pytest.mark.parametrize("name", ["UNKNOWN_SCALAR", "Undefined"])
-def test_a_gather_of_which_nccl_notes_no_type_where_nothing_comes_out_fits(name: str, tmp_path: Path) -> None:
+def test_a_gather_without_output_types_on_non_roots_matches(name: str, tmp_path: Path) -> None:
     root = entry("gather", input_sizes=[[64]], output_sizes=[[64]] * 3)
     other = entry("gather", input_sizes=[[64]], output_sizes=[], output_dtypes=[name])
     assert found_in(tmp_path, root, other, other)[0][0] == "all_joined_not_completed"
 
 
-def test_roots_of_gather_and_scatter_hold_what_the_others_do_not(tmp_path: Path) -> None:
+def test_gather_and_scatter_roots_may_have_other_sizes(tmp_path: Path) -> None:
     groups: Groups = {"0": ("default_pg", [0, 1])}
     programs: Programs = [
         [Collective("0", "gather", SIDE, SIDE * 2), Collective("0", "scatter", SIDE * 2, SIDE)],
@@ -106,14 +104,14 @@ def test_roots_of_gather_and_scatter_hold_what_the_others_do_not(tmp_path: Path)
 SIDE = ((4, 4),)
 
 
-def test_a_call_that_is_over_on_one_rank_and_open_on_another_is_not_healthy(tmp_path: Path) -> None:
+def test_a_call_finished_on_only_one_rank_is_not_healthy(tmp_path: Path) -> None:
     assert found_in(tmp_path, entry(), entry(state="completed")) == [
         ("all_joined_not_completed", "default_pg", 1, [], [0])
     ]
 
 
 @pytest.mark.parametrize(("after", "kinds"), [(60.0, [("not_completed", [1])]), (0.01, [])])
-def test_a_rank_whose_last_call_stays_open_long_after_it_was_over_hangs_in_it(
+def test_a_rank_hangs_if_its_last_call_ended_long_ago_elsewhere(
     after: float, kinds: list[tuple[str, list[int]]], tmp_path: Path
 ) -> None:
     job = SimulatedJob([[Collective("0")] * 3] * 4, {"0": ("default_pg", [0, 1, 2, 3])}, timing=False)
@@ -125,7 +123,7 @@ def test_a_rank_whose_last_call_stays_open_long_after_it_was_over_hangs_in_it(
 
 
 @pytest.mark.parametrize("missing", [0, 3])
-def test_two_against_one_is_no_majority_of_four(missing: int, tmp_path: Path) -> None:
+def test_two_against_one_is_not_a_majority_of_four(missing: int, tmp_path: Path) -> None:
     programs: Programs = [[Collective("0", inputs=((size,),))] for size in (8, 8, 16, 16)]
     job = SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2, 3])})
     job.run()

@@ -38,7 +38,7 @@ def test_a_rank_that_left_before_the_others_made_their_call_is_the_culprit(
 
 
 @pytest.mark.parametrize("error", [None, RAISED])
-def test_a_rank_that_left_takes_what_its_gpu_had_still_to_do_with_it(error: str | None, tmp_path: Path) -> None:
+def test_a_rank_that_left_with_unfinished_gpu_work_is_missing(error: str | None, tmp_path: Path) -> None:
     job = SimulatedJob([[STEP] * 3] * 4, WORLD, broken={("0", 3)})
     left = Moment(reason="exit", after=0, error=error)
     found = diagnose_moments(job, tmp_path, {0: Moment(), 1: Moment(), 2: left, 3: Moment()})
@@ -47,7 +47,7 @@ def test_a_rank_that_left_takes_what_its_gpu_had_still_to_do_with_it(error: str 
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
-def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_shortly(op: str, tmp_path: Path) -> None:
+def test_ranks_that_fail_soon_after_one_raises_are_waiting_for_it(op: str, tmp_path: Path) -> None:
     programs = training_that_rank_2_leaves()
     for rank in (0, 1, 3):
         programs[rank][-1] = Collective("0", op, ((64,),))
@@ -59,7 +59,7 @@ def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_sho
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "window", "disable"])
-def test_ranks_that_are_dumped_together_in_the_middle_of_a_step_are_healthy(reason: str, tmp_path: Path) -> None:
+def test_ranks_dumped_together_during_a_step_are_healthy(reason: str, tmp_path: Path) -> None:
     moment = Moment(reason=reason, after=0.005)
     found = diagnose_moments(
         SimulatedJob(training_that_rank_2_leaves(), WORLD), tmp_path, dict.fromkeys(range(4), moment)
@@ -69,7 +69,7 @@ def test_ranks_that_are_dumped_together_in_the_middle_of_a_step_are_healthy(reas
 
 
 @pytest.mark.parametrize("shift", [-3.0, 3.0])
-def test_a_clock_that_is_off_neither_makes_nor_hides_a_hang(shift: float, tmp_path: Path) -> None:
+def test_a_clock_offset_does_not_change_the_verdict(shift: float, tmp_path: Path) -> None:
     for name, after in (("hang", 3.0), ("SIGUSR1", 0.005)):
         moments = {rank: Moment(reason=name, after=after) for rank in (0, 1, 3)}
         moments[2] = Moment(reason="exit" if name == "hang" else name, after=after + shift, host="node1")
@@ -78,7 +78,7 @@ def test_a_clock_that_is_off_neither_makes_nor_hides_a_hang(shift: float, tmp_pa
     assert diagnosis_of(tmp_path / "SIGUSR1").verdict == "ok"
 
 
-def test_a_rank_that_raised_is_not_said_to_wait(tmp_path: Path) -> None:
+def test_a_rank_that_raised_is_not_waiting(tmp_path: Path) -> None:
     programs: Programs = [[STEP, STEP], [STEP], [STEP], [STEP]]
     killed = Moment(reason="SIGTERM", after=0.01)
     moments = dict.fromkeys((1, 2, 3), killed) | {0: Moment(reason="exit", after=0, error=RAISED)}
@@ -88,14 +88,14 @@ def test_a_rank_that_raised_is_not_said_to_wait(tmp_path: Path) -> None:
     ]
 
 
-def test_a_job_in_which_communication_failed_is_not_healthy_even_if_no_call_shows_it(tmp_path: Path) -> None:
+def test_a_job_with_failed_communication_is_an_error_without_a_failed_call(tmp_path: Path) -> None:
     moments = dict.fromkeys(range(4), Moment(reason="exit", after=0.1, error=CLOSED))
     found = diagnose_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
     assert (found.verdict, found.suspect_ranks) == ("error", [])
     assert [(finding.kind, finding.waiting_ranks) for finding in found.findings] == [("raised", [0, 1, 2, 3])]
 
 
-def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
+def test_the_finding_shows_the_exception_in_a_thread_of_the_missing_rank(tmp_path: Path) -> None:
     programs = training_that_rank_2_leaves()
     stuck = Moment(error="KeyError: 'loss'", thread="metrics", traceback=(("average", "/home/me/metrics.py", 12),))
     write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys((0, 1, 3), Moment()) | {2: stuck})
@@ -181,14 +181,14 @@ FAILS_UNSEEN: Programs = [LEAVES[0], LEAVES[1][:-1], *LEAVES[2:]]
         pytest.param("nccl", ON_THE_WAY, ended_on_the_way(20), [3], id="not on the way any more"),
     ],
 )
-def test_the_rank_that_the_others_wait_for_is_accused_and_no_victim(
+def test_the_missing_rank_is_accused_and_its_victims_are_not(
     backend: str, programs: Programs, moments: dict[int, Moment], suspects: list[int] | None, tmp_path: Path
 ) -> None:
     found = diagnose_moments(SimulatedJob(programs, WORLD, backend=backend), tmp_path, moments)
     assert (found.verdict == "ok", found.suspect_ranks) == (suspects is None, suspects or [])
 
 
-def test_ranks_that_were_ended_just_after_another_one_was_aborted_are_not_accused_of_calls_that_they_had_not_come_to(
+def test_ranks_ended_just_after_an_abort_are_not_accused_of_later_calls(
     tmp_path: Path,
 ) -> None:
     # As DDP's calls on gloo, they wait for the first when they have made the second.

@@ -38,7 +38,7 @@ def diagnosed(*ranks: RankTrace, **options: Any) -> Diagnosis:
         ((2, 3), 2 * 10**9, [("all_joined_not_completed", "default_pg", 2, [], [one]) for one in (2, 3)]),
     ],
 )
-def test_a_last_call_that_is_over_for_most_hangs_where_it_is_open_long_after(
+def test_a_last_call_finished_on_most_ranks_hangs_on_the_others(
     stale: tuple[int, ...], taken_at: int | None, expected: list[Any]
 ) -> None:
     ending = {"taken_at": taken_at}
@@ -54,34 +54,32 @@ def frozen(number: int, *made: Call) -> RankTrace:
     return of_four(number, *made, backend="nccl2", dump={"ends_frozen": True}, ending=hang)
 
 
-def test_calls_that_all_have_made_hold_up_nobody_where_torch_notes_no_ends() -> None:
+def test_calls_of_all_ranks_block_no_rank_if_torch_records_no_ends() -> None:
     sizes = {rank: [[9 if rank == 1 else 8]] for rank in range(4)}
     ranks = [frozen(one, *calls(OPEN, OPEN), call(number=3, state=OPEN, inputs=sizes[one])) for one in range(4)]
     assert roots(diagnosed(*ranks)) == [("size_mismatch", "default_pg", 3, [1], [])]
 
 
-def test_a_rank_that_has_not_come_to_a_call_is_named_where_torch_notes_no_ends_on_the_others() -> None:
+def test_a_missing_rank_is_named_if_torch_records_no_ends() -> None:
     ranks = [frozen(one, *calls(*[OPEN] * (2 if one == 3 else 4))) for one in range(4)]
     assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 3, [3], [0, 1, 2])]
 
 
-def test_a_send_that_nobody_answers_is_found_where_torch_notes_no_ends() -> None:
+def test_an_unmatched_send_is_found_if_torch_records_no_ends() -> None:
     sends = [call("send", number, OPEN, number, peer=1) for number in (1, 2, 3)]
     receives = [call("recv", number, OPEN, number, peer=0) for number in (1, 2)]
     found = diagnosed(frozen(0, *sends), frozen(1, *receives), *(frozen(one, *calls(OPEN, pg="2")) for one in (2, 3)))
     assert roots(found) == [("p2p_unmatched", "default_pg", 3, [1], [0])]
 
 
-def test_a_job_that_hangs_where_torch_notes_no_ends_is_not_ok() -> None:
+def test_a_hung_job_is_incomplete_if_torch_records_no_ends() -> None:
     found = diagnosed(*(frozen(one, *calls(OPEN)) for one in range(4)))
     assert (found.verdict, roots(found)) == ("incomplete", [("not_recorded", "default_pg", None, [], [0, 1, 2, 3])])
     assert "torch records no ends of calls while it destroys a group" in found.findings[0].text
 
 
 @pytest.mark.parametrize(("stale", "named"), [((), []), ((1,), [1]), ((0, 1), [])])
-def test_few_ranks_that_notice_no_ends_are_a_fault_of_their_own_beside_a_hang(
-    stale: tuple[int, ...], named: list[int]
-) -> None:
+def test_a_few_ranks_without_call_ends_are_a_separate_fault_in_a_hang(stale: tuple[int, ...], named: list[int]) -> None:
     ranks = [of_four(one, *calls(*[OPEN if one in stale else COMPLETED] * 3, OPEN)) for one in range(3)]
     found = diagnosed(*ranks, of_four(3, *calls(COMPLETED, COMPLETED, COMPLETED)))
     assert sorted((one.kind, *one.culprit_ranks) for one in found.findings) == sorted(
@@ -89,7 +87,7 @@ def test_few_ranks_that_notice_no_ends_are_a_fault_of_their_own_beside_a_hang(
     )
 
 
-def test_a_rank_that_left_while_others_were_still_in_its_last_call_is_accused_and_none_of_them() -> None:
+def test_only_the_rank_that_left_is_accused_if_others_wait_in_its_last_call() -> None:
     later = 6 * 10**9
     endings: list[dict[str, Any]] = [
         {"reason": "exit", "taken_at": later, "error": CLOSED},
@@ -109,7 +107,7 @@ def test_a_rank_that_left_while_others_were_still_in_its_last_call_is_accused_an
     assert found.findings[0].text == "rank 1 left the job (SIGTERM) while others were in this call"
 
 
-def test_a_rank_that_gloo_aborted_in_a_call_of_another_size_has_not_left_it() -> None:
+def test_a_rank_that_gloo_aborted_for_a_size_mismatch_is_not_accused() -> None:
     aborted = {"reason": "SIGABRT", "taken_at": 5}
     failed = {"reason": "exit", "taken_at": 10**8, "error": CLOSED}
     ended = {"reason": "SIGTERM", "taken_at": 2 * 10**9}
@@ -123,9 +121,7 @@ def test_a_rank_that_gloo_aborted_in_a_call_of_another_size_has_not_left_it() ->
 
 
 @pytest.mark.parametrize(("idle", "accused"), [(10**8, [1]), (5 * 10**9, [0, 1])])
-def test_a_rank_that_the_launcher_ended_between_two_calls_is_not_accused_of_the_next(
-    idle: int, accused: list[int]
-) -> None:
+def test_a_rank_the_launcher_ended_between_calls_is_not_accused(idle: int, accused: list[int]) -> None:
     endings: list[dict[str, Any]] = [
         {"reason": "SIGTERM", "taken_at": idle},
         {"reason": "exit", "taken_at": 5, "error": "ValueError: token id 50257"},
@@ -141,7 +137,7 @@ def test_a_rank_that_the_launcher_ended_between_two_calls_is_not_accused_of_the_
     assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 2, accused, [2, 3])]
 
 
-def test_the_many_that_stopped_before_a_usual_call_are_named_where_their_dumps_would_show_a_call_they_wait_in() -> None:
+def test_a_majority_of_missing_ranks_is_named_if_their_dumps_rule_out_other_waits() -> None:
     hung: dict[str, Any] = {"reason": "hang", "taken_at": 9 * 10**9}
     states = [(COMPLETED, COMPLETED, OPEN), *[(COMPLETED, COMPLETED)] * 3]
     facts: dict[str, Any] = {"dump": {"has_status": True}}
@@ -153,7 +149,7 @@ def test_the_many_that_stopped_before_a_usual_call_are_named_where_their_dumps_w
     assert roots(found()) == [("not_recorded", "default_pg", 3, [], [0])]
 
 
-def test_a_rank_that_ended_by_itself_while_others_wait_on_their_gpus_in_its_call_is_accused() -> None:
+def test_a_rank_that_ended_while_others_wait_on_the_gpu_is_accused() -> None:
     hung: dict[str, Any] = {"reason": "hang", "taken_at": 9 * 10**9}
     for gone in ({"reason": "exit", "taken_at": 10**9}, {"reason": "SIGTERM", "taken_at": 10**9}, {"unseen": True}):
         ranks = [of_four(one, *calls(COMPLETED, OPEN), ending=gone if one == 2 else hung) for one in range(4)]
@@ -169,7 +165,7 @@ def test_a_rank_that_ended_by_itself_while_others_wait_on_their_gpus_in_its_call
     assert (stuck[0], stuck[3]) == ("not_completed", [3])
 
 
-def test_a_job_of_which_a_rank_has_no_end_is_not_ok_where_all_others_have_ended() -> None:
+def test_a_job_is_incomplete_if_one_rank_has_no_recorded_end() -> None:
     def found(**others: Any) -> Diagnosis:
         endings = [others, others, {"unseen": True}, others]
         return diagnosed(*[of_four(one, *calls(COMPLETED), ending=ending) for one, ending in enumerate(endings)])
@@ -179,7 +175,7 @@ def test_a_job_of_which_a_rank_has_no_end_is_not_ok_where_all_others_have_ended(
     assert found(reason="window", taken_at=5 * 10**9).verdict == "ok"
 
 
-def test_ranks_that_the_launcher_ended_on_the_way_to_their_first_call_are_not_accused() -> None:
+def test_ranks_the_launcher_ended_before_their_first_call_are_not_accused() -> None:
     endings: list[dict[str, Any]] = [
         {"reason": "exit", "taken_at": 8 * 10**8, "error": "RuntimeError: Connection closed by peer gloo/transport"},
         {"reason": "exit", "taken_at": 5, "error": "FileNotFoundError: /data/train-00001.bin"},
@@ -193,14 +189,14 @@ def test_ranks_that_the_launcher_ended_on_the_way_to_their_first_call_are_not_ac
     assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 1, [1], [0])]
 
 
-def test_a_call_that_ranks_waited_in_until_the_last_one_came_is_no_fault_of_who_left_first() -> None:
+def test_a_rank_that_left_after_all_ranks_joined_a_call_is_not_accused() -> None:
     hung = {"reason": "hang", "taken_at": 6 * 10**9, "went_on": True}
     ranks = [of_four(one, *calls(OPEN), backend="gloo", ending=hung, dump={"all_joined": True}) for one in range(3)]
     found = diagnosed(*ranks, of_four(3, *calls(RETIRED), backend="gloo", ending={"reason": "exit"}))
     assert (found.verdict, roots(found)) == ("ok", [])
 
 
-def test_the_root_that_began_first_comes_first_and_what_follows_points_to_its_own() -> None:
+def test_the_earliest_root_comes_first_and_consequences_have_their_root() -> None:
     later: dict[str, Any] = {"ending": {"taken_at": 60 * 10**9}, "dump": {"has_status": True}}
     pairs = (world(6), group("1", 0, 1), group("2", 2, 3, 4), group("3", 4, 5))
     one, three = (calls(OPEN, pg=pg) for pg in "13")
@@ -223,7 +219,7 @@ def test_the_root_that_began_first_comes_first_and_what_follows_points_to_its_ow
     ("first", "completed", "backend", "lost"),
     [(5, 3, "nccl", True), (5, 4, "nccl", False), (1, -1, "nccl", False), (2, -1, "nccl", True), (5, 3, "gloo", False)],
 )
-def test_a_rank_whose_first_open_call_fell_out_of_its_ring_is_accused_of_nothing(
+def test_a_rank_that_lost_its_first_unfinished_call_is_not_accused(
     first: int, completed: int, backend: str, lost: bool
 ) -> None:
     dump = {"progress": {0: Progress(first + 1, completed)}, "has_status": True}

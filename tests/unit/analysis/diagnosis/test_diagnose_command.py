@@ -61,7 +61,7 @@ def healthy(tmp_path: Path) -> Path:
 
 @needs_traces
 @pytest.mark.parametrize("case", CASES)
-def test_the_verdict_on_dumps_of_known_cases(case: str, diagnose: Command) -> None:
+def test_dumps_of_known_cases_get_the_expected_verdict(case: str, diagnose: Command) -> None:
     folder = Path(public("flight"), case)
     wanted = json.loads((folder / "expected.json").read_text())
     code, found, err = diagnose.json(folder)
@@ -130,7 +130,7 @@ def test_ranks_and_groups_limit_what_is_shown(stuck: Path, diagnose: Command) ->
 
 
 @pytest.mark.parametrize("job", ["stuck", "healthy"])
-def test_what_is_shown_is_what_concerns_the_chosen_ranks_and_groups(
+def test_only_findings_of_the_chosen_ranks_and_groups_are_shown(
     job: str, request: pytest.FixtureRequest, diagnose: Command
 ) -> None:
     folder: Path = request.getfixturevalue(job)
@@ -233,7 +233,9 @@ def test_a_folder_without_dumps_exits_2(tmp_path: Path, diagnose: Command) -> No
         ('{"events": []}', "is not a flight-recorder dump: it lacks version, pg_config and entries"),
     ],
 )
-def test_json_that_is_no_dump_exits_2_with_its_name(content: str, what: str, tmp_path: Path, diagnose: Command) -> None:
+def test_json_that_is_not_a_dump_exits_2_with_its_name(
+    content: str, what: str, tmp_path: Path, diagnose: Command
+) -> None:
     file = tmp_path / "rank_0.json"
     file.write_text(content)
     code, _, err = diagnose(file)
@@ -265,7 +267,7 @@ def test_one_bad_file_is_named_and_the_others_are_analysed(
     assert not Path("should-not-exist").exists()
 
 
-def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, diagnose: Command) -> None:
+def test_the_newer_of_two_files_of_a_rank_counts(stuck: Path, diagnose: Command) -> None:
     early = SimulatedJob(*training(4, 1))
     early.run()
     early.write(stuck / "before", ranks=[1])
@@ -284,19 +286,19 @@ def test_folders_of_several_jobs_are_not_mixed(stuck: Path, healthy: Path, tmp_p
     )
 
 
-def test_a_rank_outside_the_world_is_left_out(healthy: Path, diagnose: Command) -> None:
+def test_a_rank_outside_the_world_is_skipped(healthy: Path, diagnose: Command) -> None:
     shutil.copy(healthy / "rank_3", healthy / "rank_7")
     code, found, _ = diagnose.json(healthy)
     assert (code, found["world_size"], found["ranks"]) == (0, 4, [0, 1, 2, 3])
     assert f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was skipped" in found["notes"]
 
 
-def test_a_world_larger_than_the_dumps_lacks_some(healthy: Path, diagnose: Command) -> None:
+def test_a_larger_world_size_has_missing_ranks(healthy: Path, diagnose: Command) -> None:
     code, found, _ = diagnose.json(healthy, "--world-size", "6")
     assert (code, found["verdict"], found["suspect_ranks"]) == (1, "incomplete", [4, 5])
 
 
-def test_dumps_that_know_nothing_exit_2(tmp_path: Path, diagnose: Command) -> None:
+def test_dumps_without_calls_exit_2(tmp_path: Path, diagnose: Command) -> None:
     for rank in range(2):
         (tmp_path / f"rank_{rank}").write_bytes(EMPTY)
     code, _, err = diagnose(tmp_path)
@@ -311,7 +313,7 @@ def test_a_dump_without_entries_or_progress_among_others_is_named(stuck: Path, d
     assert given == {"missing_rank": [2], "no_entries": [0]}
 
 
-def test_the_page_names_both_ends_of_a_transfer_that_do_not_fit(tmp_path: Path, diagnose: Command) -> None:
+def test_the_page_names_both_ranks_of_a_mismatched_transfer(tmp_path: Path, diagnose: Command) -> None:
     programs: Programs = [[Send("0", 1, (3,))], [Recv("0", 0, (4,))]]
     job = SimulatedJob(programs, {"0": ("default_pg", [0, 1])})
     job.run()
@@ -329,7 +331,7 @@ def test_an_output_that_cannot_be_written_exits_2(stuck: Path, tmp_path: Path, d
         assert "cannot be written" in err
 
 
-def test_versions_and_forms_may_be_mixed(tmp_path: Path, diagnose: Command) -> None:
+def test_dump_versions_and_formats_may_be_mixed(tmp_path: Path, diagnose: Command) -> None:
     programs, groups = training(4, 3)
     programs[1].insert(6, StaleWatchdog())
     programs[1].insert(8, CpuStall())

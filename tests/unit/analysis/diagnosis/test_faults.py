@@ -255,7 +255,7 @@ def forward(odd: int, at: int, call: Call) -> Left:
         (job(pipeline(4, 2), (2, 5, None), (2, 6, SENDS_LATE)), "p2p_unmatched mesh_pp 4 [] <- [0, 1]"),
     ],
 )
-def test_what_is_found_in_a_job_with_a_fault(left: Left, expected: str, tmp_path: Path) -> None:
+def test_a_fault_gives_the_expected_findings(left: Left, expected: str, tmp_path: Path) -> None:
     """(kind, group, number, culprits <- who waits) of each root."""
     found = left(tmp_path)
     said = [f"{kind} {group} {seq} {who} <- {waiting}" for kind, group, seq, who, waiting in roots(found)]
@@ -266,7 +266,7 @@ def test_what_is_found_in_a_job_with_a_fault(left: Left, expected: str, tmp_path
 
 
 @pytest.mark.parametrize(("how", "dumped"), WAYS)
-def test_a_rank_that_stopped_is_missing_and_what_waits_for_it_elsewhere_is_a_consequence(
+def test_a_stopped_rank_is_missing_and_other_waits_for_it_are_consequences(
     how: dict[str, Any], dumped: dict[str, Any], tmp_path: Path
 ) -> None:
     found = job(training(world=4, steps=3), (2, 4, CpuStall()), dumped=dumped, **how)(tmp_path)
@@ -285,7 +285,7 @@ def test_a_job_that_ended_well_is_healthy(
 
 
 @pytest.mark.parametrize("events", range(40, 400, 24))
-def test_a_call_that_some_ranks_have_seen_the_end_of_is_under_way_and_no_fault(events: int, tmp_path: Path) -> None:
+def test_a_call_finished_on_some_ranks_is_in_progress_and_not_a_fault(events: int, tmp_path: Path) -> None:
     job = SimulatedJob(*training(4, 8), blocking=True)
     job.run(most_events=events)
     job.write(tmp_path)
@@ -295,7 +295,7 @@ def test_a_call_that_some_ranks_have_seen_the_end_of_is_under_way_and_no_fault(e
 
 
 @pytest.mark.parametrize(("odd", "others"), [(0, "1-3"), (1, "0,2-3"), (3, "0-2")])
-def test_the_odd_one_in_a_mismatch_is_the_one_unlike_the_majority(odd: int, others: str, tmp_path: Path) -> None:
+def test_the_culprit_of_a_mismatch_differs_from_the_majority(odd: int, others: str, tmp_path: Path) -> None:
     programs = step(Collective("0"), Collective("0", inputs=((100,),)))
     programs[odd][3] = Collective("0", inputs=((99,),))
     found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
@@ -305,7 +305,7 @@ def test_the_odd_one_in_a_mismatch_is_the_one_unlike_the_majority(odd: int, othe
     )
 
 
-def test_one_mistake_of_one_rank_in_two_groups_is_one_root(tmp_path: Path) -> None:
+def test_one_mistake_in_two_groups_is_one_root(tmp_path: Path) -> None:
     programs = step(Collective("0"), Collective("1"))
     odd = (Collective("0", dtype="Half"), Collective("1", dtype="Half"))
     programs[2] = step(*odd)[2]
@@ -316,7 +316,7 @@ def test_one_mistake_of_one_rank_in_two_groups_is_one_root(tmp_path: Path) -> No
     ]
 
 
-def test_where_a_receive_or_a_collective_may_have_been_left_out_nobody_is_accused(tmp_path: Path) -> None:
+def test_no_rank_is_accused_if_the_missing_call_is_ambiguous(tmp_path: Path) -> None:
     programs = step(Collective("0"), steps=1)
     programs[0] += [Send("0", 1), Collective("0")]
     for rank in (1, 2, 3):
@@ -328,7 +328,7 @@ def test_where_a_receive_or_a_collective_may_have_been_left_out_nobody_is_accuse
     )
 
 
-def test_a_send_and_a_receive_of_different_sizes_accuse_nobody(tmp_path: Path) -> None:
+def test_a_transfer_size_mismatch_accuses_no_rank(tmp_path: Path) -> None:
     programs, groups = pipeline(4, 3)
     batch = programs[2][1]
     assert isinstance(batch, Batch)
@@ -351,7 +351,7 @@ def test_uneven_all_gathers_and_all_to_alls_that_add_up_are_healthy(tmp_path: Pa
     assert (found.verdict, roots(found)) == ("ok", [])
 
 
-def test_groups_of_one_name_with_other_members_are_different_groups(tmp_path: Path) -> None:
+def test_groups_with_one_name_and_other_members_differ(tmp_path: Path) -> None:
     programs = step(Collective("split"), Collective("0"))
     programs[3].insert(2, Collective("split", "broadcast"))
     for half in ([0, 1], [2, 3]):
@@ -367,6 +367,6 @@ def test_groups_of_one_name_with_other_members_are_different_groups(tmp_path: Pa
     assert ("split", (0, 1)) not in kinds
 
 
-def test_cycles_are_found_before_those_that_lead_to_them() -> None:
+def test_cycles_come_before_cycles_that_lead_to_them() -> None:
     edges = {0: {1}, 1: {0, 2}, 2: {3}, 3: {2}, 4: {0}, 5: {9}}
     assert strongly_connected_components(edges) == [[2, 3], [0, 1]]

@@ -31,7 +31,7 @@ def without_rank_3(*before: Collective) -> Programs:
     return programs
 
 
-def test_where_a_file_may_be_missing_nobody_says_that_every_member_made_the_call(tmp_path: Path) -> None:
+def test_a_group_is_not_called_complete_if_a_file_may_be_missing(tmp_path: Path) -> None:
     found = diagnosis_of(stuck_on_gloo(tmp_path, without_rank_3(), FOUR, [0, 1, 2]))
     assert (found.verdict, found.suspect_ranks) == ("error", [])
     assert found.findings[0].text.startswith("all known ranks of this group made the call; the group may have")
@@ -45,7 +45,7 @@ def test_where_a_file_may_be_missing_nobody_says_that_every_member_made_the_call
         pytest.param([[STEP] * 2, [STEP, CpuStall()], [STEP] * 2, [STEP] * 2], 1, {}, 2, id="ranks count from 0"),
     ],
 )
-def test_the_rank_whose_dump_is_missing_is_named_where_something_says_that_there_is_one(
+def test_a_rank_without_a_dump_is_named_if_other_data_shows_it_exists(
     programs: Programs, missing: int, options: dict[str, int], number: int, tmp_path: Path
 ) -> None:
     present = [rank for rank in range(4) if rank != missing]
@@ -54,7 +54,7 @@ def test_the_rank_whose_dump_is_missing_is_named_where_something_says_that_there
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_a_group_that_a_missing_rank_may_belong_to_is_not_complete(gathered: bool, tmp_path: Path) -> None:
+def test_a_group_is_incomplete_if_it_may_have_a_missing_rank(gathered: bool, tmp_path: Path) -> None:
     pair = Collective("5", "all_gather", ((2,),), ((2, 2),)) if gathered else Collective("5")
     programs: Programs = [[STEP, pair, Collective("5")], [STEP], [STEP], [STEP, pair, CpuStall()]]
     folder = stuck_on_gloo(tmp_path, programs, FOUR, [0, 1, 2])
@@ -63,7 +63,7 @@ def test_a_group_that_a_missing_rank_may_belong_to_is_not_complete(gathered: boo
     assert [(one.pg[1], one.waiting_ranks) for one in found.consequences] == [("pair", [0])]
 
 
-def test_a_group_of_which_more_members_are_known_to_exist_says_how_many(tmp_path: Path) -> None:
+def test_a_group_with_unknown_members_reports_its_size(tmp_path: Path) -> None:
     gather = Collective("5", "all_gather", ((2,),), ((2, 2),))
     programs: Programs = [[STEP, gather, Collective("5")], [STEP], [STEP], [STEP, gather, CpuStall()]]
     found = diagnosis_of(stuck_on_gloo(tmp_path, programs, FOUR, [0]))
@@ -72,7 +72,7 @@ def test_a_group_of_which_more_members_are_known_to_exist_says_how_many(tmp_path
 
 
 @pytest.mark.parametrize("left", ["nothing", "an unfinished comms file"])
-def test_a_rank_that_gloo_aborted_over_a_mismatch_is_no_culprit(left: str, tmp_path: Path) -> None:
+def test_a_rank_gloo_aborted_for_a_mismatch_is_not_a_culprit(left: str, tmp_path: Path) -> None:
     programs: Programs = [[STEP, STEP] for _ in range(4)]
     programs[1][-1] = Collective("0", inputs=((1024,),))
     failed = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
@@ -88,7 +88,7 @@ def test_a_rank_that_gloo_aborted_over_a_mismatch_is_no_culprit(left: str, tmp_p
     assert [(one.kind, one.culprit_ranks, one.because_of) for one in found.consequences] == [("dump_missing", [], 0)]
 
 
-def test_of_several_ranks_that_ended_without_a_word_none_is_said_to_have_begun_it(tmp_path: Path) -> None:
+def test_no_rank_is_accused_if_several_ranks_ended_without_a_reason(tmp_path: Path) -> None:
     programs: Programs = [[STEP, STEP] for _ in range(3)]
     programs[1][-1] = programs[2][-1] = CpuStall()
     failed = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
@@ -100,7 +100,7 @@ def test_of_several_ranks_that_ended_without_a_word_none_is_said_to_have_begun_i
     assert "one of them may have ended the others" in found.findings[0].text
 
 
-def test_a_comms_file_that_ends_early_is_not_where_its_rank_is_stuck(tmp_path: Path) -> None:
+def test_the_last_call_of_a_truncated_comms_file_is_not_a_hang(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0", "broadcast", ((8,),)), STEP] for _ in range(3)]
     programs[2][-1] = CpuStall()
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: Moment(), 1: Moment()})
@@ -108,7 +108,7 @@ def test_a_comms_file_that_ends_early_is_not_where_its_rank_is_stuck(tmp_path: P
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 2, [2], [0, 1])]
 
 
-def test_a_rank_that_went_on_after_a_dump_in_a_pause_is_judged_by_its_comms_file(tmp_path: Path) -> None:
+def test_a_rank_with_calls_after_its_dump_uses_its_comms_file(tmp_path: Path) -> None:
     programs: Programs = [[STEP] * 4 for _ in range(3)]
     programs[2][-1] = CpuStall()
     job = SimulatedJob(programs, WORLD, backend="gloo")
@@ -123,7 +123,7 @@ def test_a_rank_that_went_on_after_a_dump_in_a_pause_is_judged_by_its_comms_file
     )
 
 
-def test_a_rank_that_ended_without_a_word_is_named_where_no_call_shows_why_the_others_failed(tmp_path: Path) -> None:
+def test_a_rank_that_ended_without_a_reason_is_named_if_no_call_explains_failures(tmp_path: Path) -> None:
     failed = Moment(reason="exit", after=0.02, error=CLOSED)
     write_moments(SimulatedJob([[STEP]] * 3, WORLD, backend="gloo"), tmp_path, {0: failed, 1: failed})
     write_comms(tmp_path, 2, [{"op": "all_reduce", "pg": "0", "seq": 1}])

@@ -24,7 +24,7 @@ WORLD: Groups = {"0": ("default_pg", [0, 1, 2, 3])}
 ALL_REDUCE = Collective("0", inputs=((1,),))
 
 
-def test_a_ring_that_cuts_a_coalesced_call_does_not_make_it_a_mismatch(tmp_path: Path) -> None:
+def test_a_coalesced_call_cut_by_the_ring_is_not_a_mismatch(tmp_path: Path) -> None:
     parts = tuple(Collective("0", "_reduce_scatter_base", ((32 * i,),), ((8 * i,),)) for i in (1, 2, 3))
     coalesced = Collective("0", "REDUCE_SCATTER_coalesced", (), (), members=parts)
     for ring in (5, 6):
@@ -46,7 +46,7 @@ def test_a_ring_that_cuts_a_coalesced_call_does_not_make_it_a_mismatch(tmp_path:
         (-1_000_000_000, ("error", [("missing_rank", "default_pg", 3, [2, 3], [0, 1])])),  # not by the job's clock
     ],
 )
-def test_calls_are_under_way_in_dumps_that_were_written_a_moment_after_them(
+def test_calls_made_just_before_the_dump_are_in_progress(
     written_after: int, expected: tuple[str, list[object]], tmp_path: Path
 ) -> None:
     ahead: list[Call] = [ALL_REDUCE] * 3
@@ -65,7 +65,7 @@ def test_calls_are_under_way_in_dumps_that_were_written_a_moment_after_them(
     assert [finding.kind for finding in found.advisory] == ["in_progress"] * (found.verdict == "ok")
 
 
-def test_a_ring_that_lost_the_stuck_call_says_so(tmp_path: Path) -> None:
+def test_a_lost_unfinished_call_is_reported(tmp_path: Path) -> None:
     found = diagnose_job(SimulatedJob(*training(4, 6), timing=False, broken={("0", 2)}), tmp_path, ring=8)
     assert found.verdict == "error"
     assert found.suspect_ranks == []
@@ -75,7 +75,7 @@ def test_a_ring_that_lost_the_stuck_call_says_so(tmp_path: Path) -> None:
     ]
 
 
-def test_dumps_without_a_status_show_by_their_gaps_that_completed_calls_were_left_out(tmp_path: Path) -> None:
+def test_gaps_in_dumps_without_a_status_show_skipped_completed_calls(tmp_path: Path) -> None:
     programs, groups = training(4, 6)
     programs[1].insert(13, CpuStall())
     job = SimulatedJob(programs, groups, timing=False, concurrent_groups=True)
@@ -87,7 +87,7 @@ def test_dumps_without_a_status_show_by_their_gaps_that_completed_calls_were_lef
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_of_what_nobody_explains_the_earliest_is_the_root_however_few_wait_in_it(first: str, tmp_path: Path) -> None:
+def test_the_earliest_unexplained_call_is_the_first_root(first: str, tmp_path: Path) -> None:
     groups: Groups = {"0": ("default_pg", [0, 1, 2, 3, 4]), "1": ("a", [0, 1]), "2": ("b", [2, 3, 4])}
     programs: Programs = [[Collective("0"), Collective("1")] for _ in range(2)]
     programs += [[Collective("0"), Collective("2")] for _ in range(3)]
@@ -105,7 +105,7 @@ def test_of_what_nobody_explains_the_earliest_is_the_root_however_few_wait_in_it
     assert roots(found)[0][1] == first
 
 
-def test_two_ranks_that_stopped_independently_are_both_named_the_earlier_first(tmp_path: Path) -> None:
+def test_two_independent_stopped_ranks_are_named_earlier_first(tmp_path: Path) -> None:
     groups: Groups = {"0": ("default_pg", list(range(8))), "1": ("a", [0, 1]), "2": ("b", [2, 3, 4, 5, 6, 7])}
     programs: Programs = [[Collective("0"), Collective("1" if rank < 2 else "2")] * 2 for rank in range(8)]
     programs[1][3] = CpuStall()
@@ -126,20 +126,20 @@ IDLES = (("MainThread", (("load", "train.py", 9),)),)
 
 
 @pytest.mark.parametrize("reason", ["hang", "SIGTERM"])
-def test_ranks_that_wait_for_a_group_which_one_does_not_make_hang(reason: str, tmp_path: Path) -> None:
+def test_ranks_hang_if_one_rank_does_not_create_a_group(reason: str, tmp_path: Path) -> None:
     job = SimulatedJob([[Collective("0")]] * 4, WORLD, backend="gloo")
     moments = {rank: Moment(reason=reason, after=9, stacks=IDLES if rank == 2 else MEETS) for rank in range(4)}
     write_moments(job, tmp_path, moments)
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", None, [2], [0, 1, 3])]
 
 
-def test_a_job_that_is_cancelled_while_it_enters_a_call_is_healthy(tmp_path: Path) -> None:
+def test_a_job_cancelled_while_it_enters_a_call_is_healthy(tmp_path: Path) -> None:
     job = SimulatedJob([[Collective("0")]] * 4, WORLD, backend="gloo")
     write_moments(job, tmp_path, dict.fromkeys(range(4), Moment(reason="SIGTERM", after=0.2, stacks=MEETS)))
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
-def test_ranks_that_make_groups_in_another_order_than_the_rest_are_not_accused_of_missing_its_calls(
+def test_ranks_that_create_groups_in_another_order_miss_no_call(
     tmp_path: Path,
 ) -> None:
     programs: Programs = [[Collective("0")], [Collective("0")] * 2, [Collective("0")] * 2, [Collective("0")]]
@@ -148,14 +148,14 @@ def test_ranks_that_make_groups_in_another_order_than_the_rest_are_not_accused_o
     assert roots(diagnosis_of(tmp_path)) == [("opposite_order", "default_pg", None, [], [0, 1, 2, 3])]
 
 
-def test_a_rank_that_was_dumped_in_a_call_that_is_over_by_now_does_not_wait(tmp_path: Path) -> None:
+def test_a_rank_dumped_in_a_call_that_later_finished_is_not_waiting(tmp_path: Path) -> None:
     slow = Moment(after=2.5, stacks=MEETS, source="train.py:7")
     moments = {0: slow, 1: slow, 2: Moment(reason="exit"), 3: Moment(reason="exit")}
     write_moments(SimulatedJob([[ALL_REDUCE]] * 4, WORLD, backend="gloo"), tmp_path, moments)
     assert diagnosis_of(tmp_path).verdict == "ok"
 
 
-def test_a_rank_that_makes_a_group_alone_while_all_others_are_in_a_call_is_the_culprit(tmp_path: Path) -> None:
+def test_a_rank_that_creates_a_group_while_others_are_in_a_call_is_the_culprit(tmp_path: Path) -> None:
     programs: Programs = [[ALL_REDUCE] * steps for steps in (1, 2, 2, 2)]
     moments = {rank: Moment(after=9, stacks=MEETS if rank == 0 else ()) for rank in range(4)}
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)

@@ -43,7 +43,7 @@ UNUSED = {0: Progress()}
         ([], {"wrapped": True}, {"groups": ()}, None),
     ],
 )
-def test_the_last_collective_that_a_rank_called(
+def test_enqueued_is_the_last_collective_a_rank_called(
     made: list[int], dump: dict[str, Any], facts: dict[str, Any], expected: int | None
 ) -> None:
     inside = (group("0", 0, 1, desc="default_pg", locality="intra_node"),)
@@ -68,7 +68,7 @@ def test_the_last_collective_that_a_rank_called(
         ([OPEN], 4, {"active_only": True}, "gloo", 0),
     ],
 )
-def test_the_last_collective_that_a_rank_saw_the_end_of(
+def test_completed_is_the_last_collective_a_rank_saw_end(
     states: list[int], first: int, dump: dict[str, Any], backend: str, expected: int
 ) -> None:
     found = job(rank(0, *calls(*states, first=first), dump=dump, backend=backend))
@@ -95,7 +95,7 @@ def gloo(number: int, *made: Any, **facts: Any) -> RankTrace:
         ([rank(0, groups=(group("1", 1),))], 0),
     ],
 )
-def test_what_one_rank_saw_the_end_of_or_all_are_done_with_is_over(ranks: list[RankTrace], expected: int) -> None:
+def test_a_call_is_finished_if_one_rank_saw_its_end_or_all_left_it(ranks: list[RankTrace], expected: int) -> None:
     assert job(*ranks).over[0] == expected
 
 
@@ -112,9 +112,7 @@ def test_what_one_rank_saw_the_end_of_or_all_are_done_with_is_over(ranks: list[R
         (rank(1, *calls(OPEN, OPEN, OPEN, called=2), ending={"taken_at": SECOND + 2}), [], 0),
     ],
 )
-def test_ends_that_a_rank_has_not_noticed_although_they_were_long_before_its_dump(
-    stale: RankTrace, rows: list[int], blind: int
-) -> None:
+def test_a_rank_has_unnoticed_ends_long_before_its_dump(stale: RankTrace, rows: list[int], blind: int) -> None:
     found = job(rank(0, *calls(COMPLETED, COMPLETED, COMPLETED)), stale)
     assert (found.unnoticed, found.blind_until(1)) == ({1: rows} if rows else {}, blind)
     assert (found.blind_until(0), found.moment(0, 0)) == (0, 0)
@@ -122,7 +120,7 @@ def test_ends_that_a_rank_has_not_noticed_although_they_were_long_before_its_dum
     assert found.moment(0, 0) == 7
 
 
-def test_a_rank_whose_dump_does_not_show_that_calls_are_left_out_leaves_out_as_the_others_do() -> None:
+def test_a_dump_without_calls_skips_finished_calls_like_the_others() -> None:
     five: dict[str, Any] = {"groups": (world(5),)}
     ranks = [
         rank(0, dump={"active_only": True}, **five),
@@ -138,7 +136,7 @@ def test_a_rank_whose_dump_does_not_show_that_calls_are_left_out_leaves_out_as_t
     assert (alone.dump.active_only, alone.dump.wrapped) == (False, True)
 
 
-def test_a_rank_that_used_gloo_alone_shares_the_groups_of_those_that_used_two_backends() -> None:
+def test_a_gloo_only_rank_shares_the_groups_of_ranks_with_two_backends() -> None:
     both, alone = rank(0), gloo(1)
     both.groups.append(RankGroup(world(2), "gloo"))
     assert [(one.apart, sorted(one.local_index)) for one in job(both, alone).groups] == [("", [0]), ("gloo", [0, 1])]

@@ -37,7 +37,7 @@ def without_history(found: Diagnosis) -> list[str]:
 
 
 @pytest.mark.parametrize("first", SEEDS[:200:100])
-def test_of_jobs_with_random_faults_the_last_calls_say_the_same(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_calls_give_the_same_verdict_on_random_faults(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_history, "WINDOW", 8)  # so many calls are looked back at, here as there
     shortened = 0
     for seed in SEEDS[first : first + 100]:
@@ -55,7 +55,7 @@ def test_of_jobs_with_random_faults_the_last_calls_say_the_same(first: int, monk
     assert shortened > 10
 
 
-def test_what_is_over_for_a_rank_and_not_for_another_is_read(tmp_path: Path) -> None:
+def test_calls_finished_on_only_some_ranks_are_read(tmp_path: Path) -> None:
     # The root of a broadcast is done with it before the others have begun: here it is 97 ahead of rank 2.
     programs: Programs = [[Collective("0", "broadcast")] * 100 for _ in range(3)]
     write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys(range(3), Moment()))
@@ -72,7 +72,7 @@ def test_what_is_over_for_a_rank_and_not_for_another_is_read(tmp_path: Path) -> 
     assert roots(diagnose(found)[0]) == roots(diagnosis_of(tmp_path))
 
 
-def test_a_job_that_hangs_behind_many_calls_needs_the_last_ones_alone(tmp_path: Path) -> None:
+def test_a_hang_after_many_calls_needs_only_the_last_calls(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0")] * 200 for _ in range(3)]
     programs[1].append(CpuStall())
     for program in programs:
@@ -86,7 +86,7 @@ def test_a_job_that_hangs_behind_many_calls_needs_the_last_ones_alone(tmp_path: 
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_comms_files_are_read_where_they_go_on_after_the_dumps_or_there_is_none(goes_on: bool, tmp_path: Path) -> None:
+def test_comms_files_are_read_if_they_continue_after_the_dump_or_it_is_missing(goes_on: bool, tmp_path: Path) -> None:
     programs: Programs = [[Collective("0")] * 20 for _ in range(3)]
     write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys(range(2), Moment(reason="window")))
     for rank in range(3):
@@ -98,7 +98,7 @@ def test_comms_files_are_read_where_they_go_on_after_the_dumps_or_there_is_none(
 
 
 @pytest.mark.parametrize("seconds", [2, 30])
-def test_one_rank_that_goes_on_is_not_accused_and_hides_no_other(seconds: int, tmp_path: Path) -> None:
+def test_a_rank_that_continues_is_not_accused_and_hides_no_rank(seconds: int, tmp_path: Path) -> None:
     programs: Programs = [[Collective("0")] * 20 for _ in range(3)]
     programs[1][19:] = [CpuStall()]
     write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys(range(3), Moment()))
@@ -118,7 +118,7 @@ def test_one_rank_that_goes_on_is_not_accused_and_hides_no_other(seconds: int, t
     assert without_history(found) == without_history(diagnosis_of(tmp_path))
 
 
-def test_a_coalesced_launch_that_is_over_is_kept_or_left_out_whole(tmp_path: Path) -> None:
+def test_a_finished_coalesced_launch_is_kept_or_skipped_as_a_whole(tmp_path: Path) -> None:
     part = Collective("0", "_reduce_scatter_base")
     coalesced = Collective("0", "reduce_scatter_tensor_coalesced", members=(part, part))
     calls = [Collective("0")] * 4 + [coalesced] + [Collective("0")] * 30

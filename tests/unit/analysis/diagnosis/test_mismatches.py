@@ -43,7 +43,7 @@ PARTS = [record(inputs=[[2]], outputs=[[4], [2]]), record(inputs=[[3]], outputs=
         ),
     ],
 )
-def test_what_must_be_the_same_on_all_ranks(made: CommRecord, key: MatchKey, text: str) -> None:
+def test_a_call_gives_its_match_key_and_text(made: CommRecord, key: MatchKey, text: str) -> None:
     assert (match_key(made), match_key(made).text) == (key, text)
 
 
@@ -57,7 +57,7 @@ def test_what_must_be_the_same_on_all_ranks(made: CommRecord, key: MatchKey, tex
         (MatchKey("broadcast"), False),
     ],
 )
-def test_what_only_one_call_states_is_no_difference(key: MatchKey, fits: bool) -> None:
+def test_a_field_of_only_one_call_is_not_a_difference(key: MatchKey, fits: bool) -> None:
     this = MatchKey("all_reduce", 8, root=0)
     assert (this.fits(key), key.fits(this)) == (fits, fits)
 
@@ -85,7 +85,7 @@ def test_what_only_one_call_states_is_no_difference(key: MatchKey, fits: bool) -
         (record("reduce_scatter", inputs=[[8], [9]], outputs=[[8]]), 2, ""),
     ],
 )
-def test_how_a_call_contradicts_itself(made: CommRecord, size: int, text: str) -> None:
+def test_a_contradiction_in_a_call_is_described(made: CommRecord, size: int, text: str) -> None:
     assert contradiction(made, size) == text
 
 
@@ -176,7 +176,7 @@ OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g"
         (split_all_to_alls(([1, 2, 1], [1, 1, 1]), ([1, 1, 1], [2, 1, 1]), ([1, 1, 1], [1, 1, 1])), ""),
     ],
 )
-def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: Sequence[str | list[Call]], expected: str) -> None:
+def test_the_first_mismatched_calls_of_a_group_are_found(of_ranks: Sequence[str | list[Call]], expected: str) -> None:
     made = [calls(one) if isinstance(one, str) else one for one in of_ranks]
     found = find_mismatches(job(*(rank(number, *one, groups=(world(3),)) for number, one in enumerate(made))))
     texts = [
@@ -198,7 +198,7 @@ def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: Sequence[str | lis
         (("aaaaa", "aaaaa", "aaaaA", ""), ()),  # the first call after a loop, which two have not left
     ],
 )
-def test_of_three_ranks_the_one_that_went_another_way_than_before_is_named_although_a_fourth_is_missing(
+def test_one_diverging_rank_of_three_is_named_although_a_fourth_is_missing(
     of_ranks: tuple[str, ...], accused: tuple[int, ...]
 ) -> None:
     ranks = [rank(one, *calls(made), groups=(world(4),)) for one, made in enumerate(of_ranks) if made]

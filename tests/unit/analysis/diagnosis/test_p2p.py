@@ -91,14 +91,14 @@ ENDED = [recv(number, COMPLETED, ended=1) for number in (1, 2)]
         ),
     ],
 )
-def test_sends_and_receives_of_two_ranks(
+def test_sends_and_receives_of_two_ranks_are_paired(
     sent: list[Call], received: list[Call], facts: dict[str, Any], expected: Pairing
 ) -> None:
     assert pair_up(job(rank(0, *sent, **facts), rank(1, *received, **facts))) == expected
 
 
 @pytest.mark.parametrize("facts", [CUT, ACTIVE, {"numbered_pairs": True}])
-def test_the_first_belongs_to_the_first_where_both_files_are_whole_and_count_alike(facts: dict[str, Any]) -> None:
+def test_first_calls_are_paired_if_both_files_are_whole_and_count_alike(facts: dict[str, Any]) -> None:
     def partner(of_sender: dict[str, Any], of_receiver: dict[str, Any]) -> dict[tuple[int, int], tuple[int, int]]:
         return pair_up(job(rank(0, send(1, COMPLETED), send(3), **of_sender), rank(1, recv(2), **of_receiver))).partner
 
@@ -107,7 +107,7 @@ def test_the_first_belongs_to_the_first_where_both_files_are_whole_and_count_ali
 
 
 @pytest.mark.parametrize(("first", "expected"), [(3, pairs((1, 0))), (1, pairs((0, 0), (1, 1)))])
-def test_numbers_count_in_a_larger_group_where_some_are_seen_on_both_ends(
+def test_numbers_pair_calls_of_a_larger_group_if_both_ends_share_some(
     first: int, expected: dict[tuple[int, int], tuple[int, int]]
 ) -> None:
     of_three: dict[str, Any] = CUT | {"groups": (world(3),)}
@@ -128,14 +128,14 @@ def progress(enqueued: int, completed: int) -> dict[str, Any]:
         (rank(1, dump={"wrapped": True, "progress": {0: Progress(5, 5)}}), Pairing(alone={(0, 0), (0, 1)})),
     ],
 )
-def test_what_is_no_longer_among_the_active_calls_of_the_peer_is_over(other: RankTrace, expected: Pairing) -> None:
+def test_a_call_missing_from_the_active_calls_of_its_peer_is_finished(other: RankTrace, expected: Pairing) -> None:
     sender = rank(0, send(4), send(5), dump={"wrapped": True})
     if other.dump.wrapped:
         sender.dump.active_only = False
     assert pair_up(job(sender, other)) == expected
 
 
-def test_a_peer_without_a_file_answers_nothing_but_to_a_rank_that_notices_no_ends() -> None:
+def test_a_peer_without_a_file_answers_only_ranks_that_notice_no_ends() -> None:
     collectives = [call(number=number, state=OPEN) for number in (1, 2, 3)]
     alone = job(rank(0, send(), *collectives, send(2), groups=(world(3),)), rank(2, groups=(world(3),)))
     assert pair_up(alone) == Pairing(alone={(0, 0), (0, 4)})
@@ -144,7 +144,7 @@ def test_a_peer_without_a_file_answers_nothing_but_to_a_rank_that_notices_no_end
     assert pair_up(blind) == Pairing(alone={(0, 4)}, done={(0, 0)})
 
 
-def test_what_a_call_transfers_in_words() -> None:
+def test_the_content_of_a_transfer_is_described() -> None:
     calls = (
         send(inputs=[[2, 3], [4]], outputs=[[9]]),
         recv(peer=1, inputs=[[9]], outputs=[[5]]),

@@ -30,7 +30,7 @@ def forms() -> dict[str, Variant]:
 
 @needs_traces
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_faulty_rank_of_a_real_hang_is_named_and_no_other(
+def test_exactly_the_faulty_ranks_of_a_real_hang_are_named(
     name: str, forms: dict[str, Variant], tmp_path: Path
 ) -> None:
     variant = forms[name]
@@ -41,7 +41,7 @@ def test_every_faulty_rank_of_a_real_hang_is_named_and_no_other(
 
 
 @needs_traces
-def test_no_form_of_the_real_hang_is_left_out(forms: dict[str, Variant]) -> None:
+def test_every_variant_of_the_real_hang_is_tested(forms: dict[str, Variant]) -> None:
     assert list(forms) == VARIANTS
 
 
@@ -66,7 +66,7 @@ H200 = Path(__file__).parents[3] / "fixtures" / "h200"
         ("healthy_ddp.lazy", "rec", "ok", []),
     ],
 )
-def test_a_hang_on_nccl_names_its_culprit_or_says_what_is_missing(
+def test_the_culprit_or_missing_data_of_an_nccl_hang_is_named(
     job: str, files: str, verdict: str, suspects: list[int], tmp_path: Path
 ) -> None:
     recording = Path(public("nccl_live"), job, files)
@@ -86,7 +86,7 @@ def test_a_hang_on_nccl_names_its_culprit_or_says_what_is_missing(
         ("hang-other-operations", "type_mismatch", "reduce_scatter", [0], []),
     ],
 )
-def test_what_an_h200_showed(recording: str, kind: str, op: str, suspects: list[int], waiting: list[int]) -> None:
+def test_h200_hangs_have_one_cause(recording: str, kind: str, op: str, suspects: list[int], waiting: list[int]) -> None:
     found = diagnosis_of(H200 / recording)
     (cause,) = found.findings
     assert (cause.kind, cause.op, cause.culprit_ranks, cause.waiting_ranks) == (kind, op, suspects, waiting)

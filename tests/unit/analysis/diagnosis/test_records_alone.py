@@ -24,7 +24,7 @@ def short(found: Diagnosis) -> list[tuple[str, int | None, list[int]]]:
     return [(one.kind, one.collective_seq_id or one.p2p_seq_id, one.culprit_ranks) for one in found.findings]
 
 
-def test_a_call_that_returned_before_a_missed_one_is_what_its_rank_waits_in(tmp_path: Path) -> None:
+def test_a_rank_waits_in_a_call_that_returned_before_the_missed_call(tmp_path: Path) -> None:
     # Rank 0 leaves out a send, and all go on to the next collective.
     made = [all_reduce(1), p2p("send", 1, 1), all_reduce(2)]
     missed = [all_reduce(1), p2p("recv", 0, 1), p2p("recv", 0, 2), all_reduce(2)]
@@ -33,21 +33,21 @@ def test_a_call_that_returned_before_a_missed_one_is_what_its_rank_waits_in(tmp_
     assert short(found) == [("p2p_unmatched", 2, [0])]
 
 
-def test_ranks_whose_hosts_run_ahead_of_a_dead_one_do_not_miss_calls(tmp_path: Path) -> None:
+def test_ranks_with_hosts_ahead_of_a_dead_rank_do_not_miss_calls(tmp_path: Path) -> None:
     for rank, calls in enumerate((5, 6, 4, 7)):
         made = [all_reduce(seq + 1) for seq in range(calls)]
         write_comms(tmp_path, rank, made, groups=FOUR, backend="nccl", ended=rank != 2, reason="SIGTERM", until=60)
     assert short(diagnosis_of(tmp_path)) == [("missing_rank", 5, [2])]
 
 
-def test_what_is_ahead_of_a_mismatch_is_a_consequence_of_it(tmp_path: Path) -> None:
+def test_calls_after_a_mismatch_are_consequences_of_it(tmp_path: Path) -> None:
     wrong = [all_reduce(1), all_reduce(2) | {"in": [[4]]}, all_reduce(3) | {"in": [[4]]}]
     right = [all_reduce(1), all_reduce(2)]
     found = diagnosis_of_records(tmp_path, [right, right, wrong, right], reason="SIGTERM")
     assert short(found) == [("size_mismatch", 2, [2])]
 
 
-def test_a_rank_that_turns_to_another_one_than_always_is_named_not_the_one_it_turns_to(tmp_path: Path) -> None:
+def test_a_rank_that_changes_its_peer_is_named_instead_of_the_new_peer(tmp_path: Path) -> None:
     # Stages hand on microbatches; stage 2 receives the last one from stage 0, which never sends to it.
     def stage(rank: int, count: int) -> list[dict[str, Any]]:
         calls = []
@@ -62,7 +62,7 @@ def test_a_rank_that_turns_to_another_one_than_always_is_named_not_the_one_it_tu
     assert [(one.kind, one.culprit_ranks) for one in found.findings] == [("p2p_unmatched", [2])]
 
 
-def test_a_silent_job_is_not_called_healthy_where_nothing_says_which_calls_are_over(tmp_path: Path) -> None:
+def test_a_silent_job_with_unknown_ends_of_calls_is_not_healthy(tmp_path: Path) -> None:
     for rank in range(4):
         write_comms(tmp_path, rank, [all_reduce(1)], groups=FOUR, backend="nccl")
         lines = [json.loads(line) for line in (tmp_path / f"rank-{rank}.comms.jsonl").read_text().splitlines()]
@@ -83,5 +83,5 @@ def test_a_silent_job_is_not_called_healthy_where_nothing_says_which_calls_are_o
     assert found.findings[0].waiting_ranks == [0, 1, 2, 3]
 
 
-def test_a_finished_job_is_healthy_although_nothing_says_that_its_calls_are_over(tmp_path: Path) -> None:
+def test_a_finished_job_with_unknown_ends_of_calls_is_healthy(tmp_path: Path) -> None:
     assert diagnosis_of_records(tmp_path, [[all_reduce(1), all_reduce(2)]] * 4).verdict == "ok"

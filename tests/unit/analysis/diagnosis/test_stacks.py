@@ -27,7 +27,7 @@ def frames(*files: str) -> tuple[Frame, ...]:
     return tuple(Frame(name="f", filename=name, line=line) for line, name in enumerate(files, start=1))
 
 
-def test_the_users_frames_come_first_and_few_of_the_libraries_follow() -> None:
+def test_user_frames_come_first_and_few_library_frames_follow() -> None:
     inside = [f"{PACKAGES}/torch/distributed/fsdp/{number}.py" for number in range(30)]
     stack = frames(*inside, "/home/me/model.py", f"{PACKAGES}/torch/nn/modules/module.py", "train.py", "<frozen runpy>")
     texts = frame_texts(stack)
@@ -47,11 +47,11 @@ def test_the_users_frames_come_first_and_few_of_the_libraries_follow() -> None:
         "<frozen runpy>",
     ],
 )
-def test_frames_of_packages_of_torch_and_of_python_are_not_the_users(library: str) -> None:
+def test_frames_of_packages_torch_and_python_are_not_user_frames(library: str) -> None:
     assert frame_texts(frames(library, "/home/me/torchtitan/train.py"))[0] == "f (/home/me/torchtitan/train.py:2)"
 
 
-def test_a_stack_without_a_line_of_the_user_is_shown_as_it_is() -> None:
+def test_a_stack_without_user_frames_shows_library_frames() -> None:
     assert len(frame_texts(frames(*[f"{PACKAGES}/torch/{number}.py" for number in range(30)]))) == 12
 
 
@@ -63,7 +63,7 @@ def left_by_rank_2(folder: Path, left: Moment, others: Moment, backend: str = "g
     return diagnosis_of(folder).findings
 
 
-def test_the_line_that_raised_is_the_place_of_the_culprit(tmp_path: Path) -> None:
+def test_a_culprit_is_shown_at_the_line_that_raised(tmp_path: Path) -> None:
     raised = (("check", "/home/me/data.py", 126), ("main", "/home/me/train.py", 40))
     left = Moment(reason="exit", after=0, error="ValueError: bad token", traceback=raised)
     (finding,) = left_by_rank_2(tmp_path, left, Moment())
@@ -72,7 +72,7 @@ def test_the_line_that_raised_is_the_place_of_the_culprit(tmp_path: Path) -> Non
     assert culprit.frames == ["check (/home/me/data.py:126)", "main (/home/me/train.py:40)"]
 
 
-def test_the_main_thread_of_a_rank_that_was_killed_is_where_it_was_stuck(tmp_path: Path) -> None:
+def test_a_killed_rank_is_shown_at_the_line_of_its_main_thread(tmp_path: Path) -> None:
     stack = ("MainThread", (("sleep", "/usr/lib/python3.11/time.py", 1), ("load", "/home/me/data.py", 7)))
     left = Moment(reason="SIGTERM", after=60, stacks=(stack,))
     (finding,) = left_by_rank_2(tmp_path, left, Moment())
@@ -89,15 +89,13 @@ def test_a_main_thread_that_only_reports_an_exception_does_not_hide_the_call(tmp
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("error", [None, "ValueError: bad token"])
-def test_gpus_are_to_blame_on_nccl_alone_and_after_no_exception(
-    backend: str, error: str | None, tmp_path: Path
-) -> None:
+def test_gpus_are_suspected_only_on_nccl_without_an_exception(backend: str, error: str | None, tmp_path: Path) -> None:
     left = Moment(reason="exit" if error else "hang", after=0 if error else 3, error=error)
     (finding,) = left_by_rank_2(tmp_path, left, Moment(), backend)
     assert ("Xid" in next_step(finding)) == (backend == "nccl" and error is None)
 
 
-def test_culprits_that_went_wrong_in_different_places_are_all_shown(tmp_path: Path) -> None:
+def test_culprits_with_errors_in_different_places_are_all_shown(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0")] * (2 if rank in (0, 1) else 1) for rank in range(4)]
     moments = {0: Moment(), 1: Moment()}
     for culprit, error in ((2, "ValueError: a"), (3, "KeyError: b")):
@@ -108,7 +106,7 @@ def test_culprits_that_went_wrong_in_different_places_are_all_shown(tmp_path: Pa
     assert culprits == [["f (train.py:2)"], ["f (train.py:3)"]]
 
 
-def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp_path: Path) -> None:
+def test_another_thread_is_shown_if_the_culprits_main_thread_communicates(tmp_path: Path) -> None:
     stacks = (
         ("MainThread", (("all_reduce", "/opt/torch/distributed/distributed_c10d.py", 1), ("step", "train.py", 5))),
         ("metrics", (("wait", "/usr/lib/python3.11/threading.py", 1), ("average", "metrics.py", 9))),
@@ -140,7 +138,7 @@ SECOND = 10**9
         ("hang", 0, (), {}, 6, False),
     ],
 )
-def test_a_rank_hung_inside_torch_distributed_in_something_else_than_its_last_call(
+def test_a_rank_hangs_in_an_unrecorded_wait_inside_torch_distributed(
     reason: str, after: int, stack: tuple[Any, ...], ending: dict[str, str], line: int | None, waits: bool
 ) -> None:
     own = [Frame(name=name, filename=file, line=at) for name, file, at in stack]
@@ -151,9 +149,7 @@ def test_a_rank_hung_inside_torch_distributed_in_something_else_than_its_last_ca
 
 
 @pytest.mark.parametrize(("backend", "shown"), [("nccl", 2), ("gloo", 1)])
-def test_where_the_host_has_gone_on_the_line_of_the_call_is_shown_beside_that_of_the_thread(
-    backend: str, shown: int
-) -> None:
+def test_the_lines_of_call_and_thread_are_shown_if_the_host_has_continued(backend: str, shown: int) -> None:
     made = (Frame(name="all_reduce", filename="train.py", line=10),)
     later = [Frame(name="main", filename="/home/me/train.py", line=12)]
     hung = {"reason": "hang", "taken_at": 9 * 10**9, "stacks": [OwnStack(thread="MainThread", frames=later)]}
@@ -166,7 +162,7 @@ def test_where_the_host_has_gone_on_the_line_of_the_call_is_shown_beside_that_of
     assert texts == [["all_reduce (train.py:10)"], ["main (/home/me/train.py:12)"]][-shown:]
 
 
-def test_of_a_culprit_that_has_gone_on_its_own_call_on_the_group_is_shown() -> None:
+def test_a_culprit_that_has_continued_is_shown_with_its_call_on_the_group() -> None:
     first, second, last = ((Frame(name="main", filename="train.py", line=line),) for line in (5, 10, 20))
     groups = group("a", 0, 1, 2), group("b", 0, 1, 2)
     ranks = []
@@ -178,7 +174,7 @@ def test_of_a_culprit_that_has_gone_on_its_own_call_on_the_group_is_shown() -> N
     assert (culprit.what, culprit.frames) == ("its call, all_reduce #1 on b", ["main (train.py:10)"])
 
 
-def test_a_culprit_that_handles_an_exception_is_shown_where_it_raised_it() -> None:
+def test_a_culprit_is_shown_where_it_raised_the_exception_it_handles() -> None:
     raised = Raised(error="ValueError: bad", frames=[Frame(name="read", filename="/home/me/data.py", line=3)])
     frame = Frame(name="main", filename="/home/me/train.py", line=9)
     own = OwnStack(thread="MainThread", frames=[frame], handles=raised)

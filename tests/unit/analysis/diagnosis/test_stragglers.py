@@ -43,7 +43,7 @@ def stragglers(found: Diagnosis) -> tuple[int, float, float, float]:
     return row.last_rank, row.last_share, row.wait_ms["p50"], row.wait_ms["max"]
 
 
-def test_the_rank_that_comes_last_is_named_with_what_the_others_wait(tmp_path: Path) -> None:
+def test_the_last_rank_is_named_with_the_waits_of_the_others(tmp_path: Path) -> None:
     arrivals = [
         [100.0 * call + (5 if rank == 2 and call != 3 else 0.5 * rank) for call in range(10)] for rank in range(4)
     ]
@@ -61,7 +61,7 @@ def test_the_rank_that_comes_last_is_named_with_what_the_others_wait(tmp_path: P
 
 
 @pytest.mark.parametrize(("calls", "late", "noted"), [(5, 1.0, [1]), (5, 0.99, [0]), (4, 1.0, [])])
-def test_a_rank_is_noted_from_five_collectives_and_a_median_of_1_ms_on(
+def test_stragglers_have_at_least_five_collectives_and_a_1_ms_median(
     calls: int, late: float, noted: list[int], tmp_path: Path
 ) -> None:
     arrivals = [[100.0 * call for call in range(calls)], [100.0 * call + late for call in range(calls)]]
@@ -69,13 +69,13 @@ def test_a_rank_is_noted_from_five_collectives_and_a_median_of_1_ms_on(
     assert [len(found.advisory) for _ in found.stragglers] == noted
 
 
-def test_of_many_waits_the_middle_one_and_that_above_95_of_100_are_told(tmp_path: Path) -> None:
+def test_the_median_and_95th_percentile_of_waits_are_reported(tmp_path: Path) -> None:
     arrivals = [[100.0 * call for call in range(40)], [100.0 * call + call for call in range(40)]]
     (row,) = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals)).stragglers
     assert (row.last_share, row.wait_ms) == (0.975, {"p50": 20.0, "p95": 38.0, "max": 39.0, "total": 780.0})
 
 
-def test_clocks_are_brought_together_over_groups_that_share_a_rank() -> None:
+def test_clocks_are_aligned_over_groups_that_share_a_rank() -> None:
     def at(number: int, clock: int, ends: bool = True, **facts: Any) -> Call:
         return call(
             number=number, called=(100 * number + clock) * MS, ended=ends * (100 * number + clock + 1) * MS, **facts
@@ -97,7 +97,7 @@ def test_clocks_are_brought_together_over_groups_that_share_a_rank() -> None:
     )
 
 
-def test_what_no_clock_explains_is_told_and_without_ends_no_clock_is_moved() -> None:
+def test_clock_residuals_are_reported_and_alignment_requires_end_times() -> None:
     def made(*moments: int, ends: bool = True) -> list[Call]:
         return [call(number=n, called=at, ended=ends * (at + 2)) for n, at in enumerate(moments, 1)]
 
@@ -110,7 +110,7 @@ def test_what_no_clock_explains_is_told_and_without_ends_no_clock_is_moved() -> 
     assert find_stragglers(unknown)[1] == ClockAlignment(aligned=False, note=note)
 
 
-def test_a_rank_that_is_no_later_than_the_clocks_may_be_apart_is_no_straggler(tmp_path: Path) -> None:
+def test_a_rank_late_by_less_than_the_clock_error_is_not_a_straggler(tmp_path: Path) -> None:
     """The clock of rank 1 goes back and forth by 6 ms from call to call, and rank 2 comes 5 ms late."""
     arrivals = [[100.0 * call + (5 if rank == 2 else 0) for call in range(10)] for rank in range(3)]
     folder = write_dumps(tmp_path / "dumps", arrivals)
@@ -126,7 +126,7 @@ def test_a_rank_that_is_no_later_than_the_clocks_may_be_apart_is_no_straggler(tm
     assert found.advisory == []
 
 
-def test_ranks_that_take_turns_in_coming_last_are_no_stragglers(tmp_path: Path) -> None:
+def test_ranks_that_take_turns_arriving_last_are_not_stragglers(tmp_path: Path) -> None:
     arrivals = [[100.0 * call + (5 if call % 4 == rank else 0) for call in range(12)] for rank in range(4)]
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
     assert stragglers(found)[1:3] == (0.25, 5.0)
@@ -134,7 +134,7 @@ def test_ranks_that_take_turns_in_coming_last_are_no_stragglers(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ahead", [-4000.0, 70.0])
-def test_a_clock_that_a_collective_contradicts_is_moved(ahead: float, tmp_path: Path) -> None:
+def test_a_clock_that_a_collective_contradicts_is_aligned(ahead: float, tmp_path: Path) -> None:
     arrivals = [[100.0 * call + (2 if call % 2 == rank else 0) for call in range(10)] for rank in range(2)]
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, ahead]))
     assert found.clocks is not None
@@ -145,7 +145,7 @@ def test_a_clock_that_a_collective_contradicts_is_moved(ahead: float, tmp_path: 
     assert stragglers(found)[2] == pytest.approx(2, abs=1.0)
 
 
-def test_clocks_that_no_collective_contradicts_are_left_alone(tmp_path: Path) -> None:
+def test_clocks_without_contradictions_stay_unchanged(tmp_path: Path) -> None:
     arrivals = [[100.0 * call + rank for call in range(10)] for rank in range(3)]
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, 0.4, 0]))
     assert found.clocks is not None

@@ -158,7 +158,7 @@ SENT_TWICE = comms(0, send(1, api="isend"), send(1, 2), unawaited={0, 1})
         ),
     ],
 )
-def test_who_waits_for_whom(ranks: list[RankTrace], blocked: dict[int, int], ops: list[str]) -> None:
+def test_blocked_ranks_are_found(ranks: list[RankTrace], blocked: dict[int, int], ops: list[str]) -> None:
     assert stuck(*ranks) == (blocked, ops)
 
 
@@ -180,14 +180,14 @@ def test_who_waits_for_whom(ranks: list[RankTrace], blocked: dict[int, int], ops
         ("unheard_of", {"error": FAILED}, [gloo(1), gloo(2)], False),
     ],
 )
-def test_a_call_that_gloo_gave_up_is_where_its_rank_was_stuck_if_another_stayed_away(
+def test_a_rank_is_stuck_in_a_call_that_gloo_gave_up_if_another_rank_is_missing(
     op: str, facts: dict[str, Any], others: list[RankTrace], is_stuck: bool
 ) -> None:
     first = gloo(0, call(op, 1, RETIRED, called=10, peer=1 if op == "send" else None), ending=facts)
     assert stuck(first, *others)[0].get(0) == (0 if is_stuck else None)
 
 
-def test_what_has_ended_is_not_given_up_and_a_rank_without_calls_gave_up_none() -> None:
+def test_ranks_with_finished_calls_or_without_calls_are_not_stuck() -> None:
     assert stuck(of_three(0, *made(COMPLETED)), of_three(1), of_three(2))[0] == {}
     assert stuck(gloo(0), gloo(1), gloo(2))[0] == {}
 
@@ -201,7 +201,7 @@ def test_what_has_ended_is_not_given_up_and_a_rank_without_calls_gave_up_none() 
         ([call(pg="1", called=5), call(number=2, pg="1", called=6), call(number=2, called=9)], 7 + SECOND, {0: 1}),
     ],
 )
-def test_a_thread_of_a_comms_file_is_held_where_a_member_goes_on_for_long_without_its_call(
+def test_a_thread_is_stuck_if_another_rank_continues_for_long_without_its_call(
     called: list[Call], others: int, blocked: dict[int, int]
 ) -> None:
     other = comms(1, *made(DONE, DONE), ending={"taken_at": others})
@@ -220,14 +220,14 @@ def test_a_thread_of_a_comms_file_is_held_where_a_member_goes_on_for_long_withou
         ("gather", 1, True, 1, 2, None),
     ],
 )
-def test_the_last_call_of_an_unfinished_file_is_over_where_another_went_on(
+def test_the_last_call_of_a_cut_file_is_finished_if_others_continued(
     op: str, root: int | None, unseen: bool, open_calls: int, number: int, row: int | None
 ) -> None:
     last = of_three(0, *made(*[OPEN] * open_calls, op=op, root=root), ending={"unseen": unseen}, dump=CUT)
     assert stuck(last, *(of_three(one, call(op, number)) for one in (1, 2)))[0].get(0) == row
 
 
-def test_ends_that_others_alone_saw_are_counted_and_who_is_absent_is_waited_for_before_who_is_behind() -> None:
+def test_ends_seen_only_by_others_count_and_missing_ranks_precede_late_ones() -> None:
     found = job(
         of_three(0, *made(COMPLETED, COMPLETED, OPEN)),
         of_three(1, *made(OPEN, OPEN, OPEN)),

@@ -80,13 +80,13 @@ def test_every_kind_of_dependency_reaches_the_file(tmp_path: Path) -> None:
     assert result.dependencies == {"program_order": 3, "caller": 1, "launch": 2, "stream_wait": 1, "sync": 2}
 
 
-def test_with_deps_data_the_order_of_a_thread_is_control_alone(tmp_path: Path) -> None:
+def test_deps_data_makes_the_order_of_a_thread_control_only(tmp_path: Path) -> None:
     nodes, _ = converted(two_streams(), tmp_path, deps="data")
     assert (nodes[5]["ctrl_deps"], nodes[5].get("data_deps")) == ([4], None)
     assert (nodes[7]["ctrl_deps"], nodes[7]["data_deps"]) == ([6], [8, 9])
 
 
-def test_nodes_have_their_times_and_what_both_feeders_read(tmp_path: Path) -> None:
+def test_nodes_have_their_times_and_the_fields_of_both_feeders(tmp_path: Path) -> None:
     path = tmp_path / "chakra.0.et"
     convert(link(*two_streams().write(tmp_path)), path)
     nodes = {node.id: node for _, node in read_trace(str(path))[1]}
@@ -123,7 +123,7 @@ def test_nodes_have_their_times_and_what_both_feeders_read(tmp_path: Path) -> No
     assert json.loads(addmm.inputs.shapes) == [[24]]
 
 
-def test_the_metadata_says_where_it_comes_from_and_lists_groups_as_the_feeder_parses_them(tmp_path: Path) -> None:
+def test_the_metadata_names_its_source_and_lists_groups_for_the_feeder(tmp_path: Path) -> None:
     trace = two_streams()
     trace.op("record_param_comms", 500, 20, inputs=params("allreduce", pg="tp-group", size=1))
     path = tmp_path / "chakra.0.et"
@@ -197,7 +197,7 @@ def test_a_batch_of_sends_and_receives_is_not_an_all_to_all(tmp_path: Path) -> N
     assert nodes[after]["data_deps"] == [kernel, 9]
 
 
-def test_calls_that_share_a_kernel_are_a_node_each(tmp_path: Path) -> None:
+def test_calls_that_share_a_kernel_have_a_node_each(tmp_path: Path) -> None:
     trace = SmallTrace()
     batched(trace)
     trace.launch("after", 130, 400, 5, 600)
@@ -210,7 +210,7 @@ def test_calls_that_share_a_kernel_are_a_node_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("times", "node"), [((7_000, 3_000), (7, 3)), ((None, 0), (10, 0))])
-def test_a_work_is_a_communication_of_its_own_time(tmp_path: Path, times: Any, node: tuple[int, int]) -> None:
+def test_a_work_is_a_communication_with_its_own_times(tmp_path: Path, times: Any, node: tuple[int, int]) -> None:
     trace = SmallTrace()
     call, work = trace.op("c10d::allreduce_", 10, 5), trace.op("gloo:all_reduce", 12, 9, 3, tid=2)
     result = link(*trace.write(tmp_path))
@@ -223,7 +223,7 @@ def test_a_work_is_a_communication_of_its_own_time(tmp_path: Path, times: Any, n
     assert (written["attr"]["start_ns"] // 1000, written["duration_micros"]) == node
 
 
-def test_a_call_on_a_group_that_nobody_defines_is_refused(tmp_path: Path) -> None:
+def test_a_call_on_an_undefined_group_is_refused(tmp_path: Path) -> None:
     trace = SmallTrace()
     values = [[FLOATS], 5, "pp", 0, "allreduce", [], []]
     trace.op("record_param_comms", 0, 5, inputs={"values": values, "shapes": [[]] * 7, "types": [""] * 7})
@@ -232,7 +232,7 @@ def test_a_call_on_a_group_that_nobody_defines_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "chakra.0.et").exists()
 
 
-def test_a_kernel_of_which_only_the_name_is_known_stays_a_computation_and_and_reported(tmp_path: Path) -> None:
+def test_a_kernel_known_only_by_name_stays_a_computation_and_is_reported(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::mm", 0, 100)
     trace.launch("ncclDevKernel_Generic(x)", 10, 20, 30, 501)
@@ -261,7 +261,7 @@ def test_a_cycle_is_broken_at_its_weakest_edge_and_reported(tmp_path: Path) -> N
     ]
 
 
-def test_a_fact_that_only_a_dropped_edge_implied_is_kept(tmp_path: Path) -> None:
+def test_a_fact_implied_only_by_a_dropped_edge_is_kept(tmp_path: Path) -> None:
     trace = SmallTrace()
     for i in range(3):
         trace.op(f"first {i}", 20 * i, 10)
@@ -288,7 +288,7 @@ def test_collectives_are_compared_in_the_order_of_their_sequence_numbers(tmp_pat
     assert report.collectives == {"0": ["all_reduce of 96 B", "broadcast of 96 B"]}
 
 
-def test_nodes_stand_behind_what_they_wait_for_whatever_the_times_say(tmp_path: Path) -> None:
+def test_nodes_follow_their_dependencies_regardless_of_times(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::mm", 10, 100)
     for i, (start, stream) in enumerate(((20, 7), (30, 7), (35, 8))):
@@ -318,7 +318,7 @@ def test_a_trace_without_nodes_becomes_a_file_without_nodes(tmp_path: Path) -> N
     assert [node.id for _, node in nodes] == [2]
 
 
-def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:
+def test_an_error_for_a_large_value_names_its_node(tmp_path: Path) -> None:
     result = link(*two_streams().write(tmp_path))
     result.activities[0].duration_ns = 1 << 70
     with pytest.raises(CrossrankError, match=r"node 8 \(gemm\) does not fit into a Chakra node"):
@@ -329,14 +329,14 @@ def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inferred", "strict", "why"), [(True, True, "--strict refuses"), (False, False, "all its edges are certain")]
 )
-def test_a_cycle_of_facts_or_under_strict_is_refused(tmp_path: Path, inferred: bool, strict: bool, why: str) -> None:
+def test_a_cycle_of_facts_or_with_strict_is_refused(tmp_path: Path, inferred: bool, strict: bool, why: str) -> None:
     trace = cycle(tmp_path, "sync", inferred=inferred)
     with pytest.raises(CrossrankError, match=f"dependencies form a cycle: 4 .first. waits by .*; {why}"):
         convert(trace, tmp_path / "chakra.0.et", Options(strict=strict))
     assert not (tmp_path / "chakra.0.et").exists()
 
 
-def test_what_the_order_of_lanes_implies_is_left_out(tmp_path: Path) -> None:
+def test_edges_implied_by_lane_order_are_left_out(tmp_path: Path) -> None:
     trace = two_streams()
     result = link(*trace.write(tmp_path))
     result.edges += [Edge(4, 7, "forward_backward"), Edge(8, 9, "stream_wait"), Edge(5, 9, "launch")]

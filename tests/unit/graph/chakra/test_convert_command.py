@@ -57,13 +57,13 @@ def test_ranks_with_different_collectives_are_named(folder: Path, run: Command) 
     assert (code, err) == (1, told)
 
 
-def test_a_rank_that_fails_has_no_say_in_what_the_others_made(folder: Path, run: Command) -> None:
+def test_a_failed_rank_causes_no_disagreement(folder: Path, run: Command) -> None:
     (folder / "rank-1.et.json").write_text("{}")
     code, found, _ = run.json(folder, "-o", folder / "out")
     assert (code, found["disagreements"], [rank["size"] > 0 for rank in found["ranks"]]) == (1, [], [True, False])
 
 
-def test_two_files_that_name_no_rank_are_of_rank_0(tmp_path: Path, run: Command) -> None:
+def test_two_files_without_a_rank_belong_to_rank_0(tmp_path: Path, run: Command) -> None:
     trace = SmallTrace()
     del trace.kineto_head["distributedInfo"]
     trace.op("aten::mm", 0, 5)
@@ -72,7 +72,7 @@ def test_two_files_that_name_no_rank_are_of_rank_0(tmp_path: Path, run: Command)
     assert sorted(os.listdir(tmp_path / "out")) == ["chakra.0.et", "comm_groups.json"]
 
 
-def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, run: Command) -> None:
+def test_a_json_that_is_not_a_linked_trace_is_refused(folder: Path, run: Command) -> None:
     path = folder / "rank-0.linked.json"
     path.write_text('{"nodes": [{"id": 1, "name": "a", "ctrl_deps": 0}]}')
     code, _, err = run(path, "-o", folder / "out")
@@ -97,7 +97,7 @@ def test_two_inputs_of_one_rank_are_refused(folder: Path, run: Command) -> None:
     assert run(linked, "--ranks", "5-5", "-o", folder / "out")[0] == 2
 
 
-def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, run: Command) -> None:
+def test_an_unwritable_group_file_prints_one_line(folder: Path, run: Command) -> None:
     (folder / "out" / "comm_groups.json").mkdir(parents=True)
     code, _, err = run(folder, "-o", folder / "out")
     told = "comm_groups.json: cannot be written (Is a directory); choose another folder with -o\n"
@@ -105,7 +105,7 @@ def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, run: Comm
     assert not list((folder / "out").glob(".*.part"))
 
 
-def test_pauses_and_a_node_of_the_groups_are_written_as_asked(
+def test_options_control_pauses_and_the_group_node(
     folder: Path, run: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def kinds(*words: str) -> Any:
@@ -120,7 +120,7 @@ def test_pauses_and_a_node_of_the_groups_are_written_as_asked(
 
 
 @pytest.mark.parametrize(("dedupe", "files"), [([], 4), (["--dedupe"], 2)])
-def test_each_rank_of_a_larger_job_has_the_nodes_of_the_recorded_one_whose_part_it_takes(
+def test_each_rank_of_a_grown_job_has_the_nodes_of_its_recorded_rank(
     folder: Path, run: Command, dedupe: list[str], files: int
 ) -> None:
     of_rank_1 = rank_trace(1)

@@ -62,7 +62,7 @@ def test_the_generated_code_is_current(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8))
-def test_what_is_framed_is_read_back(tmp_path_factory: pytest.TempPathFactory, names: list[bytes]) -> None:
+def test_framed_messages_are_read_back(tmp_path_factory: pytest.TempPathFactory, names: list[bytes]) -> None:
     path = tmp_path_factory.mktemp("framed") / "t.0.et"
     nodes = [pb.Node(id=i, name=name.hex()) for i, name in enumerate(names)]
     metadata, read = read_trace(file_of(path, *nodes))
@@ -83,7 +83,7 @@ def test_a_compressed_file_is_read(tmp_path: Path) -> None:
         check(str(tmp_path / "gone.et"))
 
 
-def test_nodes_come_with_their_places_in_a_large_file(tmp_path: Path) -> None:
+def test_nodes_of_a_large_file_have_their_offsets(tmp_path: Path) -> None:
     nodes = [pb.Node(id=i, name="n" * (i * 700_000)) for i in range(4)]
     path = Path(file_of(tmp_path / "a.0.et", *nodes))
     content = path.read_bytes()
@@ -98,7 +98,7 @@ def test_nodes_come_with_their_places_in_a_large_file(tmp_path: Path) -> None:
             list(read_trace(str(path))[1])
 
 
-def test_a_file_cut_off_anywhere_is_refused_with_the_place(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused_with_the_offset(tmp_path: Path) -> None:
     path = Path(file_of(tmp_path / "a.0.et", node(1), node(2, 1)))
     content = path.read_bytes()
     whole = {0, *(offset for offset, _ in read_trace(str(path))[1]), len(content)}
@@ -125,7 +125,7 @@ def test_a_file_cut_off_anywhere_is_refused_with_the_place(tmp_path: Path) -> No
         (b"\x00\x03\xff\xff\xff", "node 1 at byte 1 is not a Chakra node"),
     ],
 )
-def test_what_is_no_chakra_trace_is_one_line_and_exit_2(
+def test_an_invalid_trace_prints_one_line_and_exits_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
 ) -> None:
     path = tmp_path / "a.0.et"
@@ -137,7 +137,7 @@ def test_what_is_no_chakra_trace_is_one_line_and_exit_2(
         assert error.count("\n") == 1
 
 
-def test_an_id_that_stands_twice_is_refused_in_one_line_with_both_places(tmp_path: Path) -> None:
+def test_a_duplicate_id_is_refused_in_one_line_with_both_offsets(tmp_path: Path) -> None:
     nodes = [node(7), node(8), node(7)]
     nodes[0].name = "a\nb"
     places = r"node 7 \(n7\) at byte 27 has the id of the one \(a\\nb\) at byte 8"
@@ -146,7 +146,7 @@ def test_an_id_that_stands_twice_is_refused_in_one_line_with_both_places(tmp_pat
     assert "\n" not in str(refused.value)
 
 
-def test_a_dependency_on_a_node_that_is_not_there_breaks_the_contract(tmp_path: Path) -> None:
+def test_a_dependency_on_a_missing_node_breaks_the_contract(tmp_path: Path) -> None:
     result = check(file_of(tmp_path / "a.0.et", node(1, 99), node(2, ctrl=(0,))))
     assert result.faults == {"a dependency on a node that is not in the file": 2}
     assert result.first["a dependency on a node that is not in the file"] == "node 1 (n1) at byte 8 waits for 99"
@@ -167,7 +167,7 @@ def test_nodes_in_another_order_are_accepted_with_a_note(tmp_path: Path) -> None
     }
 
 
-def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
+def test_communication_nodes_need_the_fields_of_feeders(tmp_path: Path) -> None:
     collective: dict[str, Any] = {"comm_type": 0, "comm_size": 8}
     path = file_of(
         tmp_path / "a.3.et",
@@ -213,7 +213,7 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
          f"a message of a rank to itself, at which ASTRA-sim stops; {LOWER}"),
     ],
 )  # fmt: skip
-def test_what_astra_sim_does_not_run_to_its_end_breaks_the_contract(
+def test_nodes_that_astra_sim_cannot_finish_break_the_contract(
     tmp_path: Path, kind: Any, attributes: dict[str, Any], fault: str
 ) -> None:
     path = file_of(tmp_path / "a.0.et", node(1, kind=kind, **attributes))
@@ -221,7 +221,7 @@ def test_what_astra_sim_does_not_run_to_its_end_breaks_the_contract(
 
 
 @pytest.mark.parametrize("number", sorted(RUN_BY_ASTRA_SIM))
-def test_what_astra_sim_runs_keeps_the_contract(tmp_path: Path, number: int) -> None:
+def test_collectives_of_astra_sim_meet_the_contract(tmp_path: Path, number: int) -> None:
     path = file_of(tmp_path / "a.0.et", node(1, kind=pb.COMM_COLL_NODE, comm_type=number, comm_size=64, pg_name="7"))
     assert check(path, groups={"7": [0, 1]}).faults == {}
 
@@ -242,13 +242,13 @@ def test_a_rank_with_host_nodes_must_not_end_with_a_message(
     assert [fault.partition(",")[0] for fault in check(file_of(tmp_path / "a.0.et", *nodes)).faults] == faults
 
 
-def test_host_nodes_are_told_because_astra_sim_says_no_overlap_with_them(tmp_path: Path) -> None:
+def test_host_nodes_are_noted_because_astra_sim_reports_no_overlap(tmp_path: Path) -> None:
     result = check(file_of(tmp_path / "a.0.et", node(1, is_cpu_op=True), node(2, is_cpu_op=False)))
     assert result.faults == {}
     assert [(note.split(":")[0], count) for note, count in result.notes.items()] == [("a computation on the host", 1)]
 
 
-def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:
+def test_invalid_values_break_the_contract(tmp_path: Path) -> None:
     listed = node(2, kind=pb.COMM_COLL_NODE, comm_size=8)
     listed.attr.add(name="comm_type").int64_list.values.append(0)
     path = file_of(
@@ -269,7 +269,7 @@ def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:
     }
 
 
-def test_a_long_cycle_is_found_in_time(tmp_path: Path) -> None:
+def test_a_long_cycle_is_found_quickly(tmp_path: Path) -> None:
     count = 20_000
     path = file_of(tmp_path / "a.0.et", *(node(i, i % count + 1) for i in range(1, count + 1)))
     started = time.process_time()
@@ -277,7 +277,7 @@ def test_a_long_cycle_is_found_in_time(tmp_path: Path) -> None:
     assert time.process_time() - started < 5
 
 
-def test_the_command_says_what_is_broken_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_faults_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = file_of(tmp_path / "a.0.et", node(1)), file_of(tmp_path / "a.1.et", node(1, 5))
     assert main(["check", good]) == 0
     capsys.readouterr()
@@ -291,7 +291,7 @@ def test_the_command_says_what_is_broken_and_exits_1(tmp_path: Path, capsys: pyt
     )
 
 
-def test_ranks_that_put_different_amounts_into_a_collective_break_the_contract(
+def test_different_amounts_in_a_collective_break_the_contract(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def written(name: str, size: int) -> str:
@@ -322,7 +322,7 @@ def test_inspect_prints_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture
     }  # fmt: skip
 
 
-def test_a_group_has_the_same_number_wherever_it_is_made() -> None:
+def test_a_group_has_the_same_number_on_every_rank() -> None:
     ours = number_group(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
     theirs = number_group(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
     other = number_group(Group(pg="8", size=2, ranks=[0, 2], desc="tp"), 4)

@@ -54,7 +54,7 @@ def test_the_dimensions_are_found_from_members_descriptions_and_calls(groups: li
     assert str(find_mesh(8, groups)).replace("dp0", "dp") == mesh
 
 
-def test_what_the_user_says_of_the_dimensions_has_to_fit() -> None:
+def test_dimensions_from_the_user_must_fit_the_job() -> None:
     assert str(find_mesh(8, TP, {"pp": 4, "tp": 2})) == "pp=4,tp=2"
     with pytest.raises(CrossrankError, match="--dims dp=3,tp=2 makes 6 ranks; the job has 8"):
         find_mesh(8, TP, {"dp": 3, "tp": 2})
@@ -63,7 +63,7 @@ def test_what_the_user_says_of_the_dimensions_has_to_fit() -> None:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 3, 5), (1, 2)])
-def test_a_group_of_no_mesh_is_named(ranks: tuple[int, ...]) -> None:
+def test_a_group_outside_a_mesh_is_refused(ranks: tuple[int, ...]) -> None:
     with pytest.raises(CrossrankError, match=r"give them with --dims"):
         find_mesh(8, [used(ranks, "odd", record())])
 
@@ -76,7 +76,7 @@ def numbered(ranks: tuple[int, ...], desc: str = "", pg: str = "1", number: str 
     return NumberedGroup(number=number, ranks=ranks, pg=pg, desc=desc)
 
 
-def test_a_rank_does_what_the_recorded_one_in_its_place_does() -> None:
+def test_a_rank_repeats_the_recorded_rank_in_its_place() -> None:
     growth = grown([*TP, *DP], 16)
     # Pairs of neighbours stay pairs; the first of data parallelism is there once, the others in turns.
     assert [growth.source(rank) for rank in range(16)] == [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5, 6, 7, 2, 3]
@@ -108,7 +108,7 @@ def test_groups_along_the_dimension_grow_and_others_are_repeated() -> None:
         (record("barrier", 0), 0),
     ],
 )
-def test_shards_shrink_and_what_each_rank_has_of_its_own_adds_up(call: CommRecord, bytes: int) -> None:
+def test_shards_shrink_and_data_of_each_rank_adds_up(call: CommRecord, bytes: int) -> None:
     world = used((0, 1, 2, 3), "default_pg", record("reduce_scatter"), call)
     growth = grown([world], 16, world=4)
     made = growth.comm(Comm(call, numbered((0, 1, 2, 3), "default_pg")), 15)
@@ -159,12 +159,12 @@ def test_uneven_splits_keep_their_rows() -> None:
         ),
     ],
 )
-def test_what_a_trace_does_not_say_is_refused(groups: list[UsedGroup], ranks: int, name: str, said: str) -> None:
+def test_impossible_growth_is_refused(groups: list[UsedGroup], ranks: int, name: str, said: str) -> None:
     with pytest.raises(CrossrankError, match=said):
         grown(groups, ranks, name)
 
 
-def test_groups_of_equal_members_are_told_apart_by_their_names() -> None:
+def test_names_distinguish_groups_with_equal_members() -> None:
     world, tp = numbered((0, 1), "default_pg", "0"), numbered((0, 1), "mesh_tp", "2")
     groups = used_groups(
         {
@@ -178,13 +178,13 @@ def test_groups_of_equal_members_are_told_apart_by_their_names() -> None:
     assert growth.group(numbered((1,), "mesh_dp", "3"), 5).ranks == (1, 3, 5, 7)
 
 
-def test_a_dimension_of_one_rank_says_nothing_of_what_more_would_exchange() -> None:
+def test_a_dimension_of_one_rank_cannot_grow() -> None:
     groups = used_groups({rank: [(record(), numbered((0, 1), "mesh_tp", "2"))] for rank in (0, 1)})
     with pytest.raises(CrossrankError, match="the recorded job has only one rank in it, without communication"):
         plan_growth(find_mesh(2, groups, {"dp": 1, "tp": 2}), groups, 8, "dp")
 
 
-def test_a_dimension_that_nothing_communicates_along_is_not_guessed() -> None:
+def test_a_dimension_without_communication_is_not_guessed() -> None:
     mesh = find_mesh(4, [used((0, 1), "mesh_tp", record()), used((2, 3), "mesh_tp", record())])
     assert str(mesh) == "dim0=2,tp=2"
     assert mesh.dimensions[0].because == "no communication in it"
@@ -202,7 +202,7 @@ def test_a_dimension_that_nothing_communicates_along_is_not_guessed() -> None:
         ("mesh_pp", "pp"),
     ],
 )
-def test_gradients_go_over_data_and_context_parallelism_together(desc: str, name: str) -> None:
+def test_a_group_description_gives_the_name_of_its_dimension(desc: str, name: str) -> None:
     assert name_in(desc) == name
 
 

@@ -28,7 +28,7 @@ def on_thread(tid: int, node_id: int, start: int, duration: int, *dependencies: 
         ([(50, 6), (70, 1)], [(57, 23), (60, 15)], 0, 10),  # of two that call each other the outer, cut at its call
     ],
 )  # fmt: skip
-def test_a_thread_that_names_nothing_waits_for_one_that_begins_works_and_ends(
+def test_an_idle_thread_waits_for_a_thread_that_works_meanwhile(
     main: list[tuple[float, float]], other: list[tuple[float, float]], begins_it: int | None, waits_for: int | None
 ) -> None:
     threads = [(1, 1, main), (2, 10, other)]
@@ -45,20 +45,20 @@ def test_a_thread_that_names_nothing_waits_for_one_that_begins_works_and_ends(
     )
 
 
-def test_a_range_waits_for_a_thread_that_begins_with_it() -> None:
+def test_a_range_waits_for_a_thread_that_starts_with_it() -> None:
     nodes = {1: on_thread(1, 1, 50, 5 * MS), 2: on_thread(1, 2, 50 + 6 * MS, 1), 3: on_thread(2, 3, 50, MS)}
     wait_for_threads(nodes, {1})
     assert [node.duration_ns for node in nodes.values()] == [0, 1, MS]
     assert [node.id for node in nodes.values() if node.dependencies] == [2, 3]
 
 
-def test_a_node_keeps_what_it_ran_before_the_next_one_began() -> None:
+def test_a_node_keeps_its_time_before_the_next_node() -> None:
     nodes = [on_thread(1, 1, 100, 50), on_thread(1, 2, 80, 50), on_thread(1, 3, 110, 50)]
     cut_waits(nodes)
     assert [node.duration_ns for node in nodes] == [0, 30, 50]
 
 
-def test_pauses_are_as_long_as_what_lies_between_and_stand_for_what_was_waited_for() -> None:
+def test_pauses_fill_the_gaps_between_nodes_and_take_their_dependencies() -> None:
     order = [Dependency(number, "program_order") for number in (1, 2, 3)]
     caller = Dependency(1, "caller")
     nodes = [

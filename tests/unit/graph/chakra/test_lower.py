@@ -46,7 +46,7 @@ def test_every_collective_runs(tmp_path: Path, op: str) -> None:
         ("scatter", pb.REDUCE_SCATTER, 192),  # what the root puts in, of which each gets 96
     ],
 )
-def test_what_replaces_a_collective_moves_as_much(tmp_path: Path, op: str, runs_as: int, of_one_rank: int) -> None:
+def test_a_replaced_collective_moves_as_many_bytes(tmp_path: Path, op: str, runs_as: int, of_one_rank: int) -> None:
     trace = SmallTrace()
     trace.op("record_param_comms", 0, 20, inputs=params(op))
     nodes, result = converted(trace, tmp_path, lower=True)
@@ -63,7 +63,7 @@ def test_what_replaces_a_collective_moves_as_much(tmp_path: Path, op: str, runs_
         *((op, 8, "all_gather of 256 B", 64) for op in ("all_gather", "gather")),
     ],
 )
-def test_a_message_and_each_chunk_have_a_byte(op: str, size: int, runs_as: str, of_one_rank: int) -> None:
+def test_messages_and_chunks_have_at_least_a_byte(op: str, size: int, runs_as: str, of_one_rank: int) -> None:
     node = one(1, 0, 10, comm=comm(op, size))
     assert lower([node], 0) == {f"{op} as {runs_as}": 1}
     assert node.comm is not None
@@ -84,7 +84,7 @@ def test_a_message_of_a_rank_to_itself_is_a_computation(peer: int, runs: bool) -
     assert (node.comm is not None) == runs
 
 
-def test_what_ran_at_the_same_time_does_not_take_its_time_twice() -> None:
+def test_overlapping_nodes_do_not_count_their_time_twice() -> None:
     nodes = [
         one(1, 0, 100),
         one(2, 50, 100, runs_on=("stream", (0, 8))),  # half of it beside the first
@@ -117,7 +117,7 @@ def test_without_host_nodes_a_rank_may_end_with_a_message() -> None:
     assert len(nodes) == 2
 
 
-def test_what_runs_anyway_stays_as_it_is() -> None:
+def test_a_supported_collective_is_unchanged() -> None:
     node = one(1, 0, 10, comm=comm("all_reduce", 96))
     assert lower([node], 0) == {}
     assert node.comm == comm("all_reduce", 96)
@@ -138,7 +138,7 @@ def exchange(rank: int, sent: list[list[int]], *, lists: bool = False) -> list[C
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_an_all_to_all_with_splits_is_what_each_member_sends_each(lists: bool) -> None:
+def test_an_all_to_all_with_splits_becomes_sends_and_receives(lists: bool) -> None:
     sent = [[5, 1, 0], [2, 0, 4], [3, 3, 3]]
     messages = set()
     for rank in range(3):
@@ -157,7 +157,7 @@ def test_an_all_to_all_with_splits_is_what_each_member_sends_each(lists: bool) -
     assert messages == {(op, *message, (1 << 19) + 1) for op in ("send", "recv") for message in of}
 
 
-def test_an_all_to_all_stays_where_messages_are_not_wanted_or_sizes_are_not_known() -> None:
+def test_an_all_to_all_is_kept_without_messages_or_known_sizes() -> None:
     assert lower(exchange(0, [[1, 2, 3]] * 3), 0) == {}
     even = one(1, 0, 10, comm=comm("all_to_all", 96))
     assert lower([even], 0, messages=True) == {}

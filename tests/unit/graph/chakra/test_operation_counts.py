@@ -64,7 +64,7 @@ _CASES: dict[str, tuple[list[Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", _CASES)
-def test_an_operation_has_the_count_that_torch_gives_it(case: str) -> None:
+def test_an_operation_has_the_count_of_torch(case: str) -> None:
     name = case.split()[0]
     arguments, outputs = _CASES[case]
     expected = torch_counts(getattr(aten, name), arguments, outputs)
@@ -72,7 +72,7 @@ def test_an_operation_has_the_count_that_torch_gives_it(case: str) -> None:
     assert count_of(f"aten::{name}", *sides(arguments, outputs)) == expected
 
 
-def test_what_has_no_formula_or_shapes_that_cannot_be_has_no_count() -> None:
+def test_operations_without_formula_or_valid_shapes_have_no_count() -> None:
     assert count_of("aten::add", IO(shapes=[[4], [4]]), IO(shapes=[[4]])) is None
     for name in COUNTS:
         shapes: Any

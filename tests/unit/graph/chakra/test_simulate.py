@@ -48,7 +48,7 @@ def begins(one: RankGraph, simulation: Simulation) -> dict[str, float]:
     }
 
 
-def test_one_rank_is_played_as_it_was_measured(tmp_path: Path) -> None:
+def test_one_rank_is_simulated_as_measured(tmp_path: Path) -> None:
     one = graph(two_streams(), tmp_path)
     simulation = simulate([one])
     # linear until its child begins, the child, the call, the wait for both streams, and what follows 50 us later.
@@ -60,7 +60,7 @@ def test_one_rank_is_played_as_it_was_measured(tmp_path: Path) -> None:
     assert simulation.busy_ns == {(0, runs_on): ns for runs_on, ns in busy.items()}
 
 
-def test_a_graph_has_times_from_its_begin_and_tells_communications_apart() -> None:
+def test_a_graph_has_relative_times_and_separates_communications() -> None:
     group = NumberedGroup(number="5", ranks=(0, 1), pg="x")
     thread: RunsOn = ("thread", 1)
     waits = [Dependency(1, "sync")]
@@ -97,7 +97,7 @@ def test_a_graph_has_times_from_its_begin_and_tells_communications_apart() -> No
     )
 
 
-def test_ranks_that_wait_for_each_other_go_on_without() -> None:
+def test_the_simulation_breaks_a_deadlock_of_ranks() -> None:
     def rank(number: int, *groups: str) -> RankGraph:
         nodes = [
             RankNode(group, f"thread {i}", COMMUNICATION, 0, 10, [i - 1] if i else [], (group, None, 1))
@@ -112,7 +112,7 @@ def test_ranks_that_wait_for_each_other_go_on_without() -> None:
     assert simulation.waiting_ns == {0: 0, 1: 10}
 
 
-def test_a_collective_begins_when_its_last_member_is_ready_and_takes_the_shortest_time(tmp_path: Path) -> None:
+def test_a_collective_starts_with_its_last_rank_and_takes_the_shortest_time(tmp_path: Path) -> None:
     graphs = []
     for rank, (compute, kernel, dur) in enumerate(((100, 110, 500), (400, 410, 200))):
         trace = SmallTrace()
@@ -130,7 +130,7 @@ def test_a_collective_begins_when_its_last_member_is_ready_and_takes_the_shortes
     assert sum(simulation.critical_ns.values()) == simulation.makespan_ns
 
 
-def test_a_rank_that_begins_late_is_on_the_critical_path_with_its_delay(tmp_path: Path) -> None:
+def test_the_delay_of_a_late_rank_is_on_the_critical_path(tmp_path: Path) -> None:
     graphs = [graph(two_streams(), tmp_path, rank) for rank in (0, 1)]
     graphs[1].begin_ns += 100_000
     simulation = simulate(graphs)
@@ -139,7 +139,7 @@ def test_a_rank_that_begins_late_is_on_the_critical_path_with_its_delay(tmp_path
     assert sum(simulation.critical_ns.values()) == simulation.makespan_ns == 545_000
 
 
-def test_ranks_that_disagree_do_not_stop_the_play(tmp_path: Path) -> None:
+def test_disagreeing_ranks_do_not_stop_a_simulation(tmp_path: Path) -> None:
     graphs = []
     for rank in (0, 1):
         trace = SmallTrace()
@@ -150,7 +150,7 @@ def test_ranks_that_disagree_do_not_stop_the_play(tmp_path: Path) -> None:
     assert (simulation.joined, simulation.alone) == (1, 1)
 
 
-def test_clocks_that_are_far_apart_are_told(tmp_path: Path) -> None:
+def test_clocks_far_apart_are_ignored(tmp_path: Path) -> None:
     graphs = [graph(two_streams(), tmp_path, rank) for rank in (0, 1)]
     graphs[1].begin_ns += 10**12
     simulation = simulate(graphs)
@@ -190,19 +190,19 @@ def two_ranks(*members: tuple[int, str, int]) -> list[RankGraph]:
     return graphs
 
 
-def test_communication_takes_what_a_network_says_of_the_busiest_member() -> None:
+def test_communication_takes_the_network_time_of_the_busiest_rank() -> None:
     uneven = two_ranks((40, "all_to_all", 600), (30, "all_to_all", 1000))
     assert simulate(uneven).makespan_ns == 140
     slow = simulate(uneven, lambda one: one.bytes / 2)
     assert (slow.makespan_ns, slow.measured_ops) == (610, {})
 
 
-def test_of_what_a_network_says_nothing_the_measured_times_stay_and_are_counted() -> None:
+def test_operations_unknown_to_the_network_keep_measured_times_and_are_counted() -> None:
     simulation = simulate(two_ranks((40, "barrier", 0), (30, "barrier", 0)), lambda one: None)
     assert (simulation.makespan_ns, simulation.measured_ops) == (140, {"barrier": 2})
 
 
-def test_computation_on_gpus_is_scaled_and_on_the_host_where_there_are_none() -> None:
+def test_computation_is_scaled_on_gpus_or_on_the_host_without_gpus() -> None:
     graphs = two_ranks((40, "barrier", 0), (30, "barrier", 0))
     assert simulate(graphs, compute=1.5).makespan_ns == 10 + 150 + 30
     for graph in graphs:
@@ -212,7 +212,7 @@ def test_computation_on_gpus_is_scaled_and_on_the_host_where_there_are_none() ->
 
 
 @needs_traces
-def test_the_simulation_of_dlrm_is_the_one_that_the_documentation_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulation_of_dlrm_matches_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", public("dlrm_8gpu")]) == 0
     page = (Path(__file__).parents[4] / "docs" / "commands" / "simulate.md").read_text()
     title = "\nSimulation of window 1\n"
@@ -236,7 +236,7 @@ def test_the_command_prints_the_simulation_and_writes_the_timeline(
 
 
 @pytest.mark.parametrize("timeline", ["{folder}/gone/t.json", "{folder}", "{folder}/chakra.0.et"])
-def test_a_timeline_that_cannot_be_written_is_told_before_the_work(
+def test_an_unwritable_timeline_is_reported_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], timeline: str
 ) -> None:
     two_streams().write(tmp_path)

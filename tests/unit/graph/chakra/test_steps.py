@@ -37,12 +37,12 @@ def call(op: str, c10d: str = "", batch: int | None = None, **fields: Any) -> Co
     return Communication(record=record, origin="comms file", **fields)
 
 
-def test_operations_without_times_begin_at_0_and_none_runs_for_less_than_nothing() -> None:
+def test_operations_without_times_start_at_0_and_durations_are_not_negative() -> None:
     nodes = convert_nodes(linked(host=[host_op(1), host_op(2, exclusive_ns=5, blocked_ns=9)]))
     assert [(node.start_ns, node.duration_ns) for node in nodes.values()] == [(0, 0), (0, 0)]
 
 
-def test_every_communication_has_a_node_but_those_of_which_the_operation_is_not_known() -> None:
+def test_every_communication_with_a_known_operation_has_a_node() -> None:
     trace = linked(
         host=[host_op(1, start_ns=5), host_op(2, start_ns=6, duration_ns=3)],
         activities=[kernel(3), kernel(4), kernel(5)],
@@ -74,13 +74,13 @@ def test_every_communication_has_a_node_but_those_of_which_the_operation_is_not_
     assert not any(node.dependencies for node in nodes.values())
 
 
-def test_without_anything_else_the_first_communication_is_node_1() -> None:
+def test_the_first_communication_of_an_empty_graph_is_node_1() -> None:
     nodes: dict[int, ChakraNode] = {}
     convert_communications(linked(communications=[call("barrier")]), nodes, {"0": GROUP}, [])
     assert list(nodes) == [1]
 
 
-def test_communications_of_a_group_that_ran_at_the_same_time_do_not_wait_for_each_other() -> None:
+def test_overlapping_communications_of_a_group_do_not_wait_for_each_other() -> None:
     comm = Comm(call("all_reduce").record, GROUP)
     starts = {1: 0, 2: 5, 3: 20}
     nodes = {i: ChakraNode(i, "x", ("communication", i), start, 10, comm=comm) for i, start in starts.items()}
@@ -90,7 +90,7 @@ def test_communications_of_a_group_that_ran_at_the_same_time_do_not_wait_for_eac
     assert shown == [[], [Dependency(1, "sync")], [Dependency(2, "group_order"), Dependency(1, "launch")]]
 
 
-def test_what_is_not_known_of_a_node_is_written_as_such(tmp_path: Path) -> None:
+def test_unknown_values_of_a_node_are_marked_unknown(tmp_path: Path) -> None:
     path = tmp_path / "chakra.0.et"
     nodes = [
         ChakraNode(1, "kernel", ("stream", ("gpu", None)), -5, 1500),

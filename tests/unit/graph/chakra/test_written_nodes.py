@@ -40,7 +40,7 @@ def longest_path(nodes: list[dict[str, Any]]) -> int:
     return max(ends.values())
 
 
-def test_a_pause_is_a_node_between_what_its_thread_did_before_and_after(tmp_path: Path) -> None:
+def test_a_pause_is_a_node_between_two_operations_of_a_thread(tmp_path: Path) -> None:
     nodes = written(link(*two_streams().write(tmp_path)), tmp_path)
     linear, addmm, params, add, gemm, reduce = 4, 5, 6, 7, 8, 9
     rest, late, start = 10, 11, 12  # of linear after its call; after the wait for the GPU; before the rank began
@@ -59,7 +59,7 @@ def test_a_pause_is_a_node_between_what_its_thread_did_before_and_after(tmp_path
     assert [node["attr"]["tid"] for node in nodes if node["name"] == PAUSE] == [1, 1]
 
 
-def test_without_pauses_the_durations_are_the_same(tmp_path: Path) -> None:
+def test_durations_are_the_same_without_pauses(tmp_path: Path) -> None:
     trace = link(*two_streams().write(tmp_path))
     nodes = [node for node in shown(written(trace, tmp_path)) if node[0] != PAUSE]
     without = shown(written(trace, tmp_path, pauses=False))
@@ -76,7 +76,7 @@ def test_pauses_of_less_than_a_microsecond_add_up(tmp_path: Path) -> None:
     assert sum(duration for _, duration, _ in nodes) == 112  # of 112.5
 
 
-def test_a_range_that_waits_for_another_thread_does_not_keep_that_time(tmp_path: Path) -> None:
+def test_a_range_does_not_include_its_wait_for_another_thread(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("forward", 0, 100)
     trace.op("## backward ##", 110, 103_000, scope=7)
@@ -90,7 +90,7 @@ def test_a_range_that_waits_for_another_thread_does_not_keep_that_time(tmp_path:
     assert sum(node["duration_micros"] for node in nodes) == longest_path(nodes) == 103_220
 
 
-def test_a_thread_between_two_operations_waits_for_what_it_set_going(tmp_path: Path) -> None:
+def test_a_thread_waits_for_the_work_that_it_started(tmp_path: Path) -> None:
     trace = SmallTrace()
     outer = trace.op("## backward ##", 0, 9_000, scope=7)
     first = trace.op("aten::ones_like", 10, 10, outer)
@@ -135,7 +135,7 @@ def of_ranks(folder: Path, *starts_us: int) -> list[list[dict[str, Any]]]:
     return [[as_dict(node) for _, node in read_trace(str(path))[1]] for path in paths]
 
 
-def test_a_rank_begins_as_long_after_the_first_as_its_clock_says(tmp_path: Path) -> None:
+def test_a_rank_starts_at_the_delay_given_by_its_clock(tmp_path: Path) -> None:
     early, late = of_ranks(tmp_path, 1000, 1150)
     assert [(node["name"], node["duration_micros"]) for node in early] == [(LATE, 0), ("first", 100), ("second", 100)]
     assert [(node["name"], node["duration_micros"]) for node in late] == [(LATE, 150), ("first", 100), ("second", 100)]
@@ -143,9 +143,7 @@ def test_a_rank_begins_as_long_after_the_first_as_its_clock_says(tmp_path: Path)
     assert (first["data_deps"], second["data_deps"]) == ([start["id"]], [first["id"]])
 
 
-def test_ranks_of_clocks_that_are_too_far_apart_begin_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_with_clocks_too_far_apart_start_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [nodes[0]["duration_micros"] for nodes in of_ranks(tmp_path, 0, 5_000_000)] == [0, 0]
     told = "clocks     differ by more than window 1 is long, so all ranks start at 0\n"
     assert told in capsys.readouterr().out
@@ -163,7 +161,7 @@ def dependencies(trace: SmallTrace, folder: Path) -> dict[str, list[str]]:
     }
 
 
-def test_what_the_host_waited_for_holds_back_what_it_launches_then(tmp_path: Path) -> None:
+def test_a_wait_of_the_host_delays_its_next_launches(tmp_path: Path) -> None:
     trace = two_streams()  # a gemm, an all_reduce on another stream after it, and a wait for both
     trace.op("aten::mul", 460, 20)
     trace.launch("after", 465, 500, 10, 510)
@@ -176,7 +174,7 @@ def test_what_the_host_waited_for_holds_back_what_it_launches_then(tmp_path: Pat
     }
 
 
-def test_kernels_that_the_host_did_not_wait_for_keep_the_order_of_their_streams_alone(tmp_path: Path) -> None:
+def test_kernels_without_a_host_wait_have_only_the_order_of_their_streams(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::mm", 0, 100)
     trace.launch("one", 10, 20, 30, 501)
@@ -185,7 +183,7 @@ def test_kernels_that_the_host_did_not_wait_for_keep_the_order_of_their_streams_
     assert dependencies(trace, tmp_path) == {"one": [], "two": ["one"], "aside": []}
 
 
-def test_of_what_the_host_waited_for_on_one_stream_the_last_is_enough(tmp_path: Path) -> None:
+def test_launches_depend_on_the_last_awaited_kernel_of_a_stream(tmp_path: Path) -> None:
     trace = SmallTrace()
     for i in range(3):
         trace.op("aten::mm", 1000 * i, 900)

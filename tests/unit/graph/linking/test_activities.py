@@ -62,7 +62,7 @@ def test_an_operation_that_ended_before_the_launch_does_not_get_it(tmp_path: Pat
     assert result.report.activities_unlinked == {"no operation encloses its launch": 1}
 
 
-def test_calls_of_another_process_with_the_same_correlation_id_are_not_mixed_in(tmp_path: Path) -> None:
+def test_calls_of_another_process_with_the_same_correlation_id_are_ignored(tmp_path: Path) -> None:
     trace = SmallTrace()
     op = trace.op("ours", 0, 100)
     trace.call("cudaLaunchKernel", 30, 1, 501)
@@ -88,7 +88,7 @@ def test_a_correlation_id_used_twice_goes_to_the_last_call_before_the_kernel(tmp
     assert hosts(linked(trace, tmp_path)) == [("a", first), ("b", second)]
 
 
-def test_without_its_call_an_activity_is_found_by_its_external_id(tmp_path: Path) -> None:
+def test_an_activity_without_a_call_is_found_by_its_external_id(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("begins later", 50, 10)
     op = trace.op("aten::mm", 0, 10)
@@ -104,7 +104,7 @@ def test_without_its_call_an_activity_is_found_by_its_external_id(tmp_path: Path
     assert result.report.activity_rate == 0.5
 
 
-def test_why_an_activity_has_no_operation_is_told(tmp_path: Path) -> None:
+def test_reasons_for_unlinked_activities_are_given(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::mm", 0, 10)
     trace.host_event("not in the execution trace", 20, 10, None)
@@ -118,7 +118,7 @@ def test_why_an_activity_has_no_operation_is_told(tmp_path: Path) -> None:
     assert report.kineto_unmatched == {"within the execution trace": 1}
 
 
-def test_what_was_launched_before_the_trace_is_counted_and_left_out(tmp_path: Path) -> None:
+def test_launches_before_the_trace_are_counted_and_left_out(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::mm", 0, 1000)
     trace.activity("queued before", 100, 5, 17)
@@ -131,7 +131,7 @@ def test_what_was_launched_before_the_trace_is_counted_and_left_out(tmp_path: Pa
     assert result.report.activity_rate == 1.0
 
 
-def test_an_operation_outside_the_execution_trace_passes_its_launches_to_the_one_around_it(tmp_path: Path) -> None:
+def test_an_operation_outside_the_execution_trace_passes_launches_to_its_parent(tmp_path: Path) -> None:
     trace = SmallTrace()
     outer = trace.op("known", 0, 100)
     trace.host_event("not in the execution trace", 10, 50, None)
@@ -146,7 +146,7 @@ def test_an_operation_outside_the_execution_trace_passes_its_launches_to_the_one
     assert result.report.kineto_unmatched == unmatched
 
 
-def test_record_function_ids_of_another_process_are_not_taken(tmp_path: Path) -> None:
+def test_record_function_ids_of_another_process_are_ignored(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.add("cpu_op", "aten::mm", 500, 10, 99, 99, {"Record function id": 1, "External id": 1})
     trace.op("aten::mm", 0, 100)

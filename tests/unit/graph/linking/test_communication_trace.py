@@ -45,7 +45,7 @@ def _of_all_nodes(path: str) -> CommunicationTrace:
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_pieces_of_any_size_give_the_same(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_piece_size_does_not_matter(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     schema = data.draw(st.sampled_from(SCHEMAS))
     names = data.draw(st.lists(st.sampled_from(["allreduce", "wait", "barrier", "view"]), min_size=1, max_size=8))
     nodes = []
@@ -62,14 +62,14 @@ def test_pieces_of_any_size_give_the_same(data: st.DataObject, tmp_path_factory:
 
 
 @needs_traces
-def test_real_traces_give_the_same_in_pieces() -> None:
+def test_real_traces_read_in_pieces_give_the_same_result() -> None:
     path = public("dlrm_8gpu/rank-3.et.json.gz")
     pieces = _in_pieces(path, 10_000, 1 << 20)
     assert _summary(pieces) == _summary(_of_all_nodes(path))
     assert len(pieces.communications) == 8
 
 
-def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_truncated_file_is_read_up_to_the_damage(tmp_path: Path) -> None:
     names = ("wait", "allreduce", "start_coalescing", "allreduce", "wait", "novel", "allreduce", "allreduce")
     nodes = [et_node(SCHEMAS[-1], number, name, number) for number, name in enumerate(names, start=2)]
     text = json.dumps({"schema": SCHEMAS[-1], "nodes": nodes})
@@ -83,7 +83,7 @@ def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taken_off", ["nothing", "c10d", "functional", "both"])
-def test_a_call_whose_ops_another_thread_took_off_the_stack_of_callers_is_one(taken_off: str, tmp_path: Path) -> None:
+def test_ops_of_one_call_with_wrong_callers_are_one_communication(taken_off: str, tmp_path: Path) -> None:
     trace = SmallTrace()
     backward = trace.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 0, 200)
     for call in range(2):

@@ -52,7 +52,7 @@ def test_one_call_at_four_depths_is_one_communication_with_its_kernel(tmp_path: 
     assert result.report.communications == {"record_param_comms": 1}
 
 
-def test_our_range_is_trusted_more_and_the_comms_file_most(tmp_path: Path) -> None:
+def test_records_come_from_the_comms_file_then_our_range(tmp_path: Path) -> None:
     trace = SmallTrace()
     c10d = trace.op("c10d::allreduce_", 0, 100, inputs=TENSORS, op_schema=SCHEMA)
     ours = trace.op("crossrank#7", 5, 90, c10d, inputs=text(RANGE | {"source": "train.py:3"}))
@@ -80,7 +80,7 @@ def test_our_range_is_trusted_more_and_the_comms_file_most(tmp_path: Path) -> No
     assert only.group.locality == "cross_node"
 
 
-def test_a_call_whose_op_another_thread_took_off_the_stack_of_callers_is_one_communication(tmp_path: Path) -> None:
+def test_a_call_with_a_wrong_recorded_caller_is_one_communication(tmp_path: Path) -> None:
     trace = SmallTrace()
     backward = trace.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 0, 200)
     c10d = trace.op("c10d::allreduce_", 10, 90, backward, inputs=TENSORS, op_schema=SCHEMA)
@@ -91,7 +91,7 @@ def test_a_call_whose_op_another_thread_took_off_the_stack_of_callers_is_one_com
     assert "the execution trace names a wrong caller for 1 operation" in result.report.warnings[0]
 
 
-def test_without_anything_better_the_c10d_op_gives_the_record_and_calls_are_counted(tmp_path: Path) -> None:
+def test_the_c10d_op_is_the_fallback_and_calls_are_counted(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.kineto_head["distributedInfo"]["pg_config"] = [{"pg_name": "0", "pg_size": 2, "ranks": [0, 1]}]
     for i in range(2):
@@ -117,7 +117,7 @@ def test_a_kernel_without_a_call_is_a_communication_of_its_own(tmp_path: Path) -
     assert result.report.communication_kernels_alone == 2
 
 
-def test_a_kernel_names_the_group_that_its_call_does_not(tmp_path: Path) -> None:
+def test_a_kernel_gives_the_group_if_its_call_does_not(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("c10d::allreduce_", 0, 50, inputs=TENSORS, op_schema=SCHEMA)
     trace.op("crossrank#7", 100, 50, inputs=text(RANGE | {"op": "broadcast"}))
@@ -142,7 +142,7 @@ def called_by_pointer(trace: SmallTrace, name: str, *, rank: int = 0, splits: tu
     ("pg", "from_kineto", "expected"),
     [(POINTER, "4", "4"), (POINTER, "", str(POINTER)), ("0", "4", "0")],
 )
-def test_what_a_node_does_not_say_is_taken_from_its_event(
+def test_data_missing_in_a_node_comes_from_its_event(
     pg: int | str, from_kineto: str, expected: str, tmp_path: Path
 ) -> None:
     trace = SmallTrace()
@@ -167,7 +167,7 @@ def batched(trace: SmallTrace, launches: int = 1) -> list[int]:
     return [501 + launch for launch in range(launches)]
 
 
-def test_calls_that_go_out_together_share_the_kernel_that_is_launched_after_the_last_of_them(tmp_path: Path) -> None:
+def test_calls_of_a_batch_share_the_kernel_launched_after_the_last_call(tmp_path: Path) -> None:
     trace = SmallTrace()
     batched(trace)
     trace.op("crossrank#5", 200, 5, inputs=text(RANGE | {"op": "send", "c10d": "send", "peer": 1, "batch": 5}))
@@ -180,7 +180,7 @@ def test_calls_that_go_out_together_share_the_kernel_that_is_launched_after_the_
     assert result.report.communication_kernels_alone == 0
 
 
-def test_a_launch_of_which_no_call_is_recorded_is_not_of_the_calls_before(tmp_path: Path) -> None:
+def test_a_launch_without_a_call_does_not_belong_to_earlier_calls(tmp_path: Path) -> None:
     trace = SmallTrace()
     batched(trace, launches=2)
     result = link(*trace.write(tmp_path))
@@ -193,7 +193,7 @@ def test_a_launch_of_which_no_call_is_recorded_is_not_of_the_calls_before(tmp_pa
     ]
 
 
-def test_a_call_without_a_time_began_after_the_one_before_it(tmp_path: Path) -> None:
+def test_a_call_without_a_time_follows_the_previous_call(tmp_path: Path) -> None:
     trace = SmallTrace()
     nodes = [trace.op("record_param_comms", ts, 5, inputs=PARAMS) for ts in (10, 20, 40)]
     del trace.events[1]
@@ -204,7 +204,7 @@ def test_a_call_without_a_time_began_after_the_one_before_it(tmp_path: Path) -> 
     assert [one.record.t for one in calls] == [10_000, 0, 30_000, 40_000]
 
 
-def test_waits_and_unknown_layouts_are_no_communications(tmp_path: Path) -> None:
+def test_waits_and_unknown_layouts_are_not_communications(tmp_path: Path) -> None:
     trace = SmallTrace()
     wait = {"values": [141, 0, 0, "wait", [], []], "shapes": [[]] * 6, "types": [""] * 6}
     trace.op("record_param_comms", 0, 5, inputs=wait)
@@ -217,7 +217,7 @@ def test_waits_and_unknown_layouts_are_no_communications(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("splits", [([20, 4], [12, 12]), ([20, 4], []), ([], [12, 12]), ([8, 8, 8], [])])
-def test_a_group_named_by_an_address_is_the_world_if_it_has_its_size(
+def test_a_group_named_by_an_address_is_the_world_if_sizes_match(
     splits: tuple[list[int], list[int]], tmp_path: Path
 ) -> None:
     trace = SmallTrace()
@@ -237,7 +237,7 @@ def test_a_group_named_by_an_address_is_the_world_if_it_has_its_size(
     ]
 
 
-def test_a_range_whose_text_was_cut_short_falls_back_to_the_c10d_op(tmp_path: Path) -> None:
+def test_a_truncated_range_falls_back_to_the_c10d_op(tmp_path: Path) -> None:
     trace = SmallTrace()
     c10d = trace.op("c10d::allreduce_", 0, 100, inputs=TENSORS, op_schema=SCHEMA)
     trace.op("crossrank#7", 5, 90, c10d, inputs={"values": ['{"op": "all_re'], "shapes": [[]], "types": ["String"]})

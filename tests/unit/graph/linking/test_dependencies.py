@@ -16,7 +16,7 @@ def edges(result: LinkedTrace, kind: EdgeKind) -> list[tuple[int, int]]:
     return [(edge.source, edge.target) for edge in result.edges if edge.kind == kind]
 
 
-def test_callers_and_program_order_follow_the_starts_on_each_thread(tmp_path: Path) -> None:
+def test_callers_and_program_order_follow_start_times_per_thread(tmp_path: Path) -> None:
     trace = SmallTrace()
     first = trace.op("first", -10, 5, 1)
     a = trace.op("a", 0, 100)
@@ -30,7 +30,7 @@ def test_callers_and_program_order_follow_the_starts_on_each_thread(tmp_path: Pa
     assert edges(result, "program_order") == [(first, a), (c, d), (d, e)]  # a to b and b to c are calls
 
 
-def test_an_operation_whose_recorded_caller_had_ended_gets_the_one_that_ran_around_it(tmp_path: Path) -> None:
+def test_an_enclosing_operation_replaces_a_caller_that_had_ended(tmp_path: Path) -> None:
     trace = SmallTrace()
     outer = trace.op("outer", 0, 200)
     work = trace.op("gloo:all_reduce", 10, 400, outer)
@@ -69,7 +69,7 @@ def test_a_backward_operation_depends_on_the_last_forward_operation_with_its_num
     assert edges(link(*trace.write(tmp_path)), "forward_backward") == [(addmm, backward)]
 
 
-def test_a_thread_that_begins_or_pauses_depends_on_what_another_finished_last(tmp_path: Path) -> None:
+def test_a_thread_start_or_resume_depends_on_another_threads_last_op(tmp_path: Path) -> None:
     trace = SmallTrace()
     loss = trace.op("loss", 0, 150)
     backward = trace.op("backward", 200, 5000, 3, tid=2)
@@ -86,7 +86,7 @@ def test_a_thread_that_begins_or_pauses_depends_on_what_another_finished_last(tm
     ]
 
 
-def test_a_thread_waits_for_a_work_where_its_call_or_its_idle_time_says_so(tmp_path: Path) -> None:
+def test_a_blocking_call_or_idle_time_shows_that_a_thread_waits(tmp_path: Path) -> None:
     trace = SmallTrace()
 
     def call(ts: float, number: int, work_us: float, *, is_async: bool) -> int:
@@ -123,7 +123,7 @@ def test_a_thread_waits_for_a_work_where_its_call_or_its_idle_time_says_so(tmp_p
         ("aten::mm", 30, True),
     ],
 )
-def test_what_a_thread_does_when_a_work_ends_says_whether_it_waits(
+def test_the_operation_at_the_end_of_a_work_shows_if_a_thread_waits(
     name: str, until: float, waits: bool, tmp_path: Path
 ) -> None:
     trace = SmallTrace()
@@ -136,7 +136,7 @@ def test_what_a_thread_does_when_a_work_ends_says_whether_it_waits(
     assert edges(link(*trace.write(tmp_path)), "sync") == ([(work, after)] if waits else [])
 
 
-def test_communications_of_a_group_are_in_order_and_peers_apart(tmp_path: Path) -> None:
+def test_communications_are_ordered_per_group_and_per_peer(tmp_path: Path) -> None:
     trace = SmallTrace()
     calls = [("allreduce", 0, "0"), ("send", 1, "0"), ("allreduce", 0, "4"), ("broadcast", 0, "0")]
     nodes = []
@@ -146,7 +146,7 @@ def test_communications_of_a_group_are_in_order_and_peers_apart(tmp_path: Path) 
     assert edges(link(*trace.write(tmp_path)), "group_order") == [(nodes[0], nodes[3]), (nodes[1], nodes[5])]
 
 
-def test_every_edge_joins_nodes_that_exist_and_none_is_drawn_twice(tmp_path: Path) -> None:
+def test_every_edge_joins_existing_nodes_and_is_unique(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("a", 0, 100)
     for i in range(5):
@@ -161,7 +161,7 @@ def test_every_edge_joins_nodes_that_exist_and_none_is_drawn_twice(tmp_path: Pat
     assert sum(result.report.edges.values()) == len(pairs)
 
 
-def test_things_are_found_by_their_key_and_time() -> None:
+def test_lanes_find_entries_by_key_and_time() -> None:
     lanes = ordered_by([("a", 30, 7), ("b", 10, 1), ("a", 10, 5), ("a", 20, 6)])
     assert [lanes["a"].last_until(time) for time in (9, 10, 19, 20, 99)] == [-1, 5, 5, 6, 7]
     assert [lanes["a"].first_from(time) for time in (0, 10, 11, 30, 31)] == [5, 5, 6, 7, -1]

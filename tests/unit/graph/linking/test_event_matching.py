@@ -33,7 +33,7 @@ PROCESS = "process 123 in the one, 70 in the other"
         ),
     ],
 )
-def test_signs_that_two_files_are_of_different_runs(head: dict[str, Any], doubts: list[str], tmp_path: Path) -> None:
+def test_signs_of_different_runs_raise_doubts(head: dict[str, Any], doubts: list[str], tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("a", 3600e6, 5)
     trace.op("b", 3700e6, 5)
@@ -41,7 +41,7 @@ def test_signs_that_two_files_are_of_different_runs(head: dict[str, Any], doubts
     assert link(*trace.write(tmp_path)).report.doubts == doubts
 
 
-def test_a_doubt_and_few_matches_are_two_files_of_different_runs(tmp_path: Path) -> None:
+def test_files_with_a_doubt_and_few_matches_are_refused(tmp_path: Path) -> None:
     trace = SmallTrace()
     for number in range(3):
         trace.op(f"op {number}", 10 * number, 5)
@@ -53,7 +53,7 @@ def test_a_doubt_and_few_matches_are_two_files_of_different_runs(tmp_path: Path)
     assert link(*trace.write(tmp_path)).report.doubts == []
 
 
-def test_nodes_without_an_event_of_their_id_are_told_with_the_reason(tmp_path: Path) -> None:
+def test_nodes_without_a_matching_event_are_counted_by_reason(tmp_path: Path) -> None:
     trace = SmallTrace()
     for number in range(6):
         trace.op(f"op {number}", 10 * number, 5)
@@ -82,7 +82,7 @@ def without_ids(trace: SmallTrace) -> SmallTrace:
     return trace
 
 
-def test_without_ids_each_thread_is_matched_by_its_names(tmp_path: Path) -> None:
+def test_threads_without_ids_are_matched_by_their_names(tmp_path: Path) -> None:
     trace = SmallTrace()
     for number, name in enumerate("abcde"):
         trace.op(name, 10 * number, 5)
@@ -117,7 +117,7 @@ def test_without_ids_each_thread_is_matched_by_its_names(tmp_path: Path) -> None
         ),
     ],
 )
-def test_names_that_fit_another_iteration_are_told(
+def test_names_that_match_another_step_are_reported(
     numbers: tuple[int, int], warnings: list[str], tmp_path: Path
 ) -> None:
     trace = SmallTrace()
@@ -156,7 +156,7 @@ def events(names: str, numbers: Sequence[int] = ()) -> list[HostEvent]:
         (nodes("abcd", (1, 2, 3, 10**30)), events("abcdabcd", (41, 42, 43, 1)), 0, 2),
     ],
 )
-def test_the_place_where_most_names_and_numbers_agree_is_found(
+def test_the_best_shift_has_most_equal_names_and_numbers(
     ours: list[HostOp], theirs: list[HostEvent], shift: int, places: int
 ) -> None:
     assert best_shift(ours, theirs) == (shift, places)
@@ -164,7 +164,7 @@ def test_the_place_where_most_names_and_numbers_agree_is_found(
 
 @settings(deadline=None)
 @given(st.text("abc", min_size=1, max_size=60), st.integers(0, 20), st.integers(0, 20))
-def test_a_thread_with_numbers_is_found_wherever_the_other_side_begins(names: str, before: int, after: int) -> None:
+def test_numbers_locate_a_thread_at_any_start_of_the_other_side(names: str, before: int, after: int) -> None:
     numbers = [*[-1] * before, *range(len(names))]
     theirs = events("a" * before + names + "a" * after, numbers)
     assert best_shift(nodes(names, range(len(names))), theirs) == (before, 1)

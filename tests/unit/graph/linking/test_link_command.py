@@ -120,7 +120,7 @@ def test_the_two_files_of_one_rank_are_linked_in_either_order(
         ("{}.et.json", "{}.json"),
     ],
 )
-def test_a_folder_with_other_peoples_names_is_paired_by_rank(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_files_with_foreign_names_are_paired_by_rank(tmp_path: Path, names: tuple[str, str]) -> None:
     for rank in (0, 11):
         for path, name in zip(rank_trace(rank).write(tmp_path, rank), names, strict=True):
             os.replace(path, tmp_path / name.format(rank))
@@ -130,7 +130,7 @@ def test_a_folder_with_other_peoples_names_is_paired_by_rank(tmp_path: Path, nam
     assert sorted(os.listdir(tmp_path / "out")) == ["rank-0.linked.json.zst", "rank-11.linked.json.zst"]
 
 
-def test_windows_are_linked_apart(folder: Path) -> None:
+def test_windows_are_linked_separately(folder: Path) -> None:
     for kind in ("et", "kineto"):
         (folder / f"rank-1.{kind}.json").unlink()
         (folder / f"rank-0.w2.{kind}.json").write_bytes((folder / f"rank-0.{kind}.json").read_bytes())
@@ -143,7 +143,7 @@ def test_windows_are_linked_apart(folder: Path) -> None:
         assert "rank-0.comms.jsonl.zst" in load(folder / "out" / name)["crossrank"]["inputs"]
 
 
-def test_a_rank_without_its_kineto_trace_is_told_and_the_others_are_linked(
+def test_a_rank_without_a_kineto_trace_is_reported_and_others_are_linked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "rank-1.kineto.json").unlink()
@@ -154,7 +154,7 @@ def test_a_rank_without_its_kineto_trace_is_told_and_the_others_are_linked(
     assert capsys.readouterr().err == f"crossrank: rank 1: no Kineto trace beside {folder}/rank-1.et.json\n"
 
 
-def test_a_rank_that_fails_is_told_and_the_others_are_linked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_rank_is_reported_and_the_others_are_linked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rank-0.et.json").write_bytes(b"")
     for jobs in ("1", "2"):
         assert main(["link", str(folder), "-o", str(folder / "out"), "--jobs", jobs]) == 1
@@ -166,7 +166,7 @@ def test_a_rank_that_fails_is_told_and_the_others_are_linked(folder: Path, capsy
     assert [failed[name] for name in ("nodes", "host_nodes", "communication_kernels_alone")] == [0, 0, 0]
 
 
-def test_a_truncated_file_is_linked_as_far_as_it_goes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_file_is_linked_up_to_the_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (folder / "rank-0.et.json").read_bytes()
     (folder / "rank-0.et.json").write_bytes(whole[: len(whole) * 2 // 3])
     assert run(folder, "--ranks", "0") == 1
@@ -189,7 +189,7 @@ def test_files_of_two_runs_are_refused_with_the_reasons(folder: Path, capsys: py
     assert os.listdir(folder / "out") == []
 
 
-def test_a_poor_match_is_exit_1_with_its_main_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_poor_match_exits_1_with_its_main_reason(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = rank_trace(0)
     trace.events = [event for event in trace.events if event["ts"] < 2030]
     trace.write(folder, 0)
@@ -200,7 +200,7 @@ def test_a_poor_match_is_exit_1_with_its_main_reason(folder: Path, capsys: pytes
     assert run(folder, "--ranks", "0", "--min-match", "0.41") == 0
 
 
-def test_two_ranks_of_one_job_are_linked_with_a_doubt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_two_ranks_are_linked_with_a_doubt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = rank_trace(1)
     other.et_head["pid"] = 123
     et, _ = other.write(folder, 1)
@@ -211,7 +211,7 @@ def test_two_ranks_of_one_job_are_linked_with_a_doubt(folder: Path, capsys: pyte
     )
 
 
-def test_a_defect_of_ours_on_one_rank_does_not_end_the_others(
+def test_our_own_bug_on_one_rank_does_not_stop_the_others(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(trace: object, path: str) -> None:
@@ -229,7 +229,7 @@ def test_a_defect_of_ours_on_one_rank_does_not_end_the_others(
     assert os.listdir(folder / "out") == ["rank-1.linked.json.zst"]
 
 
-def test_an_unrelated_file_in_a_folder_is_told_and_the_rest_is_linked(
+def test_an_unrelated_file_is_reported_and_the_rest_is_linked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path, name in zip(rank_trace(0).write(tmp_path, 0), ("et_0.json", "worker0.pt.trace.json"), strict=True):
@@ -245,7 +245,7 @@ def test_an_unrelated_file_in_a_folder_is_told_and_the_rest_is_linked(
     assert os.listdir(tmp_path / "out") == ["rank-0.linked.json.zst"]
 
 
-def test_a_copy_in_a_folder_below_is_left_out_and_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_in_a_subfolder_is_skipped_and_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = folder / "below" / "rank-0.et.json"
     copy.parent.mkdir()
     copy.write_bytes((folder / "rank-0.et.json").read_bytes())
@@ -255,7 +255,7 @@ def test_a_copy_in_a_folder_below_is_left_out_and_told(folder: Path, capsys: pyt
     )
 
 
-def test_two_files_for_one_part_are_not_chosen_between(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_files_for_one_part_fail_their_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rank-0.et.json.gz").write_bytes(b"")
     assert run(folder, "-o", folder / "out") == 1
     assert (
@@ -277,7 +277,7 @@ def test_names_in_a_trace_do_not_steer_the_terminal(folder: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("collectives", "told"), [(0, "0 on rank 1; 2 on rank 0"), (3, "2 on rank 0; 3 on rank 1")])
-def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
+def test_ranks_with_different_collective_counts_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str], collectives: int, told: str
 ) -> None:
     rank_trace(1, collectives=collectives).write(folder, 1)
@@ -308,7 +308,7 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
         (["foo://x"], "foo://x: cannot be reached (ValueError: Protocol not known: foo"),
     ],
 )
-def test_input_that_cannot_be_used_is_one_line_and_exit_2(
+def test_unusable_input_prints_one_line_and_exits_2(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     (folder / "empty").mkdir()

@@ -39,7 +39,7 @@ def written(trace: SmallTrace, folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_nodes_have_the_fields_that_the_converter_of_chakra_reads(tmp_path: Path) -> None:
+def test_nodes_have_the_fields_that_chakras_converter_reads(tmp_path: Path) -> None:
     content = written(trace_with_everything(), tmp_path)
     assert ET_HEAD.items() <= content.items()
     nodes = {node["id"]: node for node in content["nodes"]}
@@ -60,7 +60,7 @@ def test_nodes_have_the_fields_that_the_converter_of_chakra_reads(tmp_path: Path
     assert "ts" not in nodes[90]
 
 
-def test_our_own_fields_say_dependencies_and_communications(tmp_path: Path) -> None:
+def test_our_fields_give_dependencies_and_communications(tmp_path: Path) -> None:
     nodes = {node["id"]: node for node in written(trace_with_everything(), tmp_path)["nodes"]}
     waited_for = {5: "program_order", 91: "sync", 92: "sync"}
     assert nodes[6]["deps"] == [{"id": source, "kind": kind} for source, kind in waited_for.items()]
@@ -74,7 +74,7 @@ def test_our_own_fields_say_dependencies_and_communications(tmp_path: Path) -> N
     assert nodes[5]["comm"] == known | {"record": record, "group": group}
 
 
-def test_the_header_says_what_was_linked_and_how_well(tmp_path: Path) -> None:
+def test_the_header_gives_inputs_and_match_quality(tmp_path: Path) -> None:
     trace = trace_with_everything()
     head = written(trace, tmp_path)["crossrank"]
     digest = hashlib.sha256((tmp_path / "rank-0.et.json").read_bytes()).hexdigest()
@@ -108,7 +108,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path, out: str, decompres
 ATTRIBUTES = ("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid", "op_schema")
 
 
-def test_flat_nodes_are_lifted_into_the_layout_that_the_converter_reads(tmp_path: Path) -> None:
+def test_flat_nodes_get_the_layout_that_the_converter_reads(tmp_path: Path) -> None:
     trace = SmallTrace(nodes=[flat_node(1, "root", 1), flat_node(2, "[pytorch|profiler|execution_graph|thread]", 1)])
     trace.et_head["schema"] = "1.0.1"
     trace.nodes.append(
@@ -157,7 +157,7 @@ def _content(trace: LinkedTrace) -> Any:
     return ops, trace.activities, trace.communications, sorted(trace.edges, key=str), trace.report
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_a_written_trace_reads_back_unchanged(tmp_path: Path) -> None:
     trace = trace_with_everything()
     trace.op("gloo:all_reduce", 6000, 90, 7)
     trace.launch("in no operation", 390, 392, 23, 505)
@@ -195,7 +195,7 @@ def test_a_file_that_contradicts_itself_is_refused(
 
 
 @pytest.mark.parametrize("size", [0, -1, (1 << 20) + 1, 1 << 61])
-def test_no_list_is_made_of_an_invalid_number_of_ranks(size: int, tmp_path: Path) -> None:
+def test_an_invalid_number_of_ranks_raises_a_doubt(size: int, tmp_path: Path) -> None:
     content = written(trace_with_everything(), tmp_path)
     path = tmp_path / "changed.json"
     path.write_text(json.dumps(content | {"crossrank": content["crossrank"] | {"world_size": size}}))
@@ -210,7 +210,7 @@ def test_microseconds_keep_every_digit() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 10, 11])
-def test_the_file_is_json_however_many_nodes_a_line_has(
+def test_the_file_is_json_for_any_number_of_nodes_per_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     whole = written(trace_with_everything(), tmp_path)

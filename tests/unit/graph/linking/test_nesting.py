@@ -34,7 +34,7 @@ def test_siblings_that_overlap_by_rounding_are_not_subtracted_twice() -> None:
     assert nesting.exclusive_ns[0] == 10 - 9
 
 
-def test_a_call_belongs_to_the_innermost_event_that_encloses_it_on_its_thread() -> None:
+def test_a_call_belongs_to_the_innermost_enclosing_event_on_its_thread() -> None:
     events = [event(0, 100, 1), event(10, 50, 2), event(20, 30, 3), event(0, 100, 4, tid=2)]
     calls = [call(22, 25), call(22, 31), call(60, 61), call(22, 25, tid=2)]
     outside = [call(101, 102), call(90, 101), call(5, 6, tid=3)]
@@ -49,12 +49,12 @@ def test_the_range_of_a_work_encloses_nothing() -> None:
     assert (nesting.around_call, nesting.overlaps) == ([2, -1], 0)
 
 
-def test_a_range_that_outlives_the_one_around_it_is_counted() -> None:
+def test_a_range_that_outlives_its_enclosing_range_is_counted() -> None:
     nesting = nest([event(0, 20, 1), event(10, 30, 2)], [])
     assert (nesting.parent, nesting.overlaps) == ([-1, -1], 1)
 
 
-def test_a_hundred_thousand_nested_events_are_no_problem() -> None:
+def test_a_hundred_thousand_nested_events_are_handled() -> None:
     count = 100_000
     nesting = nest([event(i, 2 * count - i, i + 1) for i in range(count)], [call(count, count)])
     assert nesting.parent == [-1, *range(count - 1)]
@@ -62,7 +62,7 @@ def test_a_hundred_thousand_nested_events_are_no_problem() -> None:
     assert nesting.around_call == [count - 1]
 
 
-def test_calls_that_no_deep_event_encloses_are_no_problem() -> None:
+def test_calls_outside_deeply_nested_events_are_handled() -> None:
     count = 50_000
     events = [event(i, 4 * count - i, i + 1) for i in range(count)]
     assert set(nest(events, [call(count + i, 5 * count) for i in range(count)]).around_call) == {-1}
@@ -89,7 +89,7 @@ def trees(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 
 @given(trees(), st.randoms(use_true_random=False))
-def test_nesting_is_found_whatever_the_order_of_the_file(ranges: list[tuple[int, int, int]], random: object) -> None:
+def test_nesting_is_found_in_any_order_of_the_file(ranges: list[tuple[int, int, int]], random: object) -> None:
     order = list(range(len(ranges)))
     random.shuffle(order)  # type: ignore[attr-defined]
     events = [event(ranges[i][0], ranges[i][1], i + 1) for i in order]

@@ -38,7 +38,7 @@ def test_every_operation_and_activity_of_dlrm_is_linked(rank: int) -> None:
     )
 
 
-def test_streams_wait_for_each_other_alike_on_every_rank_of_dlrm() -> None:
+def test_stream_waits_are_equal_on_every_rank_of_dlrm() -> None:
     waits = []
     for rank in range(8):
         result = linked(f"dlrm_8gpu/rank-{rank}")
@@ -62,7 +62,7 @@ def test_the_optimizer_of_dlrm_waits_for_the_all_reduces_of_its_gradients() -> N
         assert {hosts[activities[target].host or 0] for target in targets} == {"aten::addcmul_"}
 
 
-def test_the_splits_of_dlrm_fit_together_over_its_ranks() -> None:
+def test_the_splits_of_dlrm_match_across_its_ranks() -> None:
     records = [[c.record for c in linked(f"dlrm_8gpu/rank-{rank}").communications] for rank in range(8)]
     exchanges = [calls[3] for calls in records]
     for sender, sent in enumerate(exchanges):
@@ -73,7 +73,7 @@ def test_the_splits_of_dlrm_fit_together_over_its_ranks() -> None:
     assert {record.seq for record in exchanges} == {150}
 
 
-def test_linear_is_matched_to_the_iteration_that_its_sequence_numbers_name() -> None:
+def test_linear_is_matched_to_the_step_of_its_sequence_numbers() -> None:
     result = linked("linear_1gpu/rank-0")
     report = result.report
     assert (report.host_nodes, report.host_matched, report.warnings) == (928, {"sequence of names": 928}, [])

@@ -42,7 +42,7 @@ def test_a_communication_waits_for_the_compute_before_it(tmp_path: Path) -> None
     assert result.report.syncs_unresolved == {"it belongs to a communication, after its launch": 1}
 
 
-def test_compute_waits_for_the_communication_that_a_wait_node_names_on_whatever_thread_it_is_launched(
+def test_compute_on_any_thread_waits_for_the_communication_of_a_wait_node(
     tmp_path: Path,
 ) -> None:
     trace = SmallTrace()

@@ -40,13 +40,13 @@ def test_a_context_sync_waits_for_the_last_activity_of_every_stream(tmp_path: Pa
     assert Edge(a, compute, "launch") in result.edges
 
 
-def test_a_stream_sync_waits_for_its_stream_alone(tmp_path: Path) -> None:
+def test_a_stream_sync_waits_only_for_its_stream(tmp_path: Path) -> None:
     trace = two_streams()
     trace.sync("Stream Sync", 110, 245, 505, stream=20)
     assert waits_of(link(*trace.write(tmp_path))) == [Edge(7, 5, "sync")]
 
 
-def test_a_stream_wait_joins_the_activity_before_the_event_with_the_next_launch_on_the_waiting_stream(
+def test_a_stream_wait_joins_the_activity_before_its_event_to_the_next_launch(
     tmp_path: Path,
 ) -> None:
     trace = two_streams()
@@ -60,7 +60,7 @@ def test_a_stream_wait_joins_the_activity_before_the_event_with_the_next_launch_
     assert (result.report.syncs, result.report.syncs_unresolved) == ({"Stream Wait Event": 2}, {})
 
 
-def test_an_event_sync_waits_for_what_was_launched_before_the_event(tmp_path: Path) -> None:
+def test_an_event_sync_waits_for_launches_before_the_event(tmp_path: Path) -> None:
     trace = two_streams()
     event = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 502}
     trace.sync("Event Sync", 110, 245, 505, stream=7, **event)
@@ -68,7 +68,7 @@ def test_an_event_sync_waits_for_what_was_launched_before_the_event(tmp_path: Pa
     assert waits_of(link(*trace.write(tmp_path))) == [Edge(6, 5, "sync")]
 
 
-def test_what_gives_no_dependency_is_counted_by_reason(tmp_path: Path) -> None:
+def test_waits_without_a_dependency_are_counted_by_reason(tmp_path: Path) -> None:
     trace = two_streams()
     trace.sync("Stream Sync", 110, 245, 505, stream=99)
     trace.sync("Event Sync", 110, 245, 505, wait_on_stream=7, wait_on_cuda_event_record_corr_id=9999)
@@ -89,7 +89,7 @@ def test_what_gives_no_dependency_is_counted_by_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("until", "drawn"), [(12, True), (12.001, False)])
-def test_a_wait_that_the_times_contradict_is_counted_and_not_drawn(until: float, drawn: bool, tmp_path: Path) -> None:
+def test_a_wait_that_contradicts_the_times_is_counted_not_drawn(until: float, drawn: bool, tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::a", 10, 20)
     trace.launch("k1", 10.5, 11, until - 11, 501)
@@ -102,7 +102,7 @@ def test_a_wait_that_the_times_contradict_is_counted_and_not_drawn(until: float,
 
 
 @pytest.mark.parametrize(("call", "first"), [("cudaDeviceSynchronize", 0), ("cudaStreamSynchronize", 1)])
-def test_without_sync_events_waits_are_inferred_and_say_how_long_after(call: str, first: int, tmp_path: Path) -> None:
+def test_waits_without_sync_events_are_inferred_with_their_slack(call: str, first: int, tmp_path: Path) -> None:
     trace = two_streams(call)
     trace.call(call, 2, 3, 506)
     trace.call("cudaMemcpyAsync", 6, 1, 507)
@@ -117,7 +117,7 @@ def test_without_sync_events_waits_are_inferred_and_say_how_long_after(call: str
     assert {op.blocked_ns for op in result.host} == {0}  # the calls are in no operation
 
 
-def test_a_copy_that_ends_within_its_call_blocked_the_host(tmp_path: Path) -> None:
+def test_a_copy_that_ends_within_its_call_blocks_the_host(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::item", 0, 100)
     trace.call("cudaMemcpyAsync", 10, 50, 501)
@@ -134,7 +134,7 @@ def test_a_copy_that_ends_within_its_call_blocked_the_host(tmp_path: Path) -> No
     assert [op.blocked_ns for op in result.host] == [40_000 + 4_000, 0]
 
 
-def test_the_host_goes_on_where_its_own_thread_does(tmp_path: Path) -> None:
+def test_a_sync_delays_only_its_own_thread(tmp_path: Path) -> None:
     trace = two_streams()
     trace.op("other thread", 370, 5, 3, tid=2)
     assert {edge.target for edge in waits_of(link(*trace.write(tmp_path))) if edge.kind == "sync"} == {5}
@@ -171,7 +171,7 @@ def test_every_dependency_of_the_reference_derivation_is_found() -> None:
 
 
 @needs_traces
-def test_inference_finds_every_wait_of_the_host_in_a_real_trace_and_no_other() -> None:
+def test_inference_finds_exactly_the_host_waits_of_a_real_trace() -> None:
     path = public("cuda_sync/alexnet.kineto.json.gz")
     trace = read_kineto(path)
     calls = {call.correlation for call in trace.calls if "Synchronize" in call.name}

@@ -73,7 +73,7 @@ def test_an_operation_that_may_do_more_than_compute_is_not_run(schema: str) -> N
         "acme::x(Tensor a) -> Tensor",
     ],
 )
-def test_what_is_no_operation_is_missing(schema: str) -> None:
+def test_an_unknown_operation_is_missing(schema: str) -> None:
     assert why_not(schema) == MISSING
 
 
@@ -105,11 +105,11 @@ _STRANGE = "has an unusual argument: not run from a file"
         ("aten::expand(Tensor(a) self, SymInt[] size) -> Tensor(a)", [TENSOR, [1 << 20, 1 << 20]], ""),
     ],
 )
-def test_an_operation_is_given_what_a_computation_takes(schema: str, arguments: list[Any], refused: str) -> None:
+def test_an_operation_gets_only_valid_arguments(schema: str, arguments: list[Any], refused: str) -> None:
     assert why_not(schema, *arguments) == refused
 
 
-def test_a_view_lies_in_the_memory_of_its_tensor() -> None:
+def test_a_view_stays_in_its_tensors_memory() -> None:
     (found,) = find_operations(["aten::_reshape_alias(Tensor(a) self, SymInt[] size, SymInt[] stride) -> Tensor(a)"])
     assert found.operation._op(torch.arange(4), [2], [2]).tolist() == [0, 2]
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -122,9 +122,7 @@ def test_a_tensor_larger_than_the_memory_is_not_made(schema: str, size: Any) -> 
     assert why_not(schema, [4] if schema == ONES else 4) == ""
 
 
-def test_the_operations_of_an_imported_module_run_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_operations_run_only_from_imported_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = "acme_of_tests::twice(Tensor x) -> Tensor"
     assert why_not(schema) == MISSING
     (tmp_path / "acme_of_tests.py").write_text(

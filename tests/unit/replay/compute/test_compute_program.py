@@ -66,7 +66,7 @@ def test_a_training_step_from_the_same_values_ends_in_the_same_parameters(tmp_pa
         torch.testing.assert_close(program.slots[slot], parameter.detach())
 
 
-def test_views_and_operations_in_place_reach_the_tensor_that_they_are_of(tmp_path: Path) -> None:
+def test_views_and_in_place_operations_change_their_base_tensor(tmp_path: Path) -> None:
     x = torch.zeros(4, 6)
 
     def function() -> None:
@@ -82,7 +82,7 @@ def test_views_and_operations_in_place_reach_the_tensor_that_they_are_of(tmp_pat
     assert x[:2, :2].tolist() == [[11.0, 10.0], [12.0, 11.0]]
 
 
-def test_nothing_that_an_operation_gave_outlives_its_last_use(tmp_path: Path) -> None:
+def test_results_are_freed_after_their_last_use(tmp_path: Path) -> None:
     x = torch.ones(1000)
 
     def function() -> None:
@@ -96,7 +96,7 @@ def test_nothing_that_an_operation_gave_outlives_its_last_use(tmp_path: Path) ->
     assert plan.bytes == 4000 + 2 * 8 + 2 * 4000  # what was there, and two results at a time
 
 
-def test_a_result_whose_shape_depends_on_data_stands_empty_with_the_recorded_shape(tmp_path: Path) -> None:
+def test_a_result_with_data_dependent_shape_is_empty_with_the_recorded_shape(tmp_path: Path) -> None:
     x = torch.tensor([0.0, 1.0, 0.0, 1.0])
 
     def function() -> None:
@@ -118,7 +118,7 @@ def test_a_result_whose_shape_depends_on_data_stands_empty_with_the_recorded_sha
     assert [(row.name, row.reason, row.operations) for row in coverage.left_out] == [(name, reason, 1)]
 
 
-def test_indices_stay_within_the_table_whoever_made_them(tmp_path: Path) -> None:
+def test_generated_indices_stay_within_the_table(tmp_path: Path) -> None:
     table, rows = torch.randn(5, 3), torch.tensor([[4, 0], [1, 2]])
 
     def function() -> None:
@@ -132,7 +132,7 @@ def test_indices_stay_within_the_table_whoever_made_them(tmp_path: Path) -> None
         assert 0 <= int(made.min()) <= int(made.max()) <= 4
 
 
-def test_indices_that_were_computed_with_numbers_the_trace_lacks_stay_within_the_table(tmp_path: Path) -> None:
+def test_indices_computed_from_unknown_values_stay_within_the_table(tmp_path: Path) -> None:
     """Of a part of a vocabulary, as tensor-parallel embeddings look it up: `tokens - first` is recorded with a tensor
     of which nobody knows the value."""
     first, table = 64, torch.randn(8, 3, requires_grad=True)
@@ -154,7 +154,7 @@ def test_indices_that_were_computed_with_numbers_the_trace_lacks_stay_within_the
     assert beyond == {"aten::embedding": [8], "aten::embedding_backward": [8], "aten::index": [8, 3]}
 
 
-def test_integers_that_the_program_wrote_by_itself_stay_within_the_table(tmp_path: Path) -> None:
+def test_indices_from_a_python_list_stay_within_the_table(tmp_path: Path) -> None:
     """A list becomes a tensor, as where data is loaded: the trace has an empty one, and not who fills it."""
     table, rows = torch.randn(500, 3), list(range(400, 500))
 
@@ -167,7 +167,7 @@ def test_integers_that_the_program_wrote_by_itself_stay_within_the_table(tmp_pat
     run_twice(plan)
 
 
-def test_integers_that_nothing_reads_as_indices_are_one_and_those_that_nobody_takes_are_left(tmp_path: Path) -> None:
+def test_integers_not_used_as_indices_are_1_and_unused_integers_are_not_filled(tmp_path: Path) -> None:
     ids = torch.arange(8)
 
     def function() -> None:
@@ -179,7 +179,7 @@ def test_integers_that_nothing_reads_as_indices_are_one_and_those_that_nobody_ta
     run_twice(plan)
 
 
-def test_an_operation_that_fails_after_the_trial_is_named(tmp_path: Path) -> None:
+def test_an_operation_failing_after_the_trial_is_reported(tmp_path: Path) -> None:
     table, rows = torch.randn(5, 3), torch.tensor([4, 0])
     plan = compute_of(lambda: functional.embedding(rows, table), tmp_path)
     program = tried(plan)
@@ -191,7 +191,7 @@ def test_an_operation_that_fails_after_the_trial_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_numbers_that_json_lacks_are_given_as_they_were(tmp_path: Path, value: float) -> None:
+def test_infinity_and_nan_are_replayed_unchanged(tmp_path: Path, value: float) -> None:
     x, mask = torch.zeros(3), torch.tensor([True, False, True])
 
     def function() -> None:
@@ -205,7 +205,7 @@ def test_numbers_that_json_lacks_are_given_as_they_were(tmp_path: Path, value: f
     torch.testing.assert_close(given[mask], torch.full((2,), value), equal_nan=True)
 
 
-def test_an_operation_that_this_torch_lacks_is_found_out_before_anything_runs() -> None:
+def test_operations_missing_in_torch_are_reported_before_the_replay() -> None:
     known, unknown = find_operations(["aten::relu(Tensor self) -> Tensor", "nobody::has(Tensor x) -> Tensor"])
     assert known.operation is torch.ops.aten.relu.default
     assert (unknown.operation, unknown.reason) == (None, MISSING)

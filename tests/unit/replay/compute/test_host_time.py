@@ -31,13 +31,13 @@ def plan(*gaps: tuple[int, int, int], range_ns: int = 0, names: str = "", steps:
         ([(20_000, 0, 0)] * 3, [[6_000, None, 6_000]], [14_000, 14_000, 14_000]),
     ],
 )
-def test_the_host_idles_for_what_the_recording_has_beyond_the_replay(
+def test_the_host_idles_for_the_extra_time_of_the_recording(
     gaps: list[tuple[int, int, int]], profiled: list[list[int | None]], before: list[int]
 ) -> None:
     assert host_times(plan(*gaps, range_ns=4_000), profiled).before == before
 
 
-def test_what_one_step_has_more_than_the_others_is_left_out_and_told() -> None:
+def test_extra_host_time_of_one_step_is_skipped_and_reported() -> None:
     """In the second of three steps another thread had the core for 3 ms before `b`, and 20 us before `a`."""
     ms = 1_000_000
     gaps = [400_000, 10_000, 420_000, 3 * ms, 410_000, 10_000]
@@ -47,12 +47,12 @@ def test_what_one_step_has_more_than_the_others_is_left_out_and_told() -> None:
     assert found.once == 3 * ms - 10_000
 
 
-def test_steps_of_different_operations_are_compared_where_they_are_alike() -> None:
+def test_different_steps_are_compared_at_shared_operations() -> None:
     given = plan(*((gap, 0, 0) for gap in (300_000, 10_000, 300_000, 200_000, 800_000)), names="abacb", steps=(0, 2))
     assert host_times(given, [[0] * 5]) == ([300_000, 10_000, 300_000, 200_000, 10_000], 790_000)
 
 
-def test_a_pause_that_every_step_has_is_the_hosts() -> None:
+def test_a_pause_in_every_step_is_host_time() -> None:
     given = plan((5_000_000, 0, 0), (5_100_000, 0, 0), names="aa", steps=(0, 1))
     assert host_times(given, [[0, 0]]) == ([5_000_000, 5_000_000], 100_000)
 
@@ -62,13 +62,13 @@ def timed(*took: int, steps: tuple[int, ...] = (0,)) -> ComputePlan:
     return ComputePlan(operations=operations, schemas=[], slots=[], blocks=[], steps=list(steps))
 
 
-def test_a_machine_is_as_slow_as_its_operations() -> None:
+def test_slowness_is_the_ratio_of_operation_times() -> None:
     assert slowness(timed(100, 100, 100), [[200, 150, 220], [200, None, 240]]) == 2.0
     assert slowness(timed(100, 100), [[110, 120]]) == 1.0
     assert slowness(timed(100, 100), [[None, None]]) is None
 
 
-def test_a_step_that_was_recorded_while_others_had_its_cores_makes_no_machine_faster() -> None:
+def test_a_step_slowed_by_other_processes_does_not_make_the_replay_machine_faster() -> None:
     assert slowness(timed(100, 100, 300, 300, steps=(0, 2)), [[150, 150, 150, 150]]) == 1.5
     assert slowness(timed(300, 300), [[100, 100]]) == 1.0
 
@@ -77,7 +77,7 @@ def event(name: str, start: int, end: int, tid: int = 1) -> HostEvent:
     return HostEvent(name, 1, tid, start, end, None, None, -1, b"")  # type: ignore[arg-type]
 
 
-def test_gaps_and_times_are_those_of_the_outermost_events_of_the_busiest_thread() -> None:
+def test_gaps_and_times_come_from_outermost_events_of_the_busiest_thread() -> None:
     events = [
         event("aten::add", 100, 200),
         event("aten::linear", 230, 400),

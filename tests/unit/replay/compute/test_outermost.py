@@ -31,7 +31,7 @@ def found(host: list[HostOp], calls: list[Communication], kernels: list[Activity
     return [(one.op.name, one.call) for one in window.found]
 
 
-def test_operations_run_as_a_whole_and_calls_have_a_place_of_their_own() -> None:
+def test_operations_run_whole_and_calls_run_separately() -> None:
     host = [
         op(1, "Optimizer.step"),
         op(2, "aten::add_", 1, ADD),
@@ -44,7 +44,7 @@ def test_operations_run_as_a_whole_and_calls_have_a_place_of_their_own() -> None
     assert found(host, [call(8, 7)], []) == [("aten::add_", -1), ("aten::clone", -1), ("c10d::allreduce_", 8)]
 
 
-def test_kernels_launched_in_a_range_of_the_users_leave_what_is_in_it_to_run() -> None:
+def test_operations_in_a_user_range_that_launches_kernels_still_run() -> None:
     host = [op(1, "ProfilerStep#3"), op(2, "aten::add_", 1, ADD), op(3, "c10d::allreduce_", 1, ADD)]
     assert found(host, [call(8, 3)], [kernel(1)]) == [
         ("ProfilerStep#3", -1),
@@ -53,13 +53,13 @@ def test_kernels_launched_in_a_range_of_the_users_leave_what_is_in_it_to_run() -
     ]
 
 
-def test_what_a_backend_runs_on_threads_of_its_own_belongs_to_the_call() -> None:
+def test_operations_on_backend_threads_belong_to_the_call() -> None:
     work = op(2, "gloo:all_gather", tid=1, took=1000)
     work.is_work = True
     host = [op(1, "aten::add_", 0, ADD), work, op(3, "aten::copy_", 0, ADD, tid=2), op(4, "aten::mul_", 0, ADD)]
     assert found(host, [], []) == [("aten::add_", -1), ("aten::mul_", -1)]
 
 
-def test_what_a_subclass_dispatches_to_runs_and_not_the_operation_on_the_subclass() -> None:
+def test_the_operation_inside_a_subclass_runs_instead_of_the_outer_one() -> None:
     host = [op(1, "aten::add_", 0, ADD), op(2, "PythonSubclass", 1), op(3, "aten::mul_", 2, ADD)]
     assert found(host, [], []) == [("aten::mul_", -1)]

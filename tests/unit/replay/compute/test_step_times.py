@@ -28,7 +28,7 @@ def times(folder: Path, sizes: list[int], waits: list[tuple[str, int, int]] = []
     return step_times(str(path), 0, 1)
 
 
-def test_steps_that_moved_as_much_are_compared_with_without_their_waits(tmp_path: Path) -> None:
+def test_steps_with_equal_bytes_are_compared_without_their_waits(tmp_path: Path) -> None:
     waits = [("wait", 42, 3), ("wait_tensor", 46, 1), ("launch", 47, 2), ("wait", 51, 5)]
     found = times(tmp_path, [4, 4, 4, 4, 4, 8], waits)
     assert found.profiled_ns == [10 * MS]
@@ -37,7 +37,7 @@ def test_steps_that_moved_as_much_are_compared_with_without_their_waits(tmp_path
     assert not found.has_other_sizes
 
 
-def test_where_no_step_moved_as_much_those_with_the_same_operations_count(tmp_path: Path) -> None:
+def test_steps_with_equal_operations_count_if_none_has_equal_bytes(tmp_path: Path) -> None:
     found = times(tmp_path, [1, 2, 3, 4, 5], [("wait", 31, 2)])
     assert (found.unprofiled_ns, found.own_ns, found.others) == ([10 * MS] * 2, [8 * MS, 10 * MS], 0)
     assert found.has_other_sizes

@@ -22,7 +22,7 @@ def activity(id: int, host: int, stream: int) -> Activity:
     )  # fmt: skip
 
 
-def test_an_operation_runs_on_its_stream_after_the_last_of_each_other_stream_that_it_waited_for() -> None:
+def test_an_operation_runs_after_the_last_awaited_operation_of_each_other_stream() -> None:
     activities = [
         activity(101, host=1, stream=7),
         activity(102, host=2, stream=7),
@@ -47,7 +47,7 @@ def test_a_call_is_launched_on_the_stream_that_its_communicator_waits_for() -> N
     assert placed == {0: (0, []), 1: (1, []), 2: (1, []), 3: (0, [])}
 
 
-def test_on_one_stream_nothing_is_said_of_streams() -> None:
+def test_one_stream_needs_no_placement() -> None:
     assert place_on_streams([activity(101, 1, 7), activity(102, 2, 7)], [], {1: 0, 2: 1}, ()) == {}
 
 
@@ -65,7 +65,7 @@ class Streams:
         return write
 
 
-def test_a_pass_goes_from_stream_to_stream_and_keeps_what_another_one_takes(tmp_path: Path) -> None:
+def test_a_pass_switches_streams_and_keeps_tensors_for_other_streams(tmp_path: Path) -> None:
     plan = compute_of(lambda: (torch.ones(4) + 1).mul(2), tmp_path)
     names = [one.name for one in plan.operations]
     add, mul = names.index("aten::add"), names.index("aten::mul")

@@ -28,7 +28,7 @@ def bind(tensors: Tensors, takes: list[Any], gives: list[Any], at: int = 0) -> B
     return tensors.bind(at, side(*takes), side(*gives))
 
 
-def test_what_was_there_before_shares_memory_by_storage_and_offset() -> None:
+def test_existing_tensors_share_memory_by_storage_and_offset() -> None:
     tensors = Tensors()
     first = bind(tensors, [tensor(1, 10, 4)], []).used[0]
     second = bind(tensors, [tensor(2, 10, 2, offset=6)], []).used[0]
@@ -37,7 +37,7 @@ def test_what_was_there_before_shares_memory_by_storage_and_offset() -> None:
     assert [one.bytes for one in tensors.finished_blocks()] == [8 * 4]
 
 
-def test_a_number_means_what_was_made_last_under_it() -> None:
+def test_a_number_refers_to_its_latest_tensor() -> None:
     tensors = Tensors()
     (first,) = bind(tensors, [], [tensor(5, 50, 3)]).made
     assert bind(tensors, [tensor(5, 50, 3)], []).used == [first]
@@ -55,7 +55,7 @@ def test_a_view_of_an_input_shares_its_memory_and_a_result_in_place_is_the_input
     assert in_place.results == [None]
 
 
-def test_a_tensor_that_nobody_saw_being_made_is_a_view_where_it_lies_in_what_was_made() -> None:
+def test_a_tensor_of_unknown_origin_is_a_view_if_inside_a_known_tensor() -> None:
     tensors = Tensors()
     (whole,) = bind(tensors, [], [tensor(1, 10, 8)]).made
     bound = bind(tensors, [tensor(2, 10, 4, offset=4)], [])
@@ -76,12 +76,12 @@ def test_a_tensor_that_nobody_saw_being_made_is_a_view_where_it_lies_in_what_was
         ({}, "Dict", "an argument of type Dict cannot be made"),
     ],
 )
-def test_what_cannot_be_made_is_a_reason(value: Any, kind: str, said: str) -> None:
+def test_unsupported_values_give_a_reason(value: Any, kind: str, said: str) -> None:
     with pytest.raises(StandInError, match=said):
         Tensors().bind(0, IO(values=[value], shapes=[[4]], types=[kind], strides=[[1]]), IO())
 
 
-def test_an_uninitialised_tensor_and_a_generator_are_none() -> None:
+def test_uninitialised_tensors_and_generators_become_none() -> None:
     values: list[Any] = ["<Generator>", "<None>", [0, 0, 0, 0, 0, ""]]
     kinds = ["Generator", "None", "Tensor(nullptr (uninitialized))"]
     bound = Tensors().bind(0, IO(values=values, shapes=[[]] * 3, types=kinds, strides=[[]] * 3), IO())
@@ -98,7 +98,7 @@ def test_an_uninitialised_tensor_and_a_generator_are_none() -> None:
         (f'{{"0": [{-1 << 40}, -1]}}', (0, None)),
     ],
 )
-def test_a_recorded_range_of_integers_is_known_if_it_can_be(recorded: str, known: tuple[int, int | None]) -> None:
+def test_a_valid_recorded_range_of_integers_is_used(recorded: str, known: tuple[int, int | None]) -> None:
     tensors = Tensors()
     bound = bind(tensors, [tensor(1, 10, 8)], [])
     IndexRanges().note("aten::embedding", bound, tensors, recorded)

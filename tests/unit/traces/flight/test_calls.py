@@ -98,7 +98,7 @@ def test_entries_are_calls_and_launches(tmp_path: Path, entries: list[dict[str, 
         assert times == ((7000, 9000, 500_000) if state == COMPLETED else (0, 0, 0))
 
 
-def test_what_an_entry_says_of_its_call(tmp_path: Path) -> None:
+def test_an_entry_gives_the_fields_of_its_call(tmp_path: Path) -> None:
     frames = [{"name": "f", "filename": "a.py", "line": 3}]
     out: dict[str, Any] = {"output_sizes": [[4], [4]], "frames": frames}
     trace = read(
@@ -142,7 +142,7 @@ def test_what_an_entry_says_of_its_call(tmp_path: Path) -> None:
         ([entry(0, "all_reduce", 1, process_group=("dp", ""))], {"0": 1, "1": 1, "2": 1}, {2: 1}, False),
     ],
 )
-def test_a_status_is_that_of_the_group_whose_entries_or_place_it_has(
+def test_a_status_is_matched_to_its_group_by_entries_or_position(
     tmp_path: Path, entries: list[dict[str, Any]], completed: dict[str, int], progress: dict[int, int], all_joined: bool
 ) -> None:
     state = read(tmp_path, *entries, completed=completed).dump
@@ -187,7 +187,7 @@ def later(number: int) -> dict[str, Any]:
         ([SEND | {"collective_seq_id": 1}], {"0": 3}, [SCHEDULED]),
     ],
 )
-def test_completed_calls_may_have_been_left_out(
+def test_a_dump_without_completed_calls_is_recognized(
     tmp_path: Path, entries: list[dict[str, Any]], completed: dict[str, int], states: list[int] | None
 ) -> None:
     trace = read(tmp_path, *entries, completed=completed)
@@ -196,7 +196,7 @@ def test_completed_calls_may_have_been_left_out(
     assert states in (None, list(trace.calls.state))
 
 
-def test_a_status_is_of_sends_where_their_number_was_the_last(tmp_path: Path) -> None:
+def test_a_status_counts_sends_if_their_number_is_the_last(tmp_path: Path) -> None:
     status = {"0": {"last_enqueued_collective": 3, "last_completed_collective": 3}}
     sends = [entry(0, "send 0->1", 1, p2p=2), entry(1, "send 0->1", 1, p2p=3)]
     assert list(read(tmp_path, *sends, pg_status=status).calls.state) == [COMPLETED] * 2
@@ -246,7 +246,7 @@ def test_roots_and_source_lines_come_from_the_records_of_the_same_calls(tmp_path
         ("all_reduce", {"t": 1000, "op": "send", "seq": None, "p2p_seq": 1}, {}),
     ],
 )
-def test_the_last_call_of_a_group_shows_from_where_on_calls_were_recorded(
+def test_the_last_call_of_a_group_gives_the_start_of_the_recording(
     tmp_path: Path, name: str, call: dict[str, Any], found: dict[str, int]
 ) -> None:
     trace = read(
@@ -265,7 +265,7 @@ def test_the_last_call_of_a_group_shows_from_where_on_calls_were_recorded(
         ((-1, -1, -SAME_TIME), {}),  # the last one is a call that torch has not noted
     ],
 )
-def test_of_the_last_calls_of_a_group_most_were_noted_at_the_times_of_the_records(
+def test_most_last_calls_of_a_group_must_match_the_record_times(
     noted_later: tuple[int, ...], found: dict[str, int], tmp_path: Path
 ) -> None:
     entries = [entry(number, "all_reduce", 5 + number) for number in range(3)]
@@ -274,7 +274,7 @@ def test_of_the_last_calls_of_a_group_most_were_noted_at_the_times_of_the_record
     assert read(tmp_path, *entries, crossrank=moment(*calls)).dump.recorded_from == found
 
 
-def test_sends_that_no_entry_has_are_added_where_they_were_made(tmp_path: Path) -> None:
+def test_sends_without_an_entry_are_added_in_call_order(tmp_path: Path) -> None:
     send = CALL | {"op": "send", "c10d": "send", "peer": 6}
     calls = [send | {"id": 5, "t": 900, "p2p_seq": 1}, send | {"id": 6, "t": 2000, "p2p_seq": 2, "api": "send"}]
     trace = read(tmp_path, entry(0, "gloo:all_reduce", 1, **DONE), crossrank=moment(*calls))
@@ -282,7 +282,7 @@ def test_sends_that_no_entry_has_are_added_where_they_were_made(tmp_path: Path) 
     assert (trace.unawaited, trace.numbered_pairs, trace.notes) == ({0}, True, [])
 
 
-def test_own_calls_take_the_place_of_entries_of_gloo_alone(tmp_path: Path) -> None:
+def test_own_calls_replace_only_gloo_entries(tmp_path: Path) -> None:
     call = {"id": 0, "t": 5, "seq": 1, "op": "reduce_scatter"}
     gloo, nccl = entry(0, "gloo:all_reduce", 1), entry(0, "nccl:all_reduce", 1)
     for entries, moments, ops in (
@@ -308,7 +308,7 @@ def test_own_calls_take_the_place_of_entries_of_gloo_alone(tmp_path: Path) -> No
         ([[3, 5], [2], [7]], [[3, 3, 5]], [[2, 3, 5], [2, 2], [2, 7]]),
     ],
 )
-def test_gloo_notes_as_output_of_a_coalesced_all_gather_how_many_inputs_there_are(
+def test_coalesced_gloo_all_gather_outputs_come_from_its_inputs(
     tmp_path: Path, inputs: list[list[int]], noted: list[list[int]], outputs: list[list[int]]
 ) -> None:
     """As its dumps of torch 2.13 have them; DTensor's all_gathers are coalesced ones of one tensor."""
@@ -320,7 +320,7 @@ def test_gloo_notes_as_output_of_a_coalesced_all_gather_how_many_inputs_there_ar
     assert found.outputs == noted
 
 
-def test_shapes_of_a_coalesced_all_gather_of_a_group_of_unknown_size_are_not_known(tmp_path: Path) -> None:
+def test_shapes_of_a_coalesced_all_gather_are_unknown_without_a_group_size(tmp_path: Path) -> None:
     one = entry(0, "gloo:all_gather", 1, input_sizes=[[3, 5]], output_sizes=[[1, 3, 5]])
     (found,) = read(tmp_path, one, pg_config={}).signatures
     assert (found.inputs, found.outputs) == ([], [])
@@ -329,7 +329,7 @@ def test_shapes_of_a_coalesced_all_gather_of_a_group_of_unknown_size_are_not_kno
     assert (found.inputs, found.outputs) == ([[3, 5]], [[2, 3, 5]])
 
 
-def test_gloo_beside_another_backend_is_counted_apart(tmp_path: Path) -> None:
+def test_gloo_calls_count_separately_from_another_backend(tmp_path: Path) -> None:
     both = [entry(0, "gloo:all_reduce", 1, retired=True, pg_id=5), entry(1, "all_reduce", 1, retired=True)]
     trace = read(tmp_path, *both, crossrank=moment({"id": 0, "t": 1001, "seq": 1, "reduce": "sum"}))
     assert [(one.group.pg, one.apart) for one in trace.groups] == [("0", ""), ("1", ""), ("0", "gloo")]
@@ -338,7 +338,7 @@ def test_gloo_beside_another_backend_is_counted_apart(tmp_path: Path) -> None:
     assert trace.backend == "nccl"
 
 
-def test_the_group_without_a_name_that_gloo_lists_is_the_world(tmp_path: Path) -> None:
+def test_the_unnamed_group_of_gloo_is_the_world(tmp_path: Path) -> None:
     config = {"": {"name": "", "desc": "", "ranks": "[0, 1, 2]"}}
     assert read(tmp_path, entry(0, "gloo:all_reduce", 1), pg_config=config).world_size == 3
     own = moment(groups=[{"pg": "9", "size": 1}])

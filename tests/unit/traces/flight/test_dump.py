@@ -59,7 +59,7 @@ def test_a_dump_may_be_compressed(job: SimulatedJob, tmp_path: Path, pack: Any) 
     assert len(read_flight_dump(str(tmp_path / "rank_2")).entries) == 12
 
 
-def test_stack_frames_come_innermost_first_and_without_those_that_are_broken(tmp_path: Path, job: SimulatedJob) -> None:
+def test_stack_frames_are_innermost_first_without_broken_frames(tmp_path: Path, job: SimulatedJob) -> None:
     content = job.dump(0)
     content["entries"][1]["frames"] = [{"name": "f", "filename": "a.py", "line": 3}, {"name": 1}, 7]
     content["entries"][2]["frames"] = "no frames"
@@ -97,19 +97,19 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
         ("entries", "many", "entries is not a list"),
     ],
 )
-def test_a_broken_part_does_not_cost_the_others(job: SimulatedJob, name: str, value: Any, problem: str) -> None:
+def test_a_broken_part_affects_no_other_part(job: SimulatedJob, name: str, value: Any, problem: str) -> None:
     dump = decode(job.dump(0) | {name: value})
     assert "; ".join(dump.problems)[: len(problem)] == problem
     assert bool(dump.entries) == (name != "entries")
     assert bool(dump.status) == (name != "pg_status")
 
 
-def test_the_status_of_json_has_its_numbers_as_strings() -> None:
+def test_json_status_numbers_are_read_from_strings() -> None:
     content = {"version": "2.10", "pg_status": {"0": dict.fromkeys(Progress.__struct_fields__, "17")}}
     assert decode(content).status == {0: Progress(17, 17)}
 
 
-def test_the_status_of_nccl2_counts_calls_of_both_kinds_from_0_and_is_read_as_numbers_of_collectives() -> None:
+def test_nccl2_status_counts_all_calls_from_0_and_is_converted_to_collective_numbers() -> None:
     made = [(0, 1, 0), (0, 1, 1), (0, 2, 1), (3, 1, 0)]  # group, collectives and sends so far
     entries = [
         {"record_id": at, "pg_id": group, "op_id": at % 3, "collective_seq_id": seq, "p2p_seq_id": p2p}
@@ -121,7 +121,7 @@ def test_the_status_of_nccl2_counts_calls_of_both_kinds_from_0_and_is_read_as_nu
     assert decode(content).status == {0: Progress(2, 1), 3: Progress(1, -1)}
 
 
-def test_what_a_dump_does_not_say_is_not_known() -> None:
+def test_fields_missing_in_a_dump_are_unknown() -> None:
     content = {"version": "2.10", "pg_status": {"0": {}}, "entries": [{"record_id": 0, "profiling_name": "x"}]}
     dump = decode(content | {"crossrank": {"rank": 1, "world_size": 1, "time_ns": 5}})  # which a pickle never has
     (one,) = dump.entries
@@ -130,13 +130,13 @@ def test_what_a_dump_does_not_say_is_not_known() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "is_valid"), [(0, False), (1, True), (1 << 20, True), ((1 << 20) + 1, False)])
-def test_what_we_add_to_a_dump_has_a_valid_size_of_the_job(world_size: int, is_valid: bool) -> None:
+def test_our_addition_to_a_dump_requires_a_valid_world_size(world_size: int, is_valid: bool) -> None:
     content = {"version": "2.10", "crossrank": {"rank": 0, "world_size": world_size, "time_ns": 5}}
     dump = decode_flight_dump("rank_0", json.dumps(content).encode(), [], Budget("rank_0"))
     assert ((dump.moment is not None), not dump.problems) == (is_valid, is_valid)
 
 
-def test_calls_that_differ_in_what_comes_out_are_different_calls(job: SimulatedJob, tmp_path: Path) -> None:
+def test_calls_with_different_output_types_are_different_calls(job: SimulatedJob, tmp_path: Path) -> None:
     content = job.dump(0)
     first, second = (dict(content["entries"][0], record_id=number, collective_seq_id=number + 1) for number in (0, 1))
     second["output_dtypes"] = ["Double"]
@@ -166,7 +166,7 @@ def test_a_list_of_ranks_is_parsed_and_never_evaluated(ranks: str) -> None:
         (b"\x80\x02cos\nsystem\n.", "is refused: the pickle has a pickle opcode that is not data"),
     ],
 )
-def test_what_is_no_dump_is_refused_with_its_name(content: bytes, message: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_dump_is_refused_with_its_path(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(content)
     with pytest.raises(NoDumpError) as error:
         read_flight_dump(str(tmp_path / "rank_0"))
@@ -186,7 +186,7 @@ def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> Non
 @needs_traces
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(case=st.sampled_from(["clean", "gloo_missing", "gloo_missing_json", "missing_one"]), data=st.data())
-def test_mutated_real_dumps_are_read_or_named(case: str, data: st.DataObject, tmp_path: Path) -> None:
+def test_mutated_real_dumps_are_read_or_reported(case: str, data: st.DataObject, tmp_path: Path) -> None:
     for file in Path(public("flight"), case).glob("rank_*"):
         content = bytearray(file.read_bytes())
         if file.name == "rank_1":

@@ -62,7 +62,7 @@ def typed(columns: dict[str, list[Any]]) -> str:
     return repr(columns)
 
 
-def test_most_entries_are_columns_and_the_others_stay_among_them() -> None:
+def test_most_entries_become_columns_and_the_others_keep_their_place() -> None:
     rows = entries(2500)
     rows[700]["profiling_name"] = "nccl:broadcast"
     rows[900] = dict(reversed(rows[900].items()))
@@ -75,7 +75,7 @@ def test_most_entries_are_columns_and_the_others_stay_among_them() -> None:
 
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from([1, 1.5, None, True, 1 << 40])), min_size=1, max_size=8))
-def test_columns_say_what_dictionaries_say(kinds: list[tuple[Any, Any]]) -> None:
+def test_columns_match_dictionaries(kinds: list[tuple[Any, Any]]) -> None:
     rows = [
         row
         | {"input_sizes": kinds[row["record_id"] % len(kinds)][0][:], "pg_id": kinds[row["record_id"] % len(kinds)][1]}
@@ -93,7 +93,7 @@ def test_other_protocols_are_read_as_a_whole(protocol: int) -> None:
     assert load_columns(pickle.dumps(dump_of(entries(20)), protocol), NAMES) is None
 
 
-def test_what_later_entries_refer_to_is_not_cut_out() -> None:
+def test_values_shared_by_entries_are_not_cut_out() -> None:
     rows = entries(20)
     rows[15]["input_sizes"] = rows[10]["input_sizes"]
     content = pickle.dumps(dump_of(rows), 2)
@@ -101,7 +101,7 @@ def test_what_later_entries_refer_to_is_not_cut_out() -> None:
     assert len(decode_flight_dump("rank_0", content, [], Budget("dump")).entries) == 20
 
 
-def test_what_looks_like_entries_in_a_text_is_none() -> None:
+def test_entry_bytes_in_a_text_are_not_read_as_entries() -> None:
     whole = pickle.dumps(dump_of(entries(20)), 2)
     text = whole[whole.index(b"}q", 300) :].decode("latin-1")
     rows = [row | {"state": text} for row in entries(20)]
@@ -123,7 +123,7 @@ def test_a_pickle_with_changed_bytes_is_read_or_refused(changes: list[tuple[int,
 
 
 @pytest.mark.parametrize("opcode", [b"cos\nsystem\n", b"r\xff\xff\xff\x7f", b"\x85", b"0", b"R"])
-def test_what_is_refused_elsewhere_is_refused_between_entries_that_are_cut_out(opcode: bytes) -> None:
+def test_refused_opcodes_are_also_refused_between_cut_out_entries(opcode: bytes) -> None:
     content = pickle.dumps(dump_of(entries(40)), 2)
     later = content.index(b"}q", content.index(b"K\x14"))
     for place in (later, later + 2, len(content) - 1):
@@ -139,7 +139,7 @@ def read(rows: list[Any], protocol: int, last: int | None = None) -> tuple[list[
 
 @pytest.mark.parametrize("last", [None, 5])
 @pytest.mark.parametrize("changed", [{}, {"pg_id": None}, {"retired": 1}, {"process_group": ["0", 7]}])
-def test_entries_are_the_same_however_they_are_read(changed: dict[str, Any], last: int | None) -> None:
+def test_both_ways_of_reading_give_the_same_entries(changed: dict[str, Any], last: int | None) -> None:
     rows = entries(60)
     rows[40:44] = entries(44, **changed)[40:]
     whole = read(rows, 4, last)  # which is never read as columns
@@ -147,7 +147,7 @@ def test_entries_are_the_same_however_they_are_read(changed: dict[str, Any], las
     assert len(whole[0]) == (60 if not changed else 56) or last is not None
 
 
-def test_a_list_that_many_entries_name_counts_for_each_of_them() -> None:
+def test_a_list_shared_by_many_entries_counts_for_each_entry() -> None:
     shapes = [[7] * 31] * 64
     rows = entries(2) + entries(600, input_sizes=shapes)
     assert len(decode_flight_dump("rank_0", pickle.dumps(dump_of(rows[:500]), 2), [], Budget("dump")).entries) == 500

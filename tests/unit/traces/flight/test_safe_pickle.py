@@ -41,7 +41,7 @@ def test_the_name_and_the_description_of_a_group_may_be_long(length: int, protoc
 
 
 @pytest.mark.parametrize("opcode", [b"U\x03", b"T\x03\0\0\0", b"X\x03\0\0\0"])
-def test_strings_of_other_makers_are_read(opcode: bytes) -> None:
+def test_strings_of_other_pickle_writers_are_read(opcode: bytes) -> None:
     assert load_data(b"\x80\x02" + opcode + b"abc.", Budget("dump")) == "abc"
 
 
@@ -67,7 +67,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_no_order_of_opcodes_that_is_read_makes_a_tuple_of_tuples(protocol: int) -> None:
+def test_no_accepted_opcode_order_makes_a_tuple_of_tuples(protocol: int) -> None:
     read = 0
     put = b"q\x00" if protocol == 2 else b"\x94"
     fragments = [one if protocol == 2 else one.replace(b"q\x01", b"\x94") for one in FRAGMENTS]
@@ -144,7 +144,7 @@ def test_a_memo_index_allocates_nothing(content: bytes) -> None:
         load_data(b"\x80\x02" + content + b"r\xff\xff\xff\x7f.", Budget("dump"))
 
 
-def test_a_memo_index_is_no_larger_than_the_file_and_some_more() -> None:
+def test_a_memo_index_far_larger_than_the_file_is_refused() -> None:
     put = b"\x80\x02" + EMPTY + b"r%b."
     assert load_data(put % (13 + (1 << 16)).to_bytes(4, "little"), Budget("dump")) == ""
     with pytest.raises(RefusedPickleError, match="has the memo index 65550, more than a pickle of 13 bytes needs"):
@@ -159,7 +159,7 @@ def test_a_pickle_with_more_values_than_any_dump_is_refused() -> None:
 
 
 @given(DATA, st.sampled_from([2, 4]), st.data())
-def test_a_pickle_that_is_cut_off_is_not_taken_for_a_hostile_one(thing: Any, protocol: int, data: Any) -> None:
+def test_a_cut_off_pickle_does_not_count_as_hostile(thing: Any, protocol: int, data: Any) -> None:
     content = pickle.dumps({"version": "2.10", "entries": [thing]}, protocol)
     end = data.draw(st.integers(1, len(content) - 1))
     with pytest.raises(RefusedPickleError) as refusal:

@@ -61,7 +61,7 @@ def test_kernels_without_markers_are_refused(
         ("NVTX_EVENTS", "globalTid"),
     ],
 )
-def test_a_column_that_nothing_can_be_told_without_is_named(tmp_path: Path, table: str, column: str) -> None:
+def test_a_missing_required_column_is_reported(tmp_path: Path, table: str, column: str) -> None:
     export = ExportFile("3.16.1")
     two_calls(export.process(70))
     path = export.write(tmp_path / "a.sqlite")
@@ -69,14 +69,14 @@ def test_a_column_that_nothing_can_be_told_without_is_named(tmp_path: Path, tabl
     assert refused(path).startswith(f": {table} has no column {column}; export it with a version")
 
 
-def test_text_where_a_number_belongs_is_named(tmp_path: Path, process: Process) -> None:
+def test_text_in_place_of_a_number_is_reported(tmp_path: Path, process: Process) -> None:
     two_calls(process)
     process.export.tables["CUPTI_ACTIVITY_KIND_KERNEL"][0]["deviceId"] = "cuda"
     text = refused(process.export.write(tmp_path / "a.sqlite"))
     assert text == ": CUPTI_ACTIVITY_KIND_KERNEL.deviceId holds 'cuda' where a number belongs; export it again"
 
 
-def test_impossible_times_cost_their_kernel_alone(tmp_path: Path) -> None:
+def test_impossible_times_skip_only_their_kernel(tmp_path: Path) -> None:
     process = ExportFile(epoch=1 << 61).process(70)
     two_calls(process)
     process.marker(5000, 5100, 3)
@@ -106,7 +106,7 @@ def test_impossible_times_cost_their_kernel_alone(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("registered", [True, False])
-def test_a_broken_marker_costs_itself_alone(tmp_path: Path, text: str, registered: bool) -> None:
+def test_only_a_broken_marker_is_skipped(tmp_path: Path, text: str, registered: bool) -> None:
     process = ExportFile(registered=registered).process(70)
     two_calls(process)
     process.event(59, 5000, 5100, text.encode("utf-8", "replace").decode(), payload=9)
@@ -117,14 +117,14 @@ def test_a_broken_marker_costs_itself_alone(tmp_path: Path, text: str, registere
     assert times.rank is None
 
 
-def test_graphs_traced_whole_are_told_with_the_option_that_helps(tmp_path: Path, process: Process) -> None:
+def test_whole_graph_traces_are_refused_with_the_option_to_use(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1)
     process.export.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=2000, end=3000)
     told = refused(process.export.write(tmp_path / "a.sqlite"))
     assert told.endswith("record with --cuda-graph-trace=node, or without the graph")
 
 
-def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, process: Process) -> None:
+def test_kernels_without_a_call_are_counted_by_reason(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1)
     process.kernel(0, 500, 600, launch=False)
     why = f": none of 1 marked calls has a kernel among 1 (1 {NO_KERNEL}; 1 {NO_LAUNCH}); record with"
@@ -148,7 +148,7 @@ def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, proce
         (["CREATE TABLE EXPORT_META_DATA (name TEXT NOT NULL, value TEXT)"], ": has neither NVTX ranges nor CUDA kern"),
     ],
 )
-def test_files_that_are_no_export_are_refused(tmp_path: Path, content: bytes | list[str], why: str) -> None:
+def test_files_that_are_not_exports_are_refused(tmp_path: Path, content: bytes | list[str], why: str) -> None:
     path = tmp_path / "a.sqlite"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -163,7 +163,7 @@ def test_half_an_export_is_refused(tmp_path: Path, process: Process) -> None:
 
 
 @pytest.mark.parametrize(("version", "notes"), [("3.0.0", []), ("", []), ("2.9.0", ["has schema version 2.9.0"])])
-def test_the_schema_of_2022_is_told_from_its_own_table(tmp_path: Path, version: str, notes: list[str]) -> None:
+def test_the_2022_schema_is_recognised_by_its_table(tmp_path: Path, version: str, notes: list[str]) -> None:
     export = ExportFile(version, epoch=1)
     two_calls(export.process(70))
     path = changed(export.write(tmp_path / "a.sqlite"), "ALTER TABLE META_DATA_EXPORT RENAME TO EXPORT_META_DATA")
@@ -171,13 +171,13 @@ def test_the_schema_of_2022_is_told_from_its_own_table(tmp_path: Path, version: 
     assert [note.partition(": ")[2].partition(";")[0] for note in times.notes] == notes
 
 
-def test_empty_tables_of_kernels_are_none(tmp_path: Path, process: Process) -> None:
+def test_empty_kernel_tables_count_as_missing(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1)
     process.export.tables |= {"CUPTI_ACTIVITY_KIND_KERNEL": [], "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": []}  # --lazy false
     assert len(read(process, tmp_path)) == 1
 
 
-def test_an_unknown_schema_is_told_and_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_an_unknown_schema_is_reported_and_its_known_columns_are_read(tmp_path: Path) -> None:
     process = ExportFile("4.1.0", epoch=None).process(70)
     two_calls(process)
     times = read(process, tmp_path)

@@ -41,7 +41,7 @@ def test_kernels_compute_or_communicate_and_copies_are_memory(tmp_path: Path, pr
     assert (times.busy.observed - EPOCH).tolist() == [[100, 2900]]
 
 
-def test_copies_between_gpus_that_a_call_launched_communicate(tmp_path: Path, process: Process) -> None:
+def test_gpu_copies_launched_by_a_call_count_as_communication(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1, op="all_gather")
     process.copy(1020, 2000, 2500)
     process.copy(3000, 3100, 3200)
@@ -49,7 +49,7 @@ def test_copies_between_gpus_that_a_call_launched_communicate(tmp_path: Path, pr
     assert spans(read(process, tmp_path))[1:] == ([(2000, 2500)], [(2000, 2500), (3100, 3200)])
 
 
-def test_iterations_are_those_of_the_comms_file_and_begin_with_what_was_launched_in_them(
+def test_steps_come_from_the_comms_file_and_start_at_their_first_launched_kernel(
     tmp_path: Path, process: Process
 ) -> None:
     process.identity(0)
@@ -75,13 +75,13 @@ def test_each_process_has_its_own_time(tmp_path: Path) -> None:
     assert [spans(times)[0] for times in found] == [[(200, 300)], [(200, 301)]]
 
 
-def test_graphs_that_were_traced_whole_leave_it_open_what_a_gpu_did(tmp_path: Path, process: Process) -> None:
+def test_gpu_activity_is_unknown_if_graphs_are_traced_whole(tmp_path: Path, process: Process) -> None:
     computing(process)
     process.export.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=5000, end=9000, deviceId=0, correlationId=1)
     assert read(process, tmp_path).busy.where == ""
 
 
-def test_a_process_whose_communication_is_no_kernel_says_nothing(tmp_path: Path, process: Process) -> None:
+def test_device_time_is_unknown_without_communication_kernels(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1)
     process.kernel(100, 200, 300, name="gemm")
     other = process.export.process(71)
@@ -91,7 +91,7 @@ def test_a_process_whose_communication_is_no_kernel_says_nothing(tmp_path: Path,
     assert [times.busy.where for times in found] == ["", "device"]
 
 
-def test_copies_of_a_call_that_has_a_kernel_too_communicate(tmp_path: Path, process: Process) -> None:
+def test_copies_of_a_call_with_a_kernel_count_as_communication(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1, op="all_gather")
     process.kernel(1010, 1200, 1300)
     process.copy(1020, 1300, 2500)
@@ -99,7 +99,7 @@ def test_copies_of_a_call_that_has_a_kernel_too_communicate(tmp_path: Path, proc
 
 
 @needs_traces
-def test_two_h100s_compute_and_communicate_as_long_as_another_count_says() -> None:
+def test_times_of_two_h100s_match_an_independent_count() -> None:
     path = public("nsight_h100/mfu_2gpu_before.sqlite")
     query = """SELECT k.globalPid, s.value LIKE 'ncclDevKernel%', k.start, k.end
         FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName"""

@@ -44,7 +44,7 @@ def test_a_view_or_a_virtual_table_in_place_of_a_table_is_refused(export: Path, 
         read_export(str(export), None, {})
 
 
-def test_a_query_without_end_is_ended(export: Path) -> None:
+def test_an_endless_query_is_stopped(export: Path) -> None:
     too_much = pytest.raises(BudgetError, match="more than 3,000,000 microseconds of queries")
     with too_much, open_export(str(export)) as opened:
         list(opened.rows(ENDLESS))
@@ -54,7 +54,7 @@ class _SignalError(BaseException):
     pass
 
 
-def test_a_signal_ends_a_query_with_what_its_handler_raises(export: Path) -> None:
+def test_a_signal_ends_a_query_with_its_handlers_exception(export: Path) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         raise _SignalError
 
@@ -70,7 +70,7 @@ def test_a_signal_ends_a_query_with_what_its_handler_raises(export: Path) -> Non
         signal.signal(signal.SIGTERM, before)
 
 
-def test_reading_makes_no_file_beside_the_export_and_takes_no_lock(export: Path) -> None:
+def test_reading_creates_no_file_and_takes_no_lock(export: Path) -> None:
     changed(export, "PRAGMA journal_mode = WAL")
     left = sorted(os.listdir(export.parent))
     locked = sqlite3.connect(export, isolation_level=None)
@@ -81,7 +81,7 @@ def test_reading_makes_no_file_beside_the_export_and_takes_no_lock(export: Path)
     assert sorted(os.listdir(export.parent)) == left
 
 
-def test_a_column_whose_name_is_no_text_is_told(export: Path) -> None:
+def test_a_column_name_that_is_not_text_is_reported(export: Path) -> None:
     data = export.read_bytes()
     assert data.count(b"globalTid") > 0
     export.write_bytes(data.replace(b"globalTid", b"global\xff\xfed"))
@@ -89,7 +89,7 @@ def test_a_column_whose_name_is_no_text_is_told(export: Path) -> None:
         read_export(str(export), None, {})
 
 
-def test_types_of_events_with_one_number_are_read_all_the_same(export: Path) -> None:
+def test_event_types_with_the_same_number_are_still_read(export: Path) -> None:
     rows = ", ".join(f"(59, '{name}')" for name in ("NvtxMark", "NvtxPushPopRange", "NvtxStartEndRange"))
     table = "ENUM_NSYS_EVENT_TYPE"
     changed(

@@ -19,7 +19,7 @@ def old(group: Group | None = None, id: int = -1, rank: int | None = None, **fie
     return Meaning(CALL, record=CommRecord(id=0, c10d="", t=0, **record), group=group, rank=rank, old=True, id=id)
 
 
-def test_the_texts_of_ours() -> None:
+def test_our_marker_texts_are_parsed() -> None:
     call = {"op": "all_to_all", "c10d": "alltoall_", "pg": "3", "in": [[4]], "in_split": [1, 3], "dtype": "int8"}
     same: dict[str, Any] = {"id": 0, "t": 0, "op": "all_to_all", "c10d": "alltoall_", "pg": "3", "dtype": "int8"}
     whole = CommRecord(bytes=7, inputs=[[4]], in_split=[1, 3], **same)
@@ -69,5 +69,5 @@ def test_the_texts_of_ours() -> None:
         ({"correlation_id": "x"}, old()),
     ],
 )
-def test_the_texts_of_the_older_shim(text: dict[str, Any], meaning: Meaning) -> None:
+def test_older_shim_marker_texts_are_parsed(text: dict[str, Any], meaning: Meaning) -> None:
     assert meaning_of(json.dumps(OLD | text)) == meaning

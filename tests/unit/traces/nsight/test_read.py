@@ -49,7 +49,7 @@ def two_calls(process: Process, *, at: int = 0, thread: int = 1) -> None:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 @pytest.mark.parametrize("registered", [True, False])
-def test_a_kernel_belongs_to_the_marker_that_its_launch_lies_in(tmp_path: Path, schema: str, registered: bool) -> None:
+def test_a_kernel_belongs_to_the_marker_around_its_launch(tmp_path: Path, schema: str, registered: bool) -> None:
     process = ExportFile(schema, registered=registered).process(70)
     process.identity(1)
     process.group()
@@ -65,7 +65,7 @@ def test_a_kernel_belongs_to_the_marker_that_its_launch_lies_in(tmp_path: Path, 
     assert not times.unattributed
 
 
-def test_processes_of_one_export_reuse_correlation_ids_and_stay_apart(tmp_path: Path) -> None:
+def test_processes_with_the_same_correlation_ids_stay_separate(tmp_path: Path) -> None:
     export = ExportFile()
     for rank, pid in enumerate((70, 71)):
         process = export.process(pid)
@@ -112,7 +112,7 @@ def test_several_kernels_of_a_call_are_one_span(tmp_path: Path, process: Process
     assert dict(times.attributed) == {reading.IN_OURS: 2}
 
 
-def test_one_kernel_serves_the_calls_of_a_coalesced_launch(tmp_path: Path, process: Process) -> None:
+def test_the_calls_of_a_coalesced_launch_share_one_kernel(tmp_path: Path, process: Process) -> None:
     for number in (4, 5):
         process.marker(1000 + 10 * number, 1005 + 10 * number, number, op="all_gather", bytes=1000)
     process.event(59, 1100, 1200, json.dumps({"op": "coalesced", "pg": "0"}), payload=4)
@@ -124,7 +124,7 @@ def test_one_kernel_serves_the_calls_of_a_coalesced_launch(tmp_path: Path, proce
     assert (launched(times).kinds[0].bytes, launched(times).kinds[0].calls) == (2000, 2)
 
 
-def test_sends_and_receives_of_one_launch_are_the_larger_direction(tmp_path: Path, process: Process) -> None:
+def test_a_send_recv_launch_has_the_bytes_of_the_larger_direction(tmp_path: Path, process: Process) -> None:
     process.identity(0)
     process.marker(1000, 1005, 4, op="send", bytes=1000, peer=1)
     process.marker(1010, 1015, 5, op="recv", bytes=300, peer=1)
@@ -135,7 +135,7 @@ def test_sends_and_receives_of_one_launch_are_the_larger_direction(tmp_path: Pat
     assert launched(times).kinds[0].bytes == 1000
 
 
-def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) -> None:
+def test_older_shim_markers_without_id_and_end_are_read(tmp_path: Path) -> None:
     for registered in (True, False):
         process = ExportFile(registered=registered).process(70)
         for number in (1, 2, 3):
@@ -149,7 +149,7 @@ def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) ->
         assert dict(times.attributed) == {reading.IN_OLD: 3}
 
 
-def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path, process: Process) -> None:
+def test_copies_between_gpus_are_used_if_no_kernel_was_launched(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1, op="all_gather")
     process.copy(1020, 2000, 2500)
     process.copy(1030, 2100, 2700, kind=1, to=1)
@@ -162,7 +162,7 @@ def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path, 
     assert dict(times.attributed) == {reading.IN_OURS: 1, reading.COPIES: 2}
 
 
-def test_launches_of_ncclS_own_thread_are_taken_in_order_where_numbers_agree(tmp_path: Path, process: Process) -> None:
+def test_launches_of_nccls_own_thread_match_calls_in_order_if_counts_agree(tmp_path: Path, process: Process) -> None:
     for number in (1, 2):
         process.marker(1000 * number, 1000 * number + 10, number)
         process.kernel(1000 * number + 200, 1000 * number + 500, 1000 * number + 900, thread=9)
@@ -176,7 +176,7 @@ def test_launches_of_ncclS_own_thread_are_taken_in_order_where_numbers_agree(tmp
     assert dict(times.unattributed) == {reading.NO_KERNEL: 1, reading.OUTSIDE: 1}
 
 
-def test_a_kernel_that_begins_before_its_call_is_not_taken_in_order(tmp_path: Path, process: Process) -> None:
+def test_a_kernel_that_starts_before_the_call_is_not_matched(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1010, 1, op="broadcast")
     process.kernel(1005, 1100, 1200, name="ncclDevKernel_Broadcast_RING_LL()")
     process.marker(2000, 2010, 2)
@@ -186,7 +186,7 @@ def test_a_kernel_that_begins_before_its_call_is_not_taken_in_order(tmp_path: Pa
     assert times.unattributed_ns == 400
 
 
-def test_graph_launches_are_told_and_attributed_where_the_nodes_are_known(tmp_path: Path, process: Process) -> None:
+def test_graph_launches_are_counted_and_attributed_if_nodes_are_known(tmp_path: Path, process: Process) -> None:
     two_calls(process)
     process.marker(4000, 4100, 3)  # captured
     for number in (1, 2):
@@ -204,7 +204,7 @@ def test_graph_launches_are_told_and_attributed_where_the_nodes_are_known(tmp_pa
     assert [row[3:] for row in rows(times)][3:] == [(3, 5100, 5300), (3, 10100, 10300)]
 
 
-def test_the_nodes_of_graphs_had_another_table_until_2023(tmp_path: Path) -> None:
+def test_graph_nodes_are_read_from_the_older_table(tmp_path: Path) -> None:
     process = ExportFile("3.0.0").process(70)
     process.marker(400, 410, 3)
     two_calls(process)
@@ -218,7 +218,7 @@ def test_the_nodes_of_graphs_had_another_table_until_2023(tmp_path: Path) -> Non
     assert times.calls.called.tolist()[-2:] == [EPOCH + 5000, 0]
 
 
-def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> None:
+def test_normalised_times_already_count_from_1970(tmp_path: Path) -> None:
     plain, normalised = ExportFile().process(70), ExportFile().process(70)
     two_calls(plain)
     two_calls(normalised)
@@ -234,7 +234,7 @@ def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> No
         assert read(late, tmp_path).calls.called.tolist() == [called]
 
 
-def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path, process: Process) -> None:
+def test_nccls_own_ranges_are_used_if_our_markers_are_missing(tmp_path: Path, process: Process) -> None:
     process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=4, rank=2)
     process.nccl(1000, 1100, "ncclAllReduce", comm=0xABC, size=4096)
     process.kernel(1050, 1500, 1900)
@@ -260,7 +260,7 @@ def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path, pr
     assert dict(times.attributed) == {reading.IN_NCCL: 3}
 
 
-def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path, process: Process) -> None:
+def test_nccl_ranges_without_payload_have_times_but_no_size(tmp_path: Path, process: Process) -> None:
     process.nccl(1000, 1100, "ncclAllReduce")
     process.kernel(1050, 1500, 1900)
     times = read(process, tmp_path, 0)
@@ -269,7 +269,7 @@ def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path, pro
 
 
 @pytest.mark.parametrize(("ranks", "bytes"), [(0, 0), (1, 8), (MOST_RANKS, 8 * MOST_RANKS), (MOST_RANKS + 1, 0)])
-def test_a_communicator_has_as_many_ranks_as_a_job_may_have(
+def test_a_communicator_above_the_rank_limit_has_no_size(
     tmp_path: Path, process: Process, ranks: int, bytes: int
 ) -> None:
     process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=ranks, rank=0)
@@ -292,7 +292,7 @@ def old_marker(process: Process, at: int, **said: object) -> None:
     process.event(34, at, None, json.dumps(text))
 
 
-def test_a_marker_without_extent_gets_its_own_kernel_and_not_what_follows(tmp_path: Path, process: Process) -> None:
+def test_a_marker_without_an_end_gets_only_its_own_kernel(tmp_path: Path, process: Process) -> None:
     old_marker(process, 1000)
     process.kernel(1100, 1500, 1900)
     process.kernel(2100, 2500, 2900)  # of a call that was not marked
@@ -303,7 +303,7 @@ def test_a_marker_without_extent_gets_its_own_kernel_and_not_what_follows(tmp_pa
     assert dict(times.unattributed) == {reading.OUTSIDE: 2, reading.GRAPHS: 1}
 
 
-def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_path: Path, process: Process) -> None:
+def test_old_send_and_receive_markers_before_one_kernel_are_a_batch(tmp_path: Path, process: Process) -> None:
     old_marker(process, 500)
     process.kernel(510, 600, 700)
     for number, name in enumerate(("send", "recv", "send", "recv")):
@@ -315,7 +315,7 @@ def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_pat
     assert launched(times).sent == {0: {1: 2000}}
 
 
-def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path, process: Process) -> None:
+def test_a_batch_has_only_the_calls_since_its_id(tmp_path: Path, process: Process) -> None:
     for number in range(10):  # captured, or through symmetric memory: they launch nothing that is seen
         process.marker(100 * number, 100 * number + 50, number)
     for number in (10, 11):
@@ -328,7 +328,7 @@ def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path, proc
     assert [kind.calls for kind in launched(times).kinds if kind.op == "reduce_scatter"] == [2]
 
 
-def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Path, process: Process) -> None:
+def test_a_launch_of_calls_that_were_not_emitted_is_not_ours(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1)
     process.kernel(1050, 1500, 1900)
     process.event(59, 2000, 2100, json.dumps({"op": "coalesced", "pg": "9"}), payload=2)
@@ -354,7 +354,7 @@ def write_comms(path: Path, *records: Mapping[str, object], pid: int | None = No
 
 
 @pytest.mark.parametrize(("clock", "began"), [({"t": 5, "wall": 105}, 150), ({}, 50)])
-def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(
+def test_a_comms_file_gives_numbers_and_steps_for_marker_ids(
     tmp_path: Path, process: Process, clock: dict[str, int], began: int
 ) -> None:
     process.identity(0)
@@ -373,7 +373,7 @@ def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(
     assert (times.world_size, times.node) == (2, "n")
 
 
-def test_calls_of_a_batch_are_one_launch_whichever_of_them_has_a_marker(tmp_path: Path, process: Process) -> None:
+def test_calls_of_a_batch_are_one_launch_even_if_only_one_has_a_marker(tmp_path: Path, process: Process) -> None:
     process.identity(0)
     process.marker(1000, 1005, 4, op="send", bytes=100)
     process.event(59, 1100, 1200, json.dumps({"op": "coalesced", "pg": "0"}), payload=4)
@@ -386,7 +386,7 @@ def test_calls_of_a_batch_are_one_launch_whichever_of_them_has_a_marker(tmp_path
 
 
 @pytest.mark.parametrize(("calls", "is_used"), [(99, False), (100, True)])
-def test_one_record_of_a_hundred_may_say_something_else_than_its_marker(
+def test_one_record_in_a_hundred_may_differ_from_its_marker(
     tmp_path: Path, process: Process, calls: int, is_used: bool
 ) -> None:
     process.identity(0)
@@ -400,9 +400,7 @@ def test_one_record_of_a_hundred_may_say_something_else_than_its_marker(
 @pytest.mark.parametrize(
     "other", [{"op": "all_gather"}, {"op": "all_reduce", "bytes": 8}, {"op": "all_reduce", "pg": "5"}]
 )
-def test_a_comms_file_of_another_run_is_not_believed(
-    tmp_path: Path, process: Process, other: dict[str, object]
-) -> None:
+def test_a_comms_file_of_another_run_is_skipped(tmp_path: Path, process: Process, other: dict[str, object]) -> None:
     process.identity(0)
     two_calls(process)
     comms = write_comms(tmp_path / "rank-0.comms.jsonl", *({"id": n, "seq": n} | other for n in (1, 2)))
@@ -412,7 +410,7 @@ def test_a_comms_file_of_another_run_is_not_believed(
     assert times.notes == [f"{comms}: is not of the same run as {tmp_path}/a.sqlite, and was skipped"]
 
 
-def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path, process: Process) -> None:
+def test_nested_nccl_groups_are_one_launch(tmp_path: Path, process: Process) -> None:
     process.identity(1)
     process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=2, rank=0)
     process.nccl(1000, 1005, "ncclGroupStart")
@@ -428,9 +426,7 @@ def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path, process: Pr
     assert (times.rank, times.notes) == (1, [])
 
 
-def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_once(
-    tmp_path: Path, process: Process
-) -> None:
+def test_an_nccl_group_started_before_the_capture_is_one_launch_and_ends_once(tmp_path: Path, process: Process) -> None:
     for start, function in ((1000, "ncclSend"), (1010, "ncclRecv")):
         process.nccl(start, start + 5, function, comm=0xABC, size=100, peer=1)
     for start in (1100, 2100):
@@ -442,13 +438,13 @@ def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_on
     assert dict(times.unattributed) == {reading.OUTSIDE: 1}
 
 
-def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: Path, process: Process) -> None:
+def test_peers_in_a_communicator_with_unknown_ranks_are_unknown(tmp_path: Path, process: Process) -> None:
     process.nccl(1000, 1100, "ncclSend", comm=0xABC, size=100, peer=1)
     process.kernel(1050, 1500, 1900, name=SEND_RECV_KERNEL)
     assert [kind.ends for kind in launched(read(process, tmp_path, 4)).kinds] == [None]
 
 
-def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_numbered(tmp_path: Path) -> None:
+def test_processes_without_a_rank_get_it_from_their_comms_file_or_are_numbered(tmp_path: Path) -> None:
     export = ExportFile()
     for pid in (72, 71, 70, 73):
         two_calls(export.process(pid))
@@ -462,7 +458,7 @@ def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_
     assert found[1].notes == [f"{comms[1]}: is not of the same run as {tmp_path}/a.sqlite, and was skipped"]
 
 
-def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path: Path, process: Process) -> None:
+def test_adjacent_markers_of_one_kind_without_ids_are_a_batch(tmp_path: Path, process: Process) -> None:
     process.identity(0)
     ops = ("all_reduce", "send", "recv", "send")
     for number, op in enumerate(ops):
@@ -484,7 +480,7 @@ def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path
     assert dict(times.unattributed) == {reading.NO_KERNEL: 1, LEFT_OUT: 1, SIZELESS: 1}
 
 
-def test_ncclS_ranges_serve_beside_a_comms_file_and_have_no_numbers(tmp_path: Path, process: Process) -> None:
+def test_nccl_ranges_are_used_with_a_comms_file_but_have_no_numbers(tmp_path: Path, process: Process) -> None:
     process.identity(0)
     two_calls(process)
     for start, function in ((5000, "ncclAllGather"), (6000, "ncclCommDestroy")):
@@ -506,9 +502,7 @@ def test_ncclS_ranges_serve_beside_a_comms_file_and_have_no_numbers(tmp_path: Pa
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 40), st.integers(0, 25)), max_size=12), st.randoms())
-def test_the_innermost_range_is_that_of_a_plain_search(
-    spans: list[tuple[int, int, int]], random: random.Random
-) -> None:
+def test_the_innermost_range_matches_a_plain_search(spans: list[tuple[int, int, int]], random: random.Random) -> None:
     import numpy as np
 
     nested: list[tuple[int, int, int]] = []
