@@ -187,7 +187,7 @@ def test_an_unresponsive_device_loses_only_durations(scripts: Scripts) -> None:
         ("TORCH_NCCL_CUDA_EVENT_CACHE", "torch's flight recorder cannot be read safely with "),
     ],
 )
-def test_an_empty_flight_recorder_is_reported(variable: str, why: str, scripts: Scripts) -> None:
+def test_an_unusable_flight_recorder_is_reported(variable: str, why: str, scripts: Scripts) -> None:
     source = (
         "crossrank.enable(timing=True)\nfor _ in range(3):\n    dist.all_reduce(torch.ones(8))\n    time.sleep(0.3)\n"
     )
