@@ -189,16 +189,6 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the group is bound to a device (`device_id=`). Then its communicator is created with the group, not by
     the first call. It carries all calls of the group in one order, single sends and receives too."""
 
-    def __post_init__(self) -> None:
-        # Each rank of a large job lists all ranks of its groups. Equal lists share memory.
-        if self.ranks is not None:
-            msgspec.structs.force_setattr(self, "ranks", _shared_list(tuple(self.ranks)))
-
-
-@lru_cache(maxsize=4096)
-def _shared_list(ranks: tuple[int, ...]) -> list[int]:
-    return list(ranks)
-
 
 def is_p2p(record: CommRecord) -> bool:
     """Return whether a call is a send or a receive."""

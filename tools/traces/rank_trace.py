@@ -410,6 +410,17 @@ _LATEST = 1 << 62
 _MOST_STEPS = 1 << 31
 
 
+def _with_shared_ranks(group: Group) -> Group:
+    """Return the group with a list of ranks that equal groups of other traces have too: each rank of a large job lists
+    all ranks of its groups."""
+    return group if group.ranks is None else msgspec.structs.replace(group, ranks=_shared_list(tuple(group.ranks)))
+
+
+@lru_cache(maxsize=4096)
+def _shared_list(ranks: tuple[int, ...]) -> list[int]:
+    return list(ranks)
+
+
 class TraceBuilder:
     """Appends calls to a `RankTrace`, which has each group, signature and stack once."""
 
@@ -427,7 +438,7 @@ class TraceBuilder:
         found = self._groups.get((group.pg, apart))
         if found is None:
             found = self._groups[group.pg, apart] = len(self.trace.groups)
-            self.trace.groups.append(RankGroup(group, apart))
+            self.trace.groups.append(RankGroup(_with_shared_ranks(group), apart))
         elif anew:
             self.trace.groups[found] = RankGroup(group, apart)
         return found
