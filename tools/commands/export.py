@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -39,26 +39,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-def _write_csv(frame: pl.LazyFrame, path: str) -> None:
-    """Write CSV. A text that a spreadsheet would run as a formula gets a quote, as in `csv_text`."""
-    import polars as pl
-
-    texts = [name for name, kind in frame.collect_schema().items() if kind in (pl.String, pl.Categorical, pl.Enum)]
-    columns = [pl.col(name).cast(pl.String) for name in texts]
-    is_formula = [pl.any_horizontal(column.str.starts_with(one) for one in FORMULA) for column in columns]
-    safe = [
-        pl.when(found).then(pl.lit("'") + column).otherwise(column).alias(name)
-        for name, column, found in zip(texts, columns, is_formula, strict=True)
-    ]
-    frame.with_columns(safe).sink_csv(path)
-
-
-_WRITERS: dict[str, tuple[str, Callable[[pl.LazyFrame, str], object]]] = {
-    "parquet": ("parquet", lambda frame, path: frame.sink_parquet(path)),
-    "csv": ("csv", _write_csv),
-    "arrow": ("arrow", lambda frame, path: frame.sink_ipc(path)),
-}
-"""Format -> (extension, function that writes a file)."""
+_WRITERS = {"parquet": ("parquet", "parquet"), "csv": ("csv", "csv"), "arrow": ("arrow", "ipc")}
+"""Format -> (extension, name of it in polars)."""
 SCHEMA = "schema.json"
 
 
@@ -117,6 +99,34 @@ def _tables(text: str) -> frozenset[str]:
     return names
 
 
+def _write(frame: pl.DataFrame | pl.LazyFrame, kind: str, path: str) -> None:
+    """Write a table. `kind` is the format's name in polars."""
+    import polars as pl
+
+    if kind == "csv":
+        frame = _without_formulas(frame)
+    if isinstance(frame, pl.LazyFrame):
+        try:
+            getattr(frame, f"sink_{kind}")(path)
+            return
+        except pl.exceptions.InvalidOperationError:  # polars 1.24 cannot write this in parts
+            frame = frame.collect()
+    getattr(frame, f"write_{kind}")(path)
+
+
+def _without_formulas(frame: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame | pl.LazyFrame:
+    """Put a quote before each text that a spreadsheet would run as a formula, as in `csv_text`."""
+    import polars as pl
+
+    texts = [name for name, kind in frame.collect_schema().items() if kind in (pl.String, pl.Categorical, pl.Enum)]
+    columns = [pl.col(name).cast(pl.String) for name in texts]
+    is_formula = [pl.any_horizontal(column.str.starts_with(one) for one in FORMULA) for column in columns]
+    return frame.with_columns(
+        pl.when(found).then(pl.lit("'") + column).otherwise(column).alias(name)
+        for name, column, found in zip(texts, columns, is_formula, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class _Export:
     """The tables to write, and where. Sent to the workers."""
@@ -164,6 +174,7 @@ class _Export:
         from polars.io.plugins import register_io_source
 
         rows = 0
+        frame: pl.DataFrame | pl.LazyFrame
 
         def count(parts: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
             nonlocal rows
@@ -172,13 +183,13 @@ class _Export:
                 yield part
 
         if isinstance(table, pl.DataFrame):
-            rows, frame = len(table), table.lazy()
+            rows, frame = len(table), table
         else:
             parts = count(table)
             frame = register_io_source(lambda *_: parts, schema=TABLES[name].schema)
-        ending, write = _WRITERS[self.format]
+        ending, kind = _WRITERS[self.format]
         with output_file(join(self.folder, f"{name}/{of}.{ending}")) as path:
-            write(frame, str(path))
+            _write(frame, kind, str(path))
         return rows
 
     def write_schema(self) -> None:
