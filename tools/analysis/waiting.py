@@ -14,7 +14,7 @@ from crossrank.tools.traces.rank_trace import RankTrace
 _MOST_BINS = 120
 _MOST_ROWS = 128
 _MOST_STEPS = 2000
-_PARTS = 8
+_ROWS_PER_PART = 1 << 18
 _MOST_RANKS = 16
 """Ranks in a list."""
 
@@ -205,10 +205,13 @@ def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr
 
 
 def _in_parts(rows: pl.LazyFrame, by: Sequence[str], work: Callable[[pl.LazyFrame], pl.LazyFrame]) -> pl.DataFrame:
-    """Return the result of `work`, which groups by `by`, for a part of the groups after the other: `rows` may be as
-    many as calls."""
-    number = pl.struct(by).hash() % _PARTS
-    return pl.concat([work(rows.filter(number == part)).collect() for part in range(_PARTS)])
+    """Return the result of `work`, which groups by `by`. If there are many rows, it works on some of the groups after
+    the others: its intermediate columns are several times as large as the rows."""
+    parts = 1 + rows.select(pl.len()).collect().item() // _ROWS_PER_PART
+    if parts == 1:
+        return work(rows).collect()
+    number = pl.struct(by).hash() % parts
+    return pl.concat([work(rows.filter(number == part)).collect() for part in range(parts)])
 
 
 def with_most(frame: pl.DataFrame, column: str) -> pl.DataFrame:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 
 import msgspec
+import pytest
 
 from crossrank.comm import CommRecord, Group
+from crossrank.tools.analysis import waiting
 from crossrank.tools.analysis.figures import Figures, figures
 from crossrank.tools.analysis.waiting import count_arrivals
 from crossrank.tools.job.collectives import match_collectives
@@ -141,7 +143,9 @@ def test_a_single_rank_has_no_waiting_but_its_own_times() -> None:
     assert (row["busbw_gb_per_s"], row["upper_bounds"]) == (None, 0)
 
 
-def test_calls_that_wait_at_the_same_time_count_once() -> None:
+@pytest.mark.parametrize("rows_per_part", [1 << 18, 1])
+def test_calls_that_wait_at_the_same_time_count_once(rows_per_part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_ROWS_PER_PART", rows_per_part)
     # Two all_reduces are under way at once while rank 1 sleeps until 50 ms.
     first, second = Rank(0), Rank(1)
     first.call(1000, 51_000).call(2000, 52_000)
