@@ -283,9 +283,7 @@ _MAKERS: dict[str, Callable[[LoadedJob], pl.DataFrame]] = {
     "calls": lambda job: job._of_ranks("calls"),
     "collectives": lambda job: job_frames.measured(job._tables, p2p=False),
     "transfers": lambda job: job_frames.measured(job._tables, p2p=True),
-    "arrivals": lambda job: pl.concat(
-        [pl.DataFrame(schema=TABLES["arrivals"].schema), *job_frames.arrivals_by_call(job._tables)]
-    ),
+    "arrivals": lambda job: job_frames.arrivals_by_call(job._tables).collect(),
     "steps": lambda job: job._of_ranks("steps"),
     "groups": lambda job: job_frames.groups(job._tables),
     "ranks": lambda job: job_frames.ranks(job._tables),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import orjson
 import crossrank
 from crossrank.atomic_file import join, make_folder
 from crossrank.errors import CrossrankError
-from crossrank.text import FORMULA, plural, printable
+from crossrank.text import FORMULA, plural
 from crossrank.tools.commands.options import (
     add_shared,
     add_source,
@@ -25,7 +25,7 @@ from crossrank.tools.commands.options import (
 )
 from crossrank.tools.job import sources
 from crossrank.tools.job.read_rank import RankSources
-from crossrank.tools.output.console import print_json
+from crossrank.tools.output.console import print_fact, print_json
 from crossrank.tools.output.frames.job_frames import OF_JOB
 from crossrank.tools.output.frames.rank_frames import OF_RANK, calls
 from crossrank.tools.parallel import map_ranks
@@ -79,7 +79,7 @@ class ExportCommand:
         if arguments.json:
             print_json({"schema": FORMAT, "rows": {name: rows[name] for name in TABLES if name in arguments.tables}})
         else:
-            print(f"exported   {plural(len(traces), 'rank')} to {printable(arguments.output)}, as {arguments.format}")
+            print_fact("exported", f"{plural(len(traces), 'rank')} to {arguments.output}, as {arguments.format}")
             for table in TABLES:
                 if table in arguments.tables:
                     print(f"  {table:<12} {plural(rows[table], 'row')}")
@@ -99,19 +99,20 @@ def _tables(text: str) -> frozenset[str]:
     return names
 
 
-def _write(frame: pl.DataFrame | pl.LazyFrame, kind: str, path: str) -> None:
-    """Write a table. `kind` is the format's name in polars."""
+def _write(table: pl.DataFrame | pl.LazyFrame, kind: str, path: str) -> int:
+    """Write a table, in parts if it is made in parts, and return its number of rows. `kind` is the format's name in
+    polars."""
     import polars as pl
 
-    if kind == "csv":
-        frame = _without_formulas(frame)
+    frame = _without_formulas(table) if kind == "csv" else table
     if isinstance(frame, pl.LazyFrame):
         try:
             getattr(frame, f"sink_{kind}")(path)
-            return
+            return int(getattr(pl, f"scan_{kind}")(path).select(pl.len()).collect().item())
         except pl.exceptions.InvalidOperationError:  # polars 1.24 cannot write this in parts
             frame = frame.collect()
     getattr(frame, f"write_{kind}")(path)
+    return len(frame)
 
 
 def _without_formulas(frame: pl.DataFrame | pl.LazyFrame) -> pl.DataFrame | pl.LazyFrame:
@@ -168,29 +169,11 @@ class _Export:
         made = calls(trace)
         return Counter({table: self.write(OF_RANK[table](trace, made), table, name) for table in self.of_rank})
 
-    def write(self, table: pl.DataFrame | Iterator[pl.DataFrame], name: str, of: str) -> int:
-        """Write one file, part by part if the table comes in parts. Return its number of rows."""
-        import polars as pl
-        from polars.io.plugins import register_io_source
-
-        rows = 0
-        frame: pl.DataFrame | pl.LazyFrame
-
-        def count(parts: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
-            nonlocal rows
-            for part in parts:
-                rows += len(part)
-                yield part
-
-        if isinstance(table, pl.DataFrame):
-            rows, frame = len(table), table
-        else:
-            parts = count(table)
-            frame = register_io_source(lambda *_: parts, schema=TABLES[name].schema)
+    def write(self, frame: pl.DataFrame | pl.LazyFrame, table: str, name: str) -> int:
+        """Write one file, and return its number of rows."""
         ending, kind = _WRITERS[self.format]
-        with output_file(join(self.folder, f"{name}/{of}.{ending}")) as path:
-            _write(frame, kind, str(path))
-        return rows
+        with output_file(join(self.folder, f"{table}/{name}.{ending}")) as path:
+            return _write(frame, kind, str(path))
 
     def write_schema(self) -> None:
         tables = {

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 import polars as pl
+from polars.io.plugins import register_io_source
 
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.analysis.overlap import overlap_frame
@@ -87,14 +88,19 @@ def _calls(found: JobTables) -> Iterator[pl.DataFrame]:
                 yield source.about(part, "group", "op", "is_p2p").filter(is_p2p=p2p).drop("kind", "is_p2p")
 
 
-def arrivals_by_call(found: JobTables) -> Iterator[pl.DataFrame]:
-    """Yield the table `arrivals` in parts, because it is as large as all calls."""
+def arrivals_by_call(found: JobTables) -> pl.LazyFrame:
+    """Return the table `arrivals`. It is as large as all calls, so its parts are made when it is read. It can only be
+    read as a whole."""
     ranks, table = found.job.ranks, TABLES["arrivals"]
     first_of = dict(zip(ranks, accumulate(map(len, ranks.values()), initial=0), strict=False))
     place = pl.col("rank").replace_strict(first_of, return_dtype=pl.UInt32) + pl.col("row")
     numbers = pl.lit(pl.Series(np.concatenate([np.zeros(0, np.int64), *(trace.numbers for trace in ranks.values())])))
-    for calls in _calls(found):
-        yield table.select(calls.with_columns(call=numbers.gather(place)))
+
+    def parts(*_: object) -> Iterator[pl.DataFrame]:
+        for calls in _calls(found):
+            yield table.select(calls.with_columns(call=numbers.gather(place)))
+
+    return register_io_source(parts, schema=table.schema)
 
 
 def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
@@ -113,7 +119,7 @@ def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
     )
 
 
-OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame | Iterator[pl.DataFrame]]] = {
+OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame | pl.LazyFrame]] = {
     "overlap": overlap_frame,
     "collectives": lambda found: measured(found, p2p=False),
     "transfers": lambda found: measured(found, p2p=True),
@@ -122,7 +128,7 @@ OF_JOB: dict[str, Callable[[JobTables], pl.DataFrame | Iterator[pl.DataFrame]]] 
     "arrivals": arrivals_by_call,
     "stragglers": count_arrivals,
 }
-"""Table -> function that returns it, or yields its parts."""
+"""Table -> function that returns it."""
 
 
 def _name(group: ProcessGroup) -> tuple[str, str]:
