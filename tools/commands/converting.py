@@ -14,6 +14,7 @@ from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, Grown, convert_ranks, grow_ranks
 from crossrank.tools.graph.chakra.mesh import KINDS
 from crossrank.tools.graph.linking.window_files import Inputs, RankInput, find_inputs
+from crossrank.tools.output.console import print_fact
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import discover
 
@@ -120,12 +121,13 @@ def growth_json(grown: Grown | None) -> dict[str, object] | None:
 
 def print_growth(grown: Grown) -> None:
     growth = grown.growth
-    print(f"\nranks      {grown}")
+    print()
+    print_fact("ranks", str(grown))
     for one in growth.recorded.dimensions:
         what = KINDS.get(one.kind, "purpose unknown")
-        print(f"           {one.name:<12} {one.size:>6}  {what}; {one.because}")
+        print_fact("", f"{one.name:<12} {one.size:>6}  {what}; {one.because}")
     for text, count in growth.rules(one.converted.communications for one in grown.recorded).items():
-        print(f"           {plural(count, 'call')} {text}")
+        print_fact("", f"{plural(count, 'call')} {text}")
 
 
 def complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:

@@ -32,7 +32,7 @@ from crossrank.tools.graph.chakra.simulate import Cost, RankGraph, Simulation, T
 from crossrank.tools.graph.chakra.write import chakra_name
 from crossrank.tools.graph.linking.window_files import Inputs
 from crossrank.tools.job.sources import open_job
-from crossrank.tools.output.console import print_json
+from crossrank.tools.output.console import print_fact, print_json
 from crossrank.tools.output.simulation import (
     print_beside,
     print_leave_one_out,
@@ -116,7 +116,7 @@ class SimulateCommand:
             if grown is not None:
                 print_growth(grown)
                 if arguments.per_node is None:
-                    print("           groups are inside a node, or cross nodes, as recorded; --per-node N changes this")
+                    print_fact("", "groups are inside a node, or cross nodes, as recorded; --per-node N changes this")
             if network is not None:
                 print_network(network)
             changed = cost is not None or arguments.compute != 1 or grown is not None

@@ -12,7 +12,7 @@ from crossrank.text import amount, percent, printable
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.feeder_contract import TYPES
 from crossrank.tools.graph.chakra.framing import read_trace
-from crossrank.tools.output.console import print_table
+from crossrank.tools.output.console import print_fact, print_table
 
 _SHOWN = 40
 
@@ -50,11 +50,11 @@ def print_nodes(path: str) -> None:
             if "num_ops" in given:
                 on_gpu.update({"counted": 1, "counted us": node.duration_micros, "FLOP": given["num_ops"]})
                 on_gpu["bytes"] += given.get("tensor_size", 0)
-    print(f"file       {printable(path)}")
-    print(f"version    {printable(metadata.version) or '-'}")
+    print_fact("file", path)
+    print_fact("version", metadata.version or "-")
     for attribute in metadata.attr:
         value = str(_value(attribute))
-        print(f"{printable(attribute.name):<10} {printable(value[:100])}{'…' if len(value) > 100 else ''}")
+        print_fact(printable(attribute.name), value[:100] + ("…" if len(value) > 100 else ""))
     print_table("Nodes by type", ("type", "#nodes"), sorted(types.items()))
     if on_gpu:
         print(f"\n{_counted(on_gpu)}")

@@ -121,7 +121,7 @@ def print_fact(name: str, text: str) -> None:
         printable(text), max(width - _INDENT, 40), break_long_words=False, break_on_hyphens=False
     ) or [""]
     for number, line in enumerate(lines):
-        print(f"{'' if number else name:<{_INDENT}}{line}")
+        print(f"{'' if number else name:<{_INDENT - 1}} {line}")
 
 
 def print_counts(title: str, counts: Iterable[tuple[str, int]]) -> None:

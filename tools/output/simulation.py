@@ -67,9 +67,9 @@ def print_network(network: Network) -> None:
     print()
     print_fact("network", f"{network.algorithm}; bus bandwidth, and latency per round")
     for locality, link in network.links.items():
-        print(f"           {locality:<14} {link}")
+        print_fact("", f"{locality:<14} {link}")
     for (op, locality), (link, _) in network.of_operations.items():
-        print(f"           {locality:<14} {link}  ({op})")
+        print_fact("", f"{locality:<14} {link}  ({op})")
 
 
 def print_leave_one_out(predicted: Sequence[MeasuredKind]) -> None:
