@@ -113,8 +113,6 @@ def _describe_files(path: str, files: Sequence[FoundFile]) -> str:
     """Return what the folder has instead of comms files."""
     folders = list_recording(path).folders
     names = [file.name for file in files]
-    if not names and not folders:
-        return "it is empty"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     found = f"no comms file among {', '.join(names[:3])}{more}" if names else "it has no files"
     return found + (f", but these folders: {', '.join(folders[:5])}" if folders else "")

@@ -111,7 +111,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
         _note_large_shifts(calls, unmatched)
         calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
     found = replace(found, calls=calls.drop("lane", "clock", "shift", *(["id"] if release else [])))
-    del calls, parted, ends, clock_of_end, collective, ended, of_call
+    del calls, parted, ends, clock_of_end, collective, ended, of_call  # several columns as long as the calls
     calls, collectives = _measure(found, clocks)
     collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.to_list()))
     return JobTables(

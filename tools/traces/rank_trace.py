@@ -440,7 +440,7 @@ class TraceBuilder:
             found = self._groups[group.pg, apart] = len(self.trace.groups)
             self.trace.groups.append(RankGroup(_with_shared_ranks(group), apart))
         elif anew:
-            self.trace.groups[found] = RankGroup(group, apart)
+            self.trace.groups[found] = RankGroup(_with_shared_ranks(group), apart)
         return found
 
     def group(self, pg: str) -> int:
