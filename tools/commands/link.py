@@ -19,7 +19,7 @@ from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import write_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.window_files import Inputs, RankInput, RankOutput, find_inputs, writing
-from crossrank.tools.output.console import Columns, print_counts, print_fact, print_json, table_of
+from crossrank.tools.output.console import Columns, print_counts, print_fact, print_json, print_notes, table_of
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.param_comms import named_by_address
 
@@ -63,6 +63,10 @@ class GroupRow:
     """Rank -> collectives in this window."""
     p2p: int
     """Sends and receives of all ranks."""
+
+    @property
+    def name(self) -> str:
+        return self.pg or "(named by an address)"
 
     @property
     def disagrees(self) -> bool:
@@ -212,12 +216,8 @@ def _print(results: Sequence[LinkedRank], linked: Sequence[LinkedRank], groups: 
     absent = sorted({rank for row in groups for rank in row.ranks} - {result.rank for result in linked})
     if absent:
         print(f"\nmissing    rank {rank_ranges(absent)}: in these groups, but not linked")
-    warnings = _warnings(linked)
-    for text, ranks in warnings[:_WARNINGS]:
-        print()
-        print_fact("note", f"{', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''}: {text}")
-    if len(warnings) > _WARNINGS:
-        print(f"\n… and {len(warnings) - _WARNINGS} more notes (--json shows all)")
+    notes = [f"{', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''}: {text}" for text, ranks in _warnings(linked)]
+    print_notes(notes, _WARNINGS)
 
 
 def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:
@@ -240,8 +240,7 @@ def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:
 
 
 def _group_name(row: GroupRow) -> str:
-    name = row.pg or "(named by an address)"
-    return name if row.window == 1 else f"{name}, window {row.window}"
+    return row.name if row.window == 1 else f"{row.name}, window {row.window}"
 
 
 def _counts(row: GroupRow) -> str:
@@ -284,7 +283,7 @@ _RANKS: Columns[LinkedRank] = (
     ("#depen-\ndencies", lambda result: f"{sum(result.report.edges.values()):,}"),
 )
 _GROUPS: Columns[GroupRow] = (
-    ("group", lambda row: row.pg or "(named by an address)"),
+    ("group", lambda row: row.name),
     ("window", lambda row: row.window),
     ("#members", lambda row: len(row.ranks) or "unknown"),
     ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "unknown"),
