@@ -250,9 +250,10 @@ def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: TwoRank
         first = msgspec.structs.replace(rank.calls[0], record=large, wait_before=1)
         second = msgspec.structs.replace(rank.calls[0], gap_ns=600_000_000, gap_from_return=True, wait_before=2)
         rank.calls = [first, second]
-    results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, pace="recorded"))
-    (large_call_ns, _) = measure(plan, results).filter("first")["time"]
-    took = results[0].passes[0].end - results[0].passes[0].start
+    results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=3, pace="recorded"))
+    large_call_ns = measure(plan, results).filter("first", index=0)["time"].max()
+    assert isinstance(large_call_ns, int)
+    took = min(one.end - one.start for one in results[0].passes)  # a busy machine delays some of them
     assert 600_000_000 < took < 600_000_000 + large_call_ns / 2 + 50_000_000
 
 

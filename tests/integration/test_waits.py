@@ -25,6 +25,7 @@ from tests.integration.world import TwoRanks
 
 MS = 1_000_000
 LATE = 0.2  # s by which rank 1 comes later
+PASSES = 3  # On a busy machine the other rank may be late in some of them.
 
 
 def waited_in(comms: Recorded, where: str) -> list[Wait]:
@@ -136,18 +137,25 @@ class _Slow(torch.autograd.Function):
         return gradient
 
 
+def _assert_short_waits(two_ranks: TwoRanks) -> None:
+    """Each backward pass waits once on each rank, without the time in which `_Slow` computed."""
+    for rank in (0, 1):
+        waits = waited_in(two_ranks.recorded(rank), "backward")
+        assert len(waits) == PASSES
+        assert min(wait.took for wait in waits) < LATE * 0.75e9
+
+
 def _computes_after_the_last_bucket(rank: int) -> None:
     """DDP is around a part of the model alone; the rest computes its gradients afterwards."""
     body, head = nn.Linear(8, 8), DistributedDataParallel(nn.Linear(8, 8))
     slow: Callable[[torch.Tensor], torch.Tensor] = _Slow.apply
-    head(slow(body(torch.ones(2, 8)))).sum().backward()
+    for _ in range(PASSES):
+        head(slow(body(torch.ones(2, 8)))).sum().backward()
 
 
 def test_computation_after_the_last_backward_call_is_not_a_wait(two_ranks: TwoRanks) -> None:
     two_ranks.run(_computes_after_the_last_bucket)
-    for rank in (0, 1):
-        (wait,) = waited_in(two_ranks.recorded(rank), "backward")
-        assert wait.took < LATE * 0.75e9
+    _assert_short_waits(two_ranks)
 
 
 def _checkpointed(rank: int) -> None:
@@ -168,15 +176,13 @@ def _checkpointed(rank: int) -> None:
 
     given = torch.ones(2, 8, requires_grad=True)
     model = DistributedDataParallel(Model())
-    model(given).sum().backward()
+    for _ in range(PASSES):
+        model(given).sum().backward()
 
 
 def test_nested_backward_passes_exclude_computation_from_waits(two_ranks: TwoRanks) -> None:
     two_ranks.run(_checkpointed)
-    for rank in (0, 1):
-        waits = waited_in(two_ranks.recorded(rank), "backward")
-        assert waits
-        assert sum(one.took for one in waits) < LATE * 0.75e9
+    _assert_short_waits(two_ranks)
 
 
 def _compiled_steps(rank: int) -> None:
