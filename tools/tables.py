@@ -453,5 +453,44 @@ ANSWERS = {
             "waiting_ms": Column(_FLOAT, "waiting time, summed over ranks", "ms"),
         },
     ),
+    "live_groups": TableSchema(
+        "process groups of a running job, most bytes first; rates, shares and times are of the last 10 s",
+        False,
+        {
+            "pg": _GROUP["pg"],
+            "desc": _DESC,
+            "size": Column(_INT, "number of ranks"),
+            "calls": Column(_INT, "calls of all ranks since the start of the recording"),
+            "bytes": Column(_INT, "size S of all calls since the start of the recording", "B", privacy=Privacy.SIZE),
+            "calls_per_s": Column(_FLOAT, "calls of all ranks", "1/s"),
+            "bytes_per_s": Column(_INT, "size S of the calls of all ranks", "B/s", privacy=Privacy.SIZE),
+            "busbw_gb_per_s": Column(
+                _FLOAT, "median over collectives that every member timed; null without TRACING_TIMING=1", "GB/s"
+            ),
+            "last_rank": Column(_INT, "rank that arrived last in most collectives that all members made"),
+            "last_share": Column(_FLOAT, "share of these collectives in which it arrived last"),
+            "late_ms": Column(_FLOAT, "median time from the first rank's call to the last one's", "ms"),
+        },
+    ),
+    "live_ranks": TableSchema(
+        "ranks of a running job; medians and shares are of the last 10 s",
+        False,
+        {
+            **_RANK,
+            "node": Column(_TEXT, "name of the node", privacy=Privacy.NODE),
+            "step": Column(_INT, "current training step; null before the first step ended"),
+            "step_ms": Column(_FLOAT, "median duration of a step", "ms"),
+            "exposed_share": Column(_FLOAT, "share of the time in which a thread waited for communication"),
+            "calls": Column(_INT, "calls since the start of the recording"),
+            "silent_s": Column(_FLOAT, "time since the last call; null if the rank made no call, or has ended", "s"),
+            "unheard_s": Column(
+                _FLOAT,
+                "time since the rank last wrote to its file, which a running process does several times a second; null "
+                "if the rank has ended",
+                "s",
+            ),
+            "ended": Column(_TEXT, "how the recording of the rank ended; empty while it runs", privacy=Privacy.REASON),
+        },
+    ),
 }
 """The tables that commands print. In JSON, a table is a list of objects."""

@@ -19,6 +19,7 @@ from crossrank.comm import MOST_RANKS, OPERATIONS, Amount, Group, Int
 from crossrank.errors import BROKEN
 from crossrank.recording import Header, Ran, Wait
 from crossrank.text import plural
+from crossrank.tools.tables import Row
 from crossrank.tools.traces.growing import Growth
 
 RECENT = 10.0
@@ -55,49 +56,6 @@ class LiveLine(msgspec.Struct):
 _decoder = msgspec.json.Decoder(LiveLine)
 
 
-class LiveGroup(msgspec.Struct, kw_only=True):
-    """One process group."""
-
-    pg: str
-    desc: str
-    size: int
-    calls: int
-    """Sum over all ranks since the start of the recording; so are the bytes."""
-    bytes: int
-    """S of nccl-tests."""
-    calls_per_s: float
-    """Recent, over all ranks; so are the bytes."""
-    bytes_per_s: float
-    busbw_gb_per_s: float | None
-    """Recent median, over collectives that every member timed (TRACING_TIMING=1)."""
-    last_rank: int | None
-    """The rank that was last in most recent collectives that all members made; None if there are none."""
-    last_share: float | None
-    """Share of these collectives in which it was last."""
-    late_ms: float | None
-    """Time from the first rank's call to the last rank's, recent median."""
-
-
-class LiveRank(msgspec.Struct, kw_only=True):
-    """One rank."""
-
-    rank: int
-    node: str
-    step: int | None
-    """Current step, from 0; None before the first step ended."""
-    step_ms: float | None
-    """Recent median."""
-    exposed_share: float | None
-    """Share of its recent time in which one of its threads waited for communication."""
-    calls: int
-    silent_s: float | None
-    """Seconds since its last call; None if there was none, or if the rank has ended."""
-    unheard_s: float | None
-    """Seconds since it last wrote to its file; a running process writes several times a second. None once it ended."""
-    ended: str
-    """How its recording ended; empty while the rank runs."""
-
-
 class Snapshot(msgspec.Struct, kw_only=True):
     """A job at one time."""
 
@@ -112,9 +70,10 @@ class Snapshot(msgspec.Struct, kw_only=True):
     step_ms: float | None
     """Median over the ranks; so is the share."""
     exposed_share: float | None
-    groups: list[LiveGroup]
-    """Sorted by bytes, largest first."""
-    ranks: list[LiveRank]
+    groups: list[Row]
+    """Rows of `live_groups`."""
+    ranks: list[Row]
+    """Rows of `live_ranks`."""
     hang: str
     """The latest verdict that the job has written; empty if there is none."""
     notes: list[str]
@@ -226,8 +185,8 @@ def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang:
     world = Counter(file.header.world_size for file in files.values() if file.header is not None)
     world_size = world.most_common(1)[0][0] if world else None
     ranks = [_rank(rank, file, now) for rank, file in sorted(files.items())]
-    steps = [one.step for one in ranks if one.step is not None]
-    nodes = {one.node for one in ranks}
+    steps = [one["step"] for one in ranks if one["step"] is not None]
+    nodes = {one["node"] for one in ranks}
     notes = []
     if len(nodes) > 1:
         notes.append(f"the last rank is by the clocks of {plural(len(nodes), 'node')}, which are not aligned")
@@ -239,8 +198,8 @@ def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang:
         world_size=world_size,
         missing_ranks=[rank for rank in range(min(world_size or 0, MOST_RANKS)) if rank not in files],
         step=[min(steps), max(steps)] if steps else None,
-        step_ms=_median(one.step_ms for one in ranks),
-        exposed_share=_median(one.exposed_share for one in ranks),
+        step_ms=_median(one["step_ms"] for one in ranks),
+        exposed_share=_median(one["exposed_share"] for one in ranks),
         groups=_groups(files),
         ranks=ranks,
         hang=hang,
@@ -248,23 +207,24 @@ def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang:
     )
 
 
-def _rank(rank: int, file: LiveContent, now: float) -> LiveRank:
+def _rank(rank: int, file: LiveContent, now: float) -> Row:
+    """Return a row of `live_ranks`."""
     last, calls, steps = file.now, file.calls, file.steps
     heard = file.wall(last) if last is not None else None
     called = file.wall(calls[-1].t) if calls else None
     ended = "" if file.end is None else str(file.end.get("reason", "")) or "unknown"
     durations = [(after - before) / 1e6 for (_, before), (_, after) in pairwise(steps) if after > before]
-    return LiveRank(
-        rank=rank,
-        node=file.header.node if file.header is not None else "",
-        step=steps[-1][0] if steps else None,
-        step_ms=_median(durations),
-        exposed_share=_exposed(file.waits, last),
-        calls=file.count.total(),
-        silent_s=None if ended or called is None else round(max(0.0, now - called / _NS), 1),
-        unheard_s=None if ended or heard is None else round(max(0.0, now - heard / _NS), 1),
-        ended=ended,
-    )
+    return {
+        "rank": rank,
+        "node": file.header.node if file.header is not None else "",
+        "step": steps[-1][0] if steps else None,
+        "step_ms": _median(durations),
+        "exposed_share": _exposed(file.waits, last),
+        "calls": file.count.total(),
+        "silent_s": None if ended or called is None else round(max(0.0, now - called / _NS), 1),
+        "unheard_s": None if ended or heard is None else round(max(0.0, now - heard / _NS), 1),
+        "ended": ended,
+    }
 
 
 def _exposed(waits: Collection[Wait], last: int | None) -> float | None:
@@ -342,7 +302,8 @@ class _Group:
                 timed = self.timed.setdefault(call.seq, _Collective(call))
                 timed.add(rank, call.t + offset, ns)
 
-    def shown(self) -> LiveGroup:
+    def row(self) -> Row:
+        """Return the row of `live_groups`."""
         group = self.group
         whole = [one for one in self.collectives.values() if one.members == group.size > 1]
         last = Counter(one.last_rank for one in whole).most_common(1)
@@ -352,23 +313,23 @@ class _Group:
             if operation is not None and operation.bus_factor is not None and one.bytes and one.timed == group.size:
                 rates.append(one.bytes * operation.bus_factor(group.size) / one.took)
         per_second = 1 / self.seconds if self.seconds else 0.0
-        return LiveGroup(
-            pg=group.pg,
-            desc=group.desc,
-            size=group.size,
-            calls=self.calls,
-            bytes=self.bytes,
-            calls_per_s=round(self.recent_calls * per_second, 1),
-            bytes_per_s=round(self.recent_bytes * per_second),
-            busbw_gb_per_s=_median(rates),
-            last_rank=last[0][0] if last else None,
-            last_share=round(last[0][1] / len(whole), 4) if last else None,
-            late_ms=_median((one.last - one.first) / 1e6 for one in whole),
-        )
+        return {
+            "pg": group.pg,
+            "desc": group.desc,
+            "size": group.size,
+            "calls": self.calls,
+            "bytes": self.bytes,
+            "calls_per_s": round(self.recent_calls * per_second, 1),
+            "bytes_per_s": round(self.recent_bytes * per_second),
+            "busbw_gb_per_s": _median(rates),
+            "last_rank": last[0][0] if last else None,
+            "last_share": round(last[0][1] / len(whole), 4) if last else None,
+            "late_ms": _median((one.last - one.first) / 1e6 for one in whole),
+        }
 
 
-def _groups(files: Mapping[int, LiveContent]) -> list[LiveGroup]:
-    """Return the groups by name and members: several groups of a job may share a name."""
+def _groups(files: Mapping[int, LiveContent]) -> list[Row]:
+    """Return rows by name and members: several groups of a job may share a name."""
     found: dict[_Key, _Group] = {}
     for rank, file in files.items():
         calls: dict[str, list[LiveLine]] = defaultdict(list)
@@ -379,8 +340,8 @@ def _groups(files: Mapping[int, LiveContent]) -> list[LiveGroup]:
             if key not in found:
                 found[key] = _Group(group)
             found[key].add(rank, pg, calls[pg], file)
-    shown = [group.shown() for group in found.values()]
-    return sorted(shown, key=lambda one: (-one.bytes, -one.calls, one.pg))
+    rows = [group.row() for group in found.values()]
+    return sorted(rows, key=lambda row: (-row["bytes"], -row["calls"], row["pg"]))
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -116,7 +116,7 @@ class _Job:
 
 
 def _is_faulty(found: Snapshot) -> bool:
-    unheard = any((one.unheard_s or 0) > SILENT for one in found.ranks)
+    unheard = any((one["unheard_s"] or 0) > SILENT for one in found.ranks)
     return bool(found.missing_ranks or found.hang or unheard)
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from crossrank.text import amount, milliseconds, percent, plural, printable, rank_ranges, significant
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, rank_text
-from crossrank.tools.analysis.live import LiveGroup, LiveRank, Snapshot
+from crossrank.tools.analysis.live import Snapshot
 from crossrank.tools.output.console import Columns, Table, table_of
 from crossrank.tools.output.diagnosis.verdict import finding_call
+from crossrank.tools.tables import ANSWERS, Row
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -20,38 +21,55 @@ SILENT = 5.0
 _ENDED = {"exit": "the process exited", "disable": "it called disable()"}
 """Reason in the file of a rank -> text."""
 
-_GROUPS: Columns[LiveGroup] = (
-    ("group", lambda row: row.pg),
-    ("description", lambda row: row.desc),
-    ("#size", lambda row: row.size),
-    ("#calls", lambda row: f"{row.calls:,}"),
-    ("#bytes", lambda row: amount(row.bytes)),
-    ("#calls/s", lambda row: significant(row.calls_per_s)),
-    ("#bytes/s", lambda row: amount(row.bytes_per_s)),
-    ("#busbw GB/s", lambda row: significant(row.busbw_gb_per_s)),
-    ("#last rank", lambda row: "-" if row.last_rank is None else f"rank {row.last_rank}"),
-    ("#share", lambda row: percent(row.last_share)),
-    ("#wait p50", lambda row: milliseconds(row.late_ms)),
+_GROUPS: Columns[Row] = (
+    ("group", lambda row: row["pg"]),
+    ("description", lambda row: row["desc"]),
+    ("#size", lambda row: row["size"]),
+    ("#calls", lambda row: f"{row['calls']:,}"),
+    ("#bytes", lambda row: amount(row["bytes"])),
+    ("#calls/s", lambda row: significant(row["calls_per_s"])),
+    ("#bytes/s", lambda row: amount(row["bytes_per_s"])),
+    ("#busbw GB/s", lambda row: significant(row["busbw_gb_per_s"])),
+    ("#last rank", lambda row: "-" if row["last_rank"] is None else f"rank {row['last_rank']}"),
+    ("#share", lambda row: percent(row["last_share"])),
+    ("#wait p50", lambda row: milliseconds(row["late_ms"])),
 )
-_RANKS: Columns[LiveRank] = (
-    ("#rank", lambda row: row.rank),
-    ("node", lambda row: row.node[:8]),
-    ("#step", lambda row: "-" if row.step is None else row.step),
-    ("#step time", lambda row: milliseconds(row.step_ms)),
-    ("#exposed", lambda row: percent(row.exposed_share)),
-    ("#calls", lambda row: f"{row.calls:,}"),
-    ("#last call", lambda row: "-" if row.silent_s is None else f"{row.silent_s:,.1f} s ago"),
+_RANKS: Columns[Row] = (
+    ("#rank", lambda row: row["rank"]),
+    ("node", lambda row: row["node"][:8]),
+    ("#step", lambda row: "-" if row["step"] is None else row["step"]),
+    ("#step time", lambda row: milliseconds(row["step_ms"])),
+    ("#exposed", lambda row: percent(row["exposed_share"])),
+    ("#calls", lambda row: f"{row['calls']:,}"),
+    ("#last call", lambda row: "-" if row["silent_s"] is None else f"{row['silent_s']:,.1f} s ago"),
     ("state", lambda row: state_of(row)),
 )
 
+_METRICS = {
+    "step": ("live_ranks", "step"),
+    "step_seconds": ("live_ranks", "step_ms"),
+    "exposed_ratio": ("live_ranks", "exposed_share"),
+    "silent_seconds": ("live_ranks", "silent_s"),
+    "unheard_seconds": ("live_ranks", "unheard_s"),
+    "calls": ("live_groups", "calls"),
+    "bytes": ("live_groups", "bytes"),
+    "busbw_bytes_per_second": ("live_groups", "busbw_gb_per_s"),
+    "late_seconds": ("live_groups", "late_ms"),
+}
+"""Name of a metric -> its table and column."""
+_COUNTERS = ("calls", "bytes")
+_IN_BASE_UNIT = {"ms": 1e-3, "GB/s": 1e9}
+_LABELS = {"live_ranks": {"rank": "rank"}, "live_groups": {"group": "pg", "description": "desc"}}
+"""Table -> label of its metrics -> column."""
 
-def state_of(rank: LiveRank) -> str:
+
+def state_of(rank: Row) -> str:
     """Return the state of a rank, as its file shows it."""
-    if rank.ended:
-        return f"ended: {_ENDED.get(rank.ended, rank.ended)}"
-    if rank.unheard_s is not None and rank.unheard_s > SILENT:
-        return f"no data for {rank.unheard_s:,.0f} s"
-    if rank.silent_s is not None and rank.silent_s > SILENT:
+    if rank["ended"]:
+        return f"ended: {_ENDED.get(rank['ended'], rank['ended'])}"
+    if rank["unheard_s"] is not None and rank["unheard_s"] > SILENT:
+        return f"no data for {rank['unheard_s']:,.0f} s"
+    if rank["silent_s"] is not None and rank["silent_s"] > SILENT:
         return "silent"
     return "running"
 
@@ -83,14 +101,14 @@ def tables(snapshot: Snapshot, most: int) -> list[tuple[str, Table]]:
     title = "Ranks" if len(ranks) <= most else f"Most conspicuous of {len(ranks):,} ranks"
     return [
         ("Process groups", table_of(snapshot.groups, _GROUPS, limit=most)),
-        (title, table_of(sorted(ranks[:most], key=lambda one: one.rank), _RANKS)),
+        (title, table_of(sorted(ranks[:most], key=lambda row: row["rank"]), _RANKS)),
     ]
 
 
-def _oddity(rank: LiveRank) -> tuple[float, ...]:
+def _oddity(rank: Row) -> tuple[float, ...]:
     """Sort key: ranks without data first, then ranks that are behind, then slow ranks."""
-    unheard = rank.unheard_s if rank.unheard_s is not None and rank.unheard_s > SILENT else 0.0
-    return -unheard, rank.step if rank.step is not None else -1, -(rank.step_ms or 0.0), rank.rank
+    unheard = rank["unheard_s"] if rank["unheard_s"] is not None and rank["unheard_s"] > SILENT else 0.0
+    return -unheard, rank["step"] if rank["step"] is not None else -1, -(rank["step_ms"] or 0.0), rank["rank"]
 
 
 def as_text(snapshot: Snapshot, most: int) -> str:
@@ -123,38 +141,19 @@ class Metrics:
         if found is None:
             return
 
-        def of_ranks(name: str, meaning: str, value: str) -> Metric:
-            family = GaugeMetricFamily(f"crossrank_{name}", meaning, labels=["rank"])
-            for one in found.ranks:
-                if (number := getattr(one, value)) is not None:
-                    family.add_metric([str(one.rank)], number / 1000 if value.endswith("_ms") else number)
-            return family
-
         yield GaugeMetricFamily("crossrank_ranks", "ranks with a file", value=len(found.ranks))
         yield GaugeMetricFamily("crossrank_missing_ranks", "ranks without a file", value=len(found.missing_ranks))
         yield GaugeMetricFamily("crossrank_hang", "1 if the last verdict of the job is a hang", value=bool(found.hang))
-        yield of_ranks("step", "current training step", "step")
-        yield of_ranks("step_seconds", "recent median duration of a step", "step_ms")
-        yield of_ranks("exposed_ratio", "share of the recent time in which the host waited", "exposed_share")
-        yield of_ranks("silent_seconds", "seconds since the last call", "silent_s")
-        yield of_ranks("unheard_seconds", "seconds since the rank last wrote to its file", "unheard_s")
-        for name, meaning, total in (
-            ("calls", "communication calls of all ranks", "calls"),
-            ("bytes", "S of nccl-tests of those calls", "bytes"),
-        ):
-            counter = CounterMetricFamily(f"crossrank_{name}", meaning, labels=["group", "description"])
-            for group in found.groups:
-                counter.add_metric([group.pg, group.desc], getattr(group, total))
-            yield counter
-        for name, meaning, value, unit in (
-            ("busbw_bytes_per_second", "recent median bus bandwidth", "busbw_gb_per_s", 1e9),
-            ("late_seconds", "recent median from the first rank's call to the last one's", "late_ms", 1e-3),
-        ):
-            gauge = GaugeMetricFamily(f"crossrank_{name}", meaning, labels=["group", "description"])
-            for group in found.groups:
-                if (number := getattr(group, value)) is not None:
-                    gauge.add_metric([group.pg, group.desc], number * unit)
-            yield gauge
+        rows = {"live_ranks": found.ranks, "live_groups": found.groups}
+        for name, (table, column) in _METRICS.items():
+            about, labels = ANSWERS[table].columns[column], _LABELS[table]
+            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+            family = kind(f"crossrank_{name}", about.meaning, labels=list(labels))
+            for row in rows[table]:
+                if row[column] is not None:
+                    of_row = [str(row[label]) for label in labels.values()]
+                    family.add_metric(of_row, row[column] * _IN_BASE_UNIT.get(about.unit, 1))
+            yield family
 
 
 def hang_text(found: Diagnosis) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import polars as pl
 import pytest
 
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
-from crossrank.tools.analysis.live import LiveFile, LiveGroup, Snapshot, snapshot
+from crossrank.tools.analysis.live import LiveFile, Snapshot, snapshot
 from crossrank.tools.output.watch import as_text, hang_text
+from crossrank.tools.tables import ANSWERS
 from crossrank.tools.traces.growing import Growth
 
 MS = 1_000_000
@@ -61,7 +63,11 @@ def test_groups_have_totals_rates_and_a_last_rank() -> None:
     )
     rates: dict[str, Any] = {"calls_per_s": 6.0, "bytes_per_s": 6_000_000, "busbw_gb_per_s": 0.5}
     last: dict[str, Any] = {"last_rank": 1, "last_share": 0.6667, "late_ms": 3.0}
-    assert found.groups == [LiveGroup(pg="0", desc="default_pg", size=2, calls=6, bytes=6_000_000, **rates, **last)]
+    totals = {"pg": "0", "desc": "default_pg", "size": 2, "calls": 6, "bytes": 6_000_000}
+    assert found.groups == [totals | rates | last]
+    for name, rows in (("live_groups", found.groups), ("live_ranks", found.ranks)):
+        table = ANSWERS[name]
+        assert table.rows(pl.DataFrame(rows, table.schema)) == rows
 
 
 @pytest.mark.parametrize("number_of_calls", [64, 200, 3000])
@@ -71,7 +77,7 @@ def test_the_bandwidth_does_not_depend_on_the_order_of_operations(number_of_call
     lines = [call(number, number, op="all_reduce" if number % 2 else "barrier") for number in numbers]
     took = [{"ran": {"id": number, "t": 0, "took": 2 * MS}} for number in numbers]
     found = look(rank(0, *lines, *took), rank(1, *lines, *took), at_ms=number_of_calls)
-    assert found.groups[0].busbw_gb_per_s == 0.5
+    assert found.groups[0]["busbw_gb_per_s"] == 0.5
 
 
 def test_ranks_have_a_step_its_duration_exposed_share_and_silence() -> None:
@@ -83,10 +89,16 @@ def test_ranks_have_a_step_its_duration_exposed_share_and_silence() -> None:
     assert found.step == [3, 4]
     assert found.step_ms == 100.0
     first, second = found.ranks
-    assert (first.step, first.step_ms, first.silent_s, first.unheard_s, first.ended) == (4, 100.0, 2.0, 2.0, "")
-    assert first.exposed_share == pytest.approx((50 + 50 + 70) / 300, abs=1e-4)
-    assert (second.step, second.silent_s, second.unheard_s, second.ended) == (3, None, None, "SIGTERM")
-    assert second.exposed_share is None
+    assert (first["step"], first["step_ms"], first["silent_s"], first["unheard_s"], first["ended"]) == (
+        4,
+        100.0,
+        2.0,
+        2.0,
+        "",
+    )
+    assert first["exposed_share"] == pytest.approx((50 + 50 + 70) / 300, abs=1e-4)
+    assert (second["step"], second["silent_s"], second["unheard_s"], second["ended"]) == (3, None, None, "SIGTERM")
+    assert second["exposed_share"] is None
     assert found.notes == ["the last rank is by the clocks of 2 nodes, which are not aligned"]
 
 
