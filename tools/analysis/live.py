@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,8 +19,10 @@ from crossrank.comm import MOST_RANKS, OPERATIONS, Amount, Group, Int
 from crossrank.errors import BROKEN
 from crossrank.recording import Header, Ran, Wait
 from crossrank.text import plural
-from crossrank.tools.tables import Row
 from crossrank.tools.traces.growing import Growth
+
+if TYPE_CHECKING:
+    from crossrank.tools.tables import Row
 
 RECENT = 10.0
 """Seconds."""

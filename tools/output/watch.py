@@ -10,11 +10,12 @@ from crossrank.tools.analysis.diagnosis.findings import Diagnosis, rank_text
 from crossrank.tools.analysis.live import Snapshot
 from crossrank.tools.output.console import Columns, Table, table_of
 from crossrank.tools.output.diagnosis.verdict import finding_call
-from crossrank.tools.tables import ANSWERS, Row
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
+
+    from crossrank.tools.tables import Row
 
 SILENT = 5.0
 """Seconds without a call, or without a write to its file, after which a rank is shown as silent."""
@@ -136,6 +137,8 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics; the library calls this."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        from crossrank.tools.tables import ANSWERS  # imports polars, which is slow
 
         found = self.snapshot
         if found is None:
