@@ -189,7 +189,9 @@ def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> I
     roots = roots_of(diagnosis)
     named = {rank for kind, *ranks in roots if kind in fault.kinds for rank in ranks}
     standing = {
-        rank for finding in diagnosis["findings"] for rank in finding["culprit_ranks"] + finding["waiting_ranks"]
+        rank
+        for finding in diagnosis["findings"]
+        for rank in finding["culprit_ranks"] + finding["waiting_ranks"] + [place["rank"] for place in finding["places"]]
     }
     if innocent := sorted(accused(roots, without_dump) & fault.innocent):
         yield f"accuses rank {innocent}, who are innocent: {roots}"
