@@ -17,6 +17,7 @@ from crossrank.tools.commands.converting import (
     find_traces,
     grow,
     growth_json,
+    mixed_runs,
     print_growth,
 )
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder
@@ -38,7 +39,7 @@ class ConvertCommand:
     """Write one Chakra trace per rank (chakra.RANK.et) and the process groups (comm_groups.json) of a recording, which
     ASTRA-sim can read. --lower astra-sim writes only what ASTRA-sim runs. --grow-to N writes the job for N ranks. Links
     the traces first, in memory. Exit code 1: a rank failed, lost part of a file or matched less than --min-match, or
-    the ranks of a group made different collectives."""
+    the ranks made different collectives or are from different runs."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
@@ -107,8 +108,9 @@ class ConvertCommand:
             dedupe=arguments.dedupe,
         )
         good = [result for result in results if result.error is None]
-        _, apart = late_starts(good if grown is None else grown.recorded)
-        differ = disagreements(good if grown is None else grown.recorded)
+        recorded = good if grown is None else grown.recorded
+        _, apart = late_starts(recorded)
+        differ = [*mixed_runs(recorded), *disagreements(recorded)]
         if arguments.json:
             shown = [replace(one, converted=replace(one.converted, communications=[])) for one in results]
             print_json(

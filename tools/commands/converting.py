@@ -14,6 +14,7 @@ from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, Grown, convert_ranks, grow_ranks
 from crossrank.tools.graph.chakra.mesh import KINDS
 from crossrank.tools.graph.linking.window_files import Inputs, RankInput, find_inputs
+from crossrank.tools.job.one_run import RankFacts, several_runs, span_of
 from crossrank.tools.output.console import print_fact
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import discover
@@ -85,6 +86,16 @@ def _linked(paths: Sequence[str]) -> list[RankInput]:
         if file.rank is None:
             raise CrossrankError(f"{file.path}: has no rank in its name; rename it to rank-N.linked.json, .gz or .zst")
     return [RankInput(rank=file.rank, window=file.window, et="", kineto="", linked=file.path) for file in files]
+
+
+def mixed_runs(results: Sequence[ConvertedRank]) -> list[str]:
+    """Return the reasons why the converted ranks of a window cannot be from one run."""
+    windows: dict[int, list[RankFacts]] = {}
+    for one in results:
+        begin_ns = one.converted.begin_ns
+        span = span_of((begin_ns, begin_ns + one.converted.length_ns))
+        windows.setdefault(one.window, []).append(RankFacts(one.name, one.converted.world_size, span))
+    return [problem for ranks in windows.values() for problem in several_runs(ranks)]
 
 
 def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet: Fleet) -> Grown | None:

@@ -18,6 +18,7 @@ from crossrank.tools.commands.converting import (
     find_traces,
     grow,
     growth_json,
+    mixed_runs,
     print_growth,
 )
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_file
@@ -54,7 +55,8 @@ class SimulateCommand:
     """Simulate the windows of a recording: when each operation runs if only its dependencies delay it, how long the
     window takes, and why. A communication takes its measured time, or the time of a modelled network (--network,
     --intra, --inter). --compute scales computation. --grow-to N simulates the job with N ranks. Exit code 1: a rank
-    failed, lost part of a file or matched less than --min-match, or the ranks of a group made different collectives."""
+    failed, lost part of a file or matched less than --min-match, or the ranks made different collectives or are from
+    different runs."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = "a recording, a folder of traces, the two files of one rank, or linked traces"
@@ -103,7 +105,8 @@ class SimulateCommand:
         grown = grow(inputs, arguments, Options(), fleet)
         results = convert_ranks(inputs.pairs, None, Options(), fleet, keep_graph=True, grown=grown)
         good = [result for result in results if result.error is None]
-        differ = disagreements(good if grown is None else grown.recorded)
+        recorded = good if grown is None else grown.recorded
+        differ = [*mixed_runs(recorded), *disagreements(recorded)]
         cost = None if network is None else _cost(network, arguments.per_node)
         simulations = _simulate(good, cost, arguments)
         beside = (

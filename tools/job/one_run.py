@@ -1,12 +1,13 @@
-"""Check that the files of several ranks are from one run, for all commands that measure, replay or predict.
+"""Check that the files of several ranks are from one run: the one rule of all commands that read several ranks.
 
-`diagnose` has its own check, because one rank may write several dumps: see
-`crossrank.tools.analysis.diagnosis.evidence`.
+`convert` and `simulate` print what does not fit, and go on. `diagnose` notes it for comms files alone: ranks of one run
+may have dumps of different times, and one rank several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from crossrank.tools.traces.rank_trace import RankTrace
 
@@ -15,6 +16,18 @@ _MAX_GAP_NS = 60_000_000_000
 _FIRST_DAY_NS = 86_400_000_000_000
 """Earlier times are not from a wall clock, but from a clock that starts with the capture."""
 _ADVICE = "give the files of one run"
+
+
+class RankFacts(NamedTuple):
+    """What the files of a rank say of its run."""
+
+    path: str
+    """File or rank, for the text of a problem."""
+    world_size: int | None
+    span: tuple[int, int] | None
+    """ns since 1970; None without a wall clock."""
+    clock: str = ""
+    """The clock of the span if that is from the start to the end of the process; empty if it is not."""
 
 
 def problems(ranks: Sequence[RankTrace]) -> Iterator[str]:
@@ -32,29 +45,33 @@ def problems(ranks: Sequence[RankTrace]) -> Iterator[str]:
                 "folder of one run"
             )
         seen[one.rank] = one
+    yield from several_runs(list(map(facts_of, ranks)))
+
+
+def several_runs(ranks: Sequence[RankFacts]) -> Iterator[str]:
+    """Yield the reasons why the ranks cannot be from one run."""
     sizes = {one.world_size: one.path for one in ranks if one.world_size}
     if len(sizes) > 1:
         named = ", ".join(f"{path} of {size} ranks" for size, path in sorted(sizes.items()))
         yield f"the ranks are from different runs: {named}; {_ADVICE}"
-    spans = [(*span, one) for one in ranks if (span := _span(one)) is not None]
+    spans = [(*one.span, one) for one in ranks if one.span is not None]
     if spans:
         _, end, early = min(spans, key=lambda span: (span[1], span[2].path))
         start, _, late = max(spans, key=lambda span: (span[0], span[2].path))
-        known = early.clock == late.clock and _is_whole(early) and _is_whole(late)
-        if start > end + (0 if known else _MAX_GAP_NS):
+        if start > end + (0 if early.clock and early.clock == late.clock else _MAX_GAP_NS):
             apart = f"{(start - end) / 1e9:.0f} s"
             yield f"the ranks are from different runs: {early.path} ends {apart} before {late.path} starts; {_ADVICE}"
 
 
-def _is_whole(one: RankTrace) -> bool:
-    """Return whether the trace has start and end of the process. Only comms files have both."""
-    return one.source == "comms" and one.span is not None and bool(one.clock)
-
-
-def _span(one: RankTrace) -> tuple[int, int] | None:
-    """Return start and end of the rank's run or of its calls; None without a wall clock."""
+def facts_of(one: RankTrace) -> RankFacts:
+    """Return the facts of a rank. The times are those of its process, which comms files alone have, or of its calls."""
     if one.source == "comms" and one.span is not None:
-        return one.span
+        return RankFacts(one.path, one.world_size, one.span, one.clock)
     columns = [column for column in (one.calls.called, one.calls.began) if column]
-    moments = [moment for column in columns for moment in (min(column), max(column)) if moment > _FIRST_DAY_NS]
+    return RankFacts(one.path, one.world_size, span_of(end for one in columns for end in (min(one), max(one))))
+
+
+def span_of(times_ns: Iterable[int]) -> tuple[int, int] | None:
+    """Return the first and the last time of a wall clock; None if there is none."""
+    moments = [time_ns for time_ns in times_ns if time_ns > _FIRST_DAY_NS]
     return (min(moments), max(moments)) if moments else None

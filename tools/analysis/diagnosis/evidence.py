@@ -22,6 +22,7 @@ from crossrank.recording import COMMS, FLIGHT, ReadIssues, read_chunks
 from crossrank.text import writable
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.job.groups import Members
+from crossrank.tools.job.one_run import facts_of, several_runs
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
@@ -104,6 +105,9 @@ def put_together(
             (comms_files if result.source == "comms" else dumps)[result.rank or 0].append(result)
     _refuse_several_jobs(dumps)
     _refuse_several_jobs(comms_files)
+    # A rank without calls may have ended before others began to record.
+    made_calls = [one for one in chain(*comms_files.values()) if one.span is not None and len(one)]
+    evidence.notes += several_runs([facts_of(one)._replace(clock="") for one in made_calls])
     last_dump, last_comms = (max(map(_last_time, chain(*one.values())), default=0) for one in (dumps, comms_files))
     # Dumps that end long before the comms files are from a window, not from the end of the job.
     use_comms = not dumps or last_comms > last_dump + NEWER

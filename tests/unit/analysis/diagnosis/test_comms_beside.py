@@ -38,6 +38,7 @@ def write_comms(
     until: float | None = None,
     reason: str = "exit",
     backend: str = "gloo",
+    start: int = START,
 ) -> None:
     """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
 
@@ -45,7 +46,7 @@ def write_comms(
     """
     folder.mkdir(exist_ok=True)
     header = {"schema": "crossrank-comms 1", "rank": rank, "world_size": len(groups["0"][1]), "host": "h", "node": "n"}
-    lines: list[Any] = [{"header": header | {"config": {"emit": emit}, "clock": {"t": 0, "wall": START}}}]
+    lines: list[Any] = [{"header": header | {"config": {"emit": emit}, "clock": {"t": 0, "wall": start}}}]
     for name, (desc, ranks) in groups.items():
         if rank in ranks:
             lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": backend}})
@@ -55,7 +56,7 @@ def write_comms(
         record = msgspec.convert(whole | {"source": f"train.py:{number + 1}"} | fields, CommRecord)
         lines.append(msgspec.json.decode(msgspec.json.encode(record)))
     if until is not None:
-        lines.append({"clock": {"t": int(until * 10**9), "wall": START + int(until * 10**9)}})
+        lines.append({"clock": {"t": int(until * 10**9), "wall": start + int(until * 10**9)}})
     if ended:
         lines.append({"end": {"reason": reason}})
     (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -119,6 +120,16 @@ def test_known_roots_and_reductions_are_compared(tmp_path: Path) -> None:
         write_comms(tmp_path / "root", rank, records, ended=True)
     assert roots(diagnosis_of(tmp_path / "reduce")) == [("reduce_op_mismatch", "default_pg", 2, [1], [])]
     assert roots(diagnosis_of(tmp_path / "root")) == [("root_mismatch", "default_pg", 1, [2], [])]
+
+
+@pytest.mark.parametrize("seconds", [59, 61])
+def test_comms_files_of_two_runs_are_noted(seconds: int, tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1)], until=2, ended=True)
+    write_comms(tmp_path, 1, [all_reduce(1)], until=2, ended=True)
+    write_comms(tmp_path, 2, [all_reduce(1)], until=2, ended=True, start=START + (2 + seconds) * 10**9)
+    apart = f"{tmp_path}/rank-0.comms.jsonl ends {seconds} s before {tmp_path}/rank-2.comms.jsonl starts"
+    told = f"the ranks are from different runs: {apart}; give the files of one run"
+    assert (told in diagnosis_of(tmp_path).notes) == (seconds > 60)
 
 
 def test_a_rank_without_a_dump_is_named_with_its_last_call(tmp_path: Path) -> None:

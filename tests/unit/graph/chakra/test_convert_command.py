@@ -57,6 +57,16 @@ def test_ranks_with_different_collectives_are_named(folder: Path, run: Command) 
     assert (code, err) == (1, told)
 
 
+@pytest.mark.parametrize("command", ["convert", "simulate"])
+def test_ranks_of_two_runs_are_named(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    later = rank_trace(1)
+    later.kineto_head["baseTimeNanoseconds"] += 100 * 10**9
+    later.write(folder, 1)
+    code, _, err = Command(capsys, command, "--jobs", "1")(folder)
+    told = "the ranks are from different runs: rank 0 ends 100 s before rank 1 starts; give the files of one run"
+    assert (code, err) == (1, f"crossrank: {told}\n")
+
+
 def test_a_failed_rank_causes_no_disagreement(folder: Path, run: Command) -> None:
     (folder / "rank-1.et.json").write_text("{}")
     code, found, _ = run.json(folder, "-o", folder / "out")
