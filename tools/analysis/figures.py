@@ -92,9 +92,16 @@ def figures(
     matched: dict[str, list[int]] = {}
     for what, counts in ((what, counts) for one in ranks for what, counts in one.matched.items()):
         matched[what] = [sum(pair) for pair in zip(counts, matched.get(what, (0, 0)), strict=True)]
+    size = len(found.job.world)
+    if replay is not None and replay.world_size != size:
+        table.skipped.append(
+            f"skipped the replay of {printable(replay.source)}: it has {plural(replay.world_size, 'rank')}, the job "
+            f"has {size:,}; give a replay of this recording with --replay"
+        )
+        replay = None
     return Figures(
         inputs=table.inputs,
-        world_size=len(found.job.world),
+        world_size=size,
         ranks=len(ranks),
         missing_ranks=rank_ranges(table.missing_ranks),
         nodes=len({one.node for one in ranks if one.node}),

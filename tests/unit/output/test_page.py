@@ -12,6 +12,9 @@ import pytest
 
 from crossrank.replay.results.replay_report import make_report
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding, GroupStragglers, Place
+from crossrank.tools.analysis.figures import figures
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.output import page as pages
 from crossrank.tools.output.charts import Rate, bandwidth_chart, labels
 from crossrank.tools.output.console import table_of
@@ -81,13 +84,23 @@ def a_report() -> ReplayReport:
 def hostile_pages() -> dict[str, str]:
     diagnosis = msgspec.convert(spoiled(msgspec.to_builtins(a_diagnosis())), Diagnosis)
     report = msgspec.convert(spoiled(msgspec.to_builtins(a_report())), ReplayReport)
-    figures = figures_of(*late_job())
-    figures.diagnosis, figures.replay = diagnosis, report
-    figures.notes, figures.about, figures.inputs = [EVIL], {EVIL: EVIL}, [EVIL]
-    figures.matrix.groups, figures.traffic.labels, figures.sources[0]["source"] = [EVIL], [EVIL, "b"], EVIL
-    for row in figures.bandwidth.rows:
+    found = figures_of(*late_job())
+    found.diagnosis, found.replay = diagnosis, report
+    found.notes, found.about, found.inputs = [EVIL], {EVIL: EVIL}, [EVIL]
+    found.matrix.groups, found.traffic.labels, found.sources[0]["source"] = [EVIL], [EVIL, "b"], EVIL
+    for row in found.bandwidth.rows:
         row["pg"] = row["op"] = EVIL
-    return {"diagnosis": diagnosis_page(diagnosis), "replay": replay_page(report), "report": report_page(figures)}
+    return {"diagnosis": diagnosis_page(diagnosis), "replay": replay_page(report), "report": report_page(found)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_report_skips_the_replay_of_another_number_of_ranks(ranks: int) -> None:
+    replay = a_report()
+    replay.world_size = ranks
+    times = [rank.times for rank in late_job()]
+    found = figures(match_collectives(Job.match(times)), inputs=["run"], replay=replay)
+    told = "skipped the replay of job: it has 3 ranks, the job has 2; give a replay of this recording with --replay"
+    assert (found.replay is None, told in found.skipped) == (ranks == 3, ranks == 3)
 
 
 def test_every_page_escapes_the_text_of_files() -> None:
