@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable
+from time import monotonic_ns
 
 import orjson
 import torch.distributed as dist
@@ -20,6 +22,9 @@ from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import GroupState
 from crossrank.instrument.torch_private import has
 
+_MOST_GONE = 256
+"""Destroyed groups that a dump still describes."""
+
 
 class GroupTable:
     """Finds the state of a process group, and creates it for a new group."""
@@ -30,6 +35,8 @@ class GroupTable:
         self._on_new = on_new
         self._timing = timing
         self._lock = threading.RLock()  # training and the writer's thread both look for new groups
+        self._made: Counter[str] = Counter()  # name -> groups that had it
+        self._gone: deque[Group] = deque(maxlen=_MOST_GONE)
         self.by_id = self._states.get
         """Returns the state of the group with this id, or None: the fast look-up for each call."""
 
@@ -40,12 +47,18 @@ class GroupTable:
             known = self._states.get(key)
             if known is not None:
                 return known
-            state = self._states[key] = _read(group)
-            weakref.finalize(group, self._states.pop, key, None).atexit = False
+            state = self._states[key] = _read(group, self._made[group.group_name])
+            self._made[group.group_name] += 1
+            weakref.finalize(group, self._drop, key).atexit = False
             if self._timing and has("timing"):
                 _measure(group)
             self._on_new(state)
             return state
+
+    def _drop(self, key: int) -> None:
+        state = self._states.pop(key, None)
+        if state is not None:
+            self._gone.append(state.group)
 
     def add_all(self, world: dist.ProcessGroup) -> None:
         """Add every group that torch knows, also those without a call.
@@ -71,6 +84,10 @@ class GroupTable:
         """Return all known groups."""
         return [state.group for state in list(self._states.values())]
 
+    def describe_with_gone(self) -> list[Group]:
+        """Return the known groups after the latest ones that were destroyed, whose calls may still be in a dump."""
+        return [*self._gone, *self.describe()]
+
     def shortest_timeout(self) -> float | None:
         """Return the shortest timeout of a group with more than one rank, in seconds; None if unknown."""
         timeouts = (state.timeout for state in list(self._states.values()) if state.group.size > 1)
@@ -94,7 +111,7 @@ def _measure(group: dist.ProcessGroup) -> None:
         log.debug("crossrank: torch does not measure the calls of a process group: %s", one_line(error))
 
 
-def _read(group: dist.ProcessGroup) -> GroupState:
+def _read(group: dist.ProcessGroup, earlier: int) -> GroupState:
     size = group.size()
     ranks: list[int] | None
     try:
@@ -114,6 +131,8 @@ def _read(group: dist.ProcessGroup) -> GroupState:
             desc=group.group_desc,
             backend=backend,
             eager=getattr(group, "bound_device_id", None) is not None,
+            earlier=earlier,
+            t=monotonic_ns(),
         ),
         rank=group.rank(),
         timeout=_timeout_of(group),

@@ -138,7 +138,7 @@ class FlightDumps:
             "exceptions": exceptions,
             "time_ns": now["wall"],
             "clock": now,
-            "groups": session.groups.describe(),
+            "groups": session.groups.describe_with_gone(),
             "calls": writer.recent() if writer is not None else [],
             "waits": _waits(session.recorder) if session.recorder.follows_waits else None,
             "waited": writer.waited() if writer is not None else [],

@@ -207,6 +207,18 @@ def stays_when_it_has_destroyed_its_group(rank: int) -> None:
     time.sleep(600)  # rank 1
 
 
+@fault(ABSENT, culprits=(1,))
+def sleeps_when_its_group_was_made_again(rank: int) -> None:
+    for _ in range(4):
+        dist.all_reduce(torch.ones(64))
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{os.environ[FOLDER]}/store-2", 4)
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=4)
+    if rank == 1:
+        time.sleep(600)  # rank 1
+    dist.all_reduce(torch.ones(32))
+
+
 class _Files(torch.utils.data.Dataset[torch.Tensor]):
     def __init__(self, broken: int | None) -> None:
         self._broken = broken

@@ -83,7 +83,7 @@ class _Linking:
         found = find_communications(
             self.host,
             activities,
-            _merge_groups(self.comms.groups if self.comms else (), self.et.groups, self.kineto.groups),
+            _merge_groups(self._recorded_groups(), self.et.groups, self.kineto.groups),
             world_size=world_size,
             records=self.records,
             event_args=self._event_args,
@@ -130,6 +130,12 @@ class _Linking:
             edges=edges,
             report=self._make_report(found, waits, edges, corrections),
         )
+
+    def _recorded_groups(self) -> list[Group]:
+        """Return the groups of the comms file; of those with one name, that of the recorded calls first."""
+        used = {(record.pg, record.earlier) for record in self.records.values()}
+        groups = self.comms.groups if self.comms else ()
+        return sorted(groups, key=lambda group: (group.pg, group.earlier) not in used)
 
     def _nodes_around(self, call: int) -> list[int]:
         """Return the positions of the nodes around a runtime call, the innermost first."""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
+from crossrank.recording import GroupNames
 from crossrank.tools.traces.comms import WallClock, add_records, stack_of
 from crossrank.tools.traces.flight.dump import (
     MOST_FRAMES,
@@ -228,6 +229,7 @@ class _Reading:
         described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
         group, signature, p2p, on_gloo = described[kind].T
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
+        group, signature = self._tell_apart(group, signature, kind, pg_id, called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
@@ -277,6 +279,31 @@ class _Reading:
         }
         trace.dump.launching = {int(record_id[entry]) for entry in launching}
         trace.calls.extend({name: values[keep] for name, values in found.items()})
+
+    def _tell_apart(
+        self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, called: _Column
+    ) -> tuple[_Column, _Column]:
+        """Return groups and signatures in which the calls of a group that has the name of an earlier one are of a group
+        of their own. Each group has its own `pg_id`, and crossrank's dumps say when it was made."""
+        moment, groups, signatures = self._dump.moment, group.copy(), signature.copy()
+        for one in set(group.tolist()):
+            of_one, found = group == one, self._trace.groups[one]
+            made = [] if moment is None else GroupNames.of_one_name(moment.groups, found.group.pg)
+            ids = list(dict.fromkeys(pg_id[of_one].tolist()))
+            if len(ids) == 1 and len(made) < 2:
+                continue
+            names = GroupNames()
+            for earlier, pg_id_of_one in enumerate(ids):
+                mine = of_one & (pg_id == pg_id_of_one)
+                its = names.of_group(msgspec.structs.replace(found.group, earlier=earlier))
+                if moment is not None and len(made) > 1:
+                    clock, first = WallClock([moment.clock]), called[mine].min() + SAME_TIME
+                    its = [known for known in made if clock.at(known.t) <= first or known is made[0]][-1]
+                groups[mine] = index = self.builder.define(its, found.apart)
+                for row in set(kind[mine].tolist()) if index != one else ():
+                    record = self._record(self._dump.entries.kinds[row], index)
+                    signatures[mine & (kind == row)] = self.builder.signatures.of(record)
+        return groups, signatures
 
     def _launching(self, pg_id: _Column, seq: _Column, p2p_seq: _Column, seems_over: _Column) -> list[int]:
         """Calls that seem to be finished, but that their rank is still launching.

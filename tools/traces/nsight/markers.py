@@ -98,7 +98,7 @@ class MarkerText(CommRecord, frozen=True, kw_only=True):
 
 _OF_CALL = (
     *("op", "api", "c10d", "pg", "inputs", "outputs", "in_split", "out_split"),
-    *("dtype", "reduce", "root", "peer", "source", "locality"),
+    *("dtype", "reduce", "root", "peer", "source", "locality", "earlier"),
 )
 _decode = msgspec.json.Decoder(MarkerText).decode
 
