@@ -70,6 +70,13 @@ def test_groups_have_totals_rates_and_a_last_rank() -> None:
         assert table.rows(pl.DataFrame(rows, table.schema)) == rows
 
 
+def test_a_group_made_again_is_a_row_of_its_own() -> None:
+    again = {"group": GROUP["group"] | {"earlier": 1}}
+    lines = call(1, 0), call(2, 1), call(1, 2, earlier=1)
+    found = look(rank(0, again, *lines), rank(1, again, *lines), at_ms=10)
+    assert [(row["pg"], row["calls"]) for row in found.groups] == [("0", 4), ("0 (no. 2)", 2)]
+
+
 @pytest.mark.parametrize("number_of_calls", [64, 200, 3000])
 def test_the_bandwidth_does_not_depend_on_the_order_of_operations(number_of_calls: int) -> None:
     """Of many calls some are looked at; every second one would be barriers alone here."""

@@ -67,6 +67,29 @@ def test_a_finished_recording_has_only_finished_calls(tmp_path: Path) -> None:
     assert read_comms(path, steps=(1, 2)) == trace(path, 9, **whole, skipped=(2, 8))  # sizes below 0 count as none
 
 
+def groups_of_calls(trace: RankTrace) -> list[tuple[str, list[int] | None]]:
+    groups = [trace.groups[one].group for one in trace.calls.group]
+    return [(group.pg, group.ranks) for group in groups]
+
+
+def test_a_group_made_again_with_the_same_members_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    again = [{"group": GROUP | {"earlier": earlier}} for earlier in (0, 1, 1, 2)]
+    calls = [REDUCE | {"id": id, "earlier": earlier} for id, earlier in enumerate((0, 1, 2, 1))]
+    trace = read_comms(write(tmp_path / "c", *again, *calls))
+    every = [0, 1, 2, 3]
+    names = ("0", "0 (no. 2)", "0 (no. 3)", "0 (no. 2)")
+    assert groups_of_calls(trace) == [(name, every) for name in names]
+    assert len(trace.groups) == 3
+
+
+def test_a_group_made_again_with_other_members_keeps_its_name(tmp_path: Path) -> None:
+    pairs = [{"group": GROUP | {"size": 2, "ranks": ranks, "earlier": n}} for n, ranks in enumerate(([2, 3], [3, 1]))]
+    calls = [REDUCE | {"id": id, "earlier": earlier} for id, earlier in enumerate((0, 1, 0))]
+    trace = read_comms(write(tmp_path / "c", *pairs, *calls))
+    assert groups_of_calls(trace) == [("0", [2, 3]), ("0", [3, 1]), ("0", [2, 3])]
+    assert len(trace.signatures) == 1  # other ranks may not have had the first group
+
+
 @pytest.mark.parametrize(("until", "taken_at"), [(4000, WALL + 4000), (3000, None), (0, None), ((1 << 62) - 1, None)])
 def test_the_last_call_and_isends_of_an_unfinished_recording_are_unfinished(
     tmp_path: Path, until: int, taken_at: int | None

@@ -69,7 +69,9 @@ def test_records_come_from_the_comms_file_then_our_range(tmp_path: Path) -> None
     assert (only.record.id, only.record.source, only.record.seq, only.record.t) == (7, "train.py:3", 1, 5_000)
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n"}
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg", "locality": "cross_node"}
-    lines = [{"header": header}, {"group": group}, {"id": 7, "seq": 31, "t": 4, "step": 2} | RANGE]
+    gone = group | {"ranks": [0, 5]}
+    call = {"id": 7, "seq": 31, "t": 4, "step": 2, "earlier": 1} | RANGE
+    lines = [{"header": header}, {"group": gone}, {"group": group | {"earlier": 1}}, call]
     comms = tmp_path / "rank-0.comms.jsonl.zst"
     # A record begins with its id, without spaces.
     content = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
@@ -77,7 +79,7 @@ def test_records_come_from_the_comms_file_then_our_range(tmp_path: Path) -> None
     (only,) = found(trace, tmp_path, comms)
     assert (only.origin, only.record.seq, only.record.step, only.seq_counted) == ("comms file", 31, 2, False)
     assert only.group is not None
-    assert only.group.locality == "cross_node"
+    assert (only.group.locality, only.group.ranks) == ("cross_node", [0, 1])
 
 
 def test_a_call_with_a_wrong_recorded_caller_is_one_communication(tmp_path: Path) -> None:

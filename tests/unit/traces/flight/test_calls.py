@@ -212,6 +212,41 @@ def moment(*calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"rank": 4, "world_size": 8, "host": "h", "reason": "hang", "time_ns": 99} | wall | fields
 
 
+def groups_of_calls(trace: RankTrace) -> list[str]:
+    assert all(trace.signatures[kind].pg == trace.groups[one].group.pg for kind, one in rows_of(trace))
+    return [trace.groups[one].group.pg for _, one in rows_of(trace)]
+
+
+def rows_of(trace: RankTrace) -> list[tuple[int, int]]:
+    return list(zip(trace.calls.signature, trace.calls.group, strict=True))
+
+
+LATER = 1000 + 10 * SAME_TIME
+
+
+@pytest.mark.parametrize(
+    ("made", "entries", "groups"),
+    [
+        ([], [(0, 1000), (0, 1001), (3, LATER)], ["0", "0", "0 (no. 2)"]),
+        ([0], [(0, 1000), (3, LATER)], ["0", "0 (no. 2)"]),
+        ([0, LATER], [(0, 1000), (3, LATER)], ["0", "0 (no. 2)"]),
+        # The calls of the first group have fallen out of the ring, or those of the second one are yet to come.
+        ([0, LATER], [(3, LATER), (3, LATER + 1)], ["0 (no. 2)"] * 2),
+        ([0, LATER], [(0, 1000), (0, 1001)], ["0", "0"]),
+        ([500, LATER], [(0, 0), (3, LATER + SAME_TIME)], ["0", "0 (no. 2)"]),
+    ],
+)
+def test_groups_of_one_name_are_told_apart_by_their_number_and_time(
+    made: list[int], entries: list[tuple[int, int]], groups: list[str], tmp_path: Path
+) -> None:
+    given = [
+        entry(number, "all_reduce", number + 1, pg_id=pg_id, time_created_ns=at)
+        for number, (pg_id, at) in enumerate(entries)
+    ]
+    known = [{"pg": "0", "size": 2, "ranks": [4, 6], "earlier": number, "t": at} for number, at in enumerate(made)]
+    assert groups_of_calls(read(tmp_path, *given, crossrank=moment(groups=known) if made else None)) == groups
+
+
 def test_roots_and_source_lines_come_from_the_records_of_the_same_calls(tmp_path: Path) -> None:
     entries = [
         entry(0, "broadcast", 3),

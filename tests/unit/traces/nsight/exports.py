@@ -136,8 +136,8 @@ class Process:
         text = {"crossrank": "0.1.0", "rank": rank, "world_size": world_size, "host": "host-a"}
         self.event(34, 0, None, json.dumps(text))
 
-    def group(self, pg: str = "0", ranks: tuple[int, ...] = (0, 1), desc: str = "default_pg") -> None:
-        group = {"pg": pg, "size": len(ranks), "ranks": list(ranks), "desc": desc, "backend": "nccl"}
+    def group(self, pg: str = "0", ranks: tuple[int, ...] = (0, 1), desc: str = "default_pg", **more: object) -> None:
+        group = {"pg": pg, "size": len(ranks), "ranks": list(ranks), "desc": desc, "backend": "nccl"} | more
         self.event(34, 1, None, json.dumps({"group": group}))
 
     def kernel(

@@ -65,6 +65,21 @@ def test_a_kernel_belongs_to_the_marker_around_its_launch(tmp_path: Path, schema
     assert not times.unattributed
 
 
+@pytest.mark.parametrize("with_comms", [False, True])
+def test_a_group_made_again_has_calls_of_its_own(with_comms: bool, tmp_path: Path, process: Process) -> None:
+    process.identity(0)
+    process.group(earlier=1, t=1500)
+    process.group()
+    for number in (1, 2):
+        start = 1000 * number
+        process.marker(start, start + 100, number, **({"earlier": 1} if number == 2 else {}))
+        process.kernel(start + 50, start + 500, start + 900)
+    calls = [{"id": number, "op": "all_reduce", "seq": 1, "earlier": number - 1} for number in (1, 2)]
+    comms = write_comms(tmp_path / "rank-0.comms.jsonl", *calls, again=1) if with_comms else None
+    found = rows(read(process, tmp_path, comms=comms))
+    assert found == [("all_reduce", "0", 1, 1, 1500, 1900), ("all_reduce", "0 (no. 2)", 1, 2, 2500, 2900)]
+
+
 def test_processes_with_the_same_correlation_ids_stay_separate(tmp_path: Path) -> None:
     export = ExportFile()
     for rank, pid in enumerate((70, 71)):
@@ -343,13 +358,16 @@ def test_a_launch_of_calls_that_were_not_emitted_is_not_ours(tmp_path: Path, pro
     assert dict(read(alone, tmp_path).attributed) == {reading.NOT_EMITTED: 1}
 
 
-def write_comms(path: Path, *records: Mapping[str, object], pid: int | None = None, **more: object) -> str:
+def write_comms(
+    path: Path, *records: Mapping[str, object], pid: int | None = None, again: int = 0, **more: object
+) -> str:
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "pid": pid} | more
     steps: list[dict[str, object]] = [{"step": {"step": 7, "t": 50}}, {"step": {"t": 60}}]
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
+    groups = [{"group": group | {"earlier": earlier}} for earlier in range(again + 1)]
     rest = {"c10d": "", "pg": "0", "t": 0, "bytes": 4_000_000}
     whole = [{"id": record["id"], **rest, **record} for record in records]  # a record begins with its id
-    path.write_text("\n".join(map(json.dumps, [{"header": header}, {"group": group}, *steps, *whole])) + "\n")
+    path.write_text("\n".join(map(json.dumps, [{"header": header}, *groups, *steps, *whole])) + "\n")
     return str(path)
 
 
