@@ -229,7 +229,7 @@ class _Reading:
         described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
         group, signature, p2p, on_gloo = described[kind].T
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
-        group, signature = self._tell_apart(group, signature, kind, pg_id, called)
+        group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
@@ -262,6 +262,7 @@ class _Reading:
         state = state[closing]
         retires = np.logical_or(self._retired_is_done(), on_gloo) & is_retired[closing]
         state[retires & (state != COMPLETED)] = RETIRED
+        state[is_left & (state != COMPLETED)] = RETIRED
         if trace.dump.active_only:
             state[list(_over(self._dump, whole_entries, runs))] = COMPLETED
         found = {
@@ -282,10 +283,13 @@ class _Reading:
 
     def _tell_apart(
         self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, called: _Column
-    ) -> tuple[_Column, _Column]:
-        """Return groups and signatures in which the calls of a group that has the name of an earlier one are of a group
-        of their own. Each group has its own `pg_id`, and crossrank's dumps say when it was made."""
+    ) -> tuple[_Column, _Column, _Column]:
+        """Separate the groups of one name that the rank had one after another. Return the group and the signature of
+        each call, and whether the rank has left the group: a recorder does not note the end of such a call.
+
+        Each group has its own `pg_id`, and crossrank's dumps have the time when it was made."""
         moment, groups, signatures = self._dump.moment, group.copy(), signature.copy()
+        is_left = np.full(len(group), fill_value=False)
         for one in set(group.tolist()):
             of_one, found = group == one, self._trace.groups[one]
             made = [] if moment is None else GroupNames.of_one_name(moment.groups, found.group.pg)
@@ -295,15 +299,19 @@ class _Reading:
             names = GroupNames()
             for earlier, pg_id_of_one in enumerate(ids):
                 mine = of_one & (pg_id == pg_id_of_one)
-                its = names.of_group(msgspec.structs.replace(found.group, earlier=earlier))
+                its, last = names.of_group(msgspec.structs.replace(found.group, earlier=earlier)), len(ids) - 1
                 if moment is not None and len(made) > 1:
-                    clock, first = WallClock([moment.clock]), called[mine].min() + SAME_TIME
-                    its = [known for known in made if clock.at(known.t) <= first or known is made[0]][-1]
+                    clock, last = WallClock([moment.clock]), len(made) - 1
+                    if len(made) != len(ids):
+                        first = called[mine].min()
+                        earlier = sum(clock.at(known.t) <= first for known in made[1:])
+                    its = made[earlier]
+                is_left |= mine & (earlier < last)
                 groups[mine] = index = self.builder.define(its, found.apart)
                 for row in set(kind[mine].tolist()) if index != one else ():
                     record = self._record(self._dump.entries.kinds[row], index)
                     signatures[mine & (kind == row)] = self.builder.signatures.of(record)
-        return groups, signatures
+        return groups, signatures, is_left
 
     def _launching(self, pg_id: _Column, seq: _Column, p2p_seq: _Column, seems_over: _Column) -> list[int]:
         """Calls that seem to be finished, but that their rank is still launching.
