@@ -39,7 +39,7 @@ TESTS = (
 )
 _EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 _FEW_LINES, _MANY_LINES = 45, 15
-"""How many tests of a line are run: of those that run the fewest lines, and of those that run the most."""
+"""How many tests of a line are run first: of those that run the fewest lines, and of those that run the most."""
 _AT_IMPORT = 0
 """Stands for the lines of a file that run when it is imported, of which every test of the file is one."""
 _PATIENCE_S = 300
@@ -117,15 +117,23 @@ def _is_noticed(tests: Tests, site: Site, copy: Path) -> bool:
     """Whether a test fails with the mutation."""
     lines = (site.line, site.statement, _AT_IMPORT)
     of_line = next((tests[site.path, line] for line in lines if (site.path, line) in tests), [])
-    chosen = list(dict.fromkeys((*of_line[:_FEW_LINES], *of_line[-_MANY_LINES:])))
-    if not chosen:
+    first = list(dict.fromkeys((*of_line[:_FEW_LINES], *of_line[-_MANY_LINES:])))
+    if not first:
         return False
     ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "demo*")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     (copy / ".pytest_cache").symlink_to(ROOT / ".pytest_cache")  # has the compiled recorder
     mutated = copy / site.path
     mutated.write_text(site.apply(mutated.read_text()))
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen]
+    try:
+        return any(_fails(copy, chosen) for chosen in (first, of_line[_FEW_LINES:-_MANY_LINES]) if chosen)
+    finally:
+        shutil.rmtree(copy)
+
+
+def _fails(copy: Path, tests: Sequence[str]) -> bool:
+    """Whether one of the tests fails, or they hang."""
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
             words, cwd=copy, env=_environment(copy), capture_output=True, timeout=_PATIENCE_S, check=False
@@ -133,8 +141,6 @@ def _is_noticed(tests: Tests, site: Site, copy: Path) -> bool:
         return done.returncode != 0
     except subprocess.TimeoutExpired:
         return True
-    finally:
-        shutil.rmtree(copy)
 
 
 def _environment(root: Path) -> dict[str, str]:

@@ -83,6 +83,17 @@ def test_kernels_with_and_without_arguments_count(tmp_path: Path, capsys: pytest
     }
 
 
+def test_a_kernel_communicates_by_its_name_or_its_arguments(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.kernel("ncclDevKernel_SendRecv(ncclDevComm*)")
+    trace.kernel("void own::exchange()", **DESCRIBED)
+    trace.kernel("volta_sgemm_64x64_tn")
+    trace.write(tmp_path / "rank-0.json")
+    busy = read_kineto_trace(str(tmp_path / "rank-0.json")).busy
+    starts = [((spans[:, 0] - BASE) // 1000).tolist() for spans in (busy.communication, busy.computation)]
+    assert starts == [[1200, 2200], [3200]]
+
+
 @pytest.mark.parametrize(("base", "span"), [(BASE, (BASE, BASE + HALF_HOUR)), (0, None)])
 def test_host_records_without_kernels_are_calls_without_times(
     tmp_path: Path, base: int, span: tuple[int, int] | None

@@ -211,6 +211,12 @@ def test_the_file_or_the_user_gives_the_number_of_ranks() -> None:
         spread(trace)
 
 
+def test_a_file_without_a_rank_is_of_rank_0() -> None:
+    trace = rank_trace(0, [isend(1)], world=3)
+    trace.rank = None
+    assert [[one.peer for one in rank.records() if one.op == "send"] for rank in spread(trace)] == [[1], [2], [0]]
+
+
 @pytest.mark.parametrize("size", [-1, (1 << 20) + 1, 1 << 53])
 def test_an_impossible_number_of_ranks_is_refused_early(size: int) -> None:
     trace = rank_trace(0, [record("barrier")])

@@ -85,6 +85,15 @@ def test_the_members_of_a_group_are_unknown_if_a_process_is_missing(tmp_path: Pa
     assert {record.peer for record in found.records()} == {None}
 
 
+def test_the_members_of_a_group_are_unknown_if_a_place_is_impossible(tmp_path: Path) -> None:
+    for path in LOGS.iterdir():
+        place = '"id":"0x1000","comm_name":"tp","rank":'
+        (tmp_path / path.name).write_text(path.read_text().replace(f"{place}1", f"{place}7"))
+    found = traces(tmp_path)
+    pairs = {one.group.pg: one.group.ranks for trace in found for one in trace.groups if one.group.size == 2}
+    assert [ranks for pg, ranks in sorted(pairs.items())] == [None, [2, 3]]
+
+
 def test_a_verbose_log_gives_the_start_of_operations(tmp_path: Path) -> None:
     event = {
         "coll_start_ts": 1_000_000,

@@ -124,6 +124,27 @@ def test_an_all_gather_without_reduce_scatter_has_no_shards() -> None:
     }
 
 
+ROWS = "keep their rows; which of them go to whom is not known"
+SHARDS = "keep their size, of smaller shards; what does not divide is padded more in truth"
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (record("all_reduce"), "keep their size"),
+        (record("all_to_all"), "keep their size"),
+        (record("all_to_all", in_split=[1, 2, 3, 4], out_split=[1, 1, 1, 1]), ROWS),
+        (record("all_reduce", in_split=[1, 2, 3, 4]), "keep their size"),
+        (record("reduce_scatter"), SHARDS),
+        (record("barrier", 0), None),
+    ],
+)
+def test_the_rule_of_a_call_says_what_its_size_becomes(call: CommRecord, rule: str | None) -> None:
+    growth = grown([used((0, 1, 2, 3), "default_pg", call)], 16, world=4)
+    told = {} if rule is None else {f"of {call.op} on groups of 16 instead of 4 {rule}": 1}
+    assert growth.rules([[Comm(call, numbered((0, 1, 2, 3)))]]) == told
+
+
 def test_messages_stay_inside_their_pipeline() -> None:
     growth = grown([WORLD_OF_8, *TP, *PP], 16)  # pp=2,dp=2,tp=2 as pp=2,dp=4,tp=2
     send = Comm(record("send", peer=6), numbered((2, 6)))

@@ -77,3 +77,9 @@ def test_pauses_fill_the_gaps_between_nodes_and_take_their_dependencies() -> Non
         second,
         replace(before[3], dependencies=[Dependency(6, "program_order")]),
     ]
+
+
+def test_a_pause_begins_when_the_node_before_on_the_thread_ends() -> None:
+    nodes = [on_thread(1, 1, 100, 50), on_thread(2, 2, 120, 2), on_thread(1, 3, 2000, 500), on_thread(1, 4, 2600, 10)]
+    pauses = [(node.start_ns, node.duration_ns) for node in with_pauses(nodes) if node.is_pause]
+    assert pauses == [(150, 1850)]

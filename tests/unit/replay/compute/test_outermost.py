@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from crossrank.comm import CommRecord
-from crossrank.replay.plan.compute.outermost import outermost
+from crossrank.replay.plan.compute.outermost import _find_tensors, outermost
 from crossrank.tools.graph.linking.linked_trace import Activity, Communication
 from crossrank.tools.traces.execution_trace import IO, HostOp
 
@@ -63,3 +63,15 @@ def test_operations_on_backend_threads_belong_to_the_call() -> None:
 def test_the_operation_inside_a_subclass_runs_instead_of_the_outer_one() -> None:
     host = [op(1, "aten::add_", 0, ADD), op(2, "PythonSubclass", 1), op(3, "aten::mul_", 2, ADD)]
     assert found(host, [], []) == [("aten::mul_", -1)]
+
+
+def test_tensors_are_found_in_arguments_and_nested_lists() -> None:
+    one, two, three = ([number, 10 * number, 0, 4, 4, "cpu"] for number in (1, 2, 3))
+    values = [one, [two, [three]], [], 7]
+    types = [
+        "Tensor(float)",
+        "GenericList[Tensor(float),GenericList[Tensor(float)]]",
+        "GenericList[Tensor(float)]",
+        "Int",
+    ]
+    assert list(_find_tensors(IO(values=values, types=types))) == [(1, 10), (2, 20), (3, 30)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from crossrank.replay.plan.compute.index_ranges import IndexRanges
+from crossrank.replay.plan.compute.read_window import _overlap
 from crossrank.replay.plan.compute.tensors import BoundTensors, StandInError, Tensors
 from crossrank.tools.traces.execution_trace import IO
 
@@ -104,3 +105,52 @@ def test_a_valid_recorded_range_of_integers_is_used(recorded: str, known: tuple[
     IndexRanges().note("aten::embedding", bound, tensors, recorded)
     storage = tensors.storage_of[bound.used[0]]
     assert (storage.low, storage.high) == known
+
+
+def test_several_recorded_ranges_of_a_tensor_are_joined() -> None:
+    tensors, ranges = Tensors(), IndexRanges()
+    for recorded in ('{"0": [3, 5]}', '{"0": [-2, 4]}', '{"0": [0, 1]}'):
+        bound = bind(tensors, [tensor(1, 10, 8)], [])
+        ranges.note("aten::add", bound, tensors, recorded)
+    storage = tensors.storage_of[bound.used[0]]
+    assert (storage.low, storage.high, storage.is_index) == (-2, 5, False)
+
+
+@pytest.mark.parametrize(
+    ("dimension", "highest"), [(0, 7), (1, 2), (-1, 2), (-2, 7), (2, 0), (-3, 0), ("<Generator>", 0)]
+)
+def test_an_index_is_below_the_size_of_its_dimension(dimension: int | str, highest: int) -> None:
+    tensors = Tensors()
+    kinds = ["Tensor(float)", "Int" if isinstance(dimension, int) else "Generator", "Tensor(long int)"]
+    values = [tensor(1, 10, 24), dimension, [2, 11, 0, 4, 8, "cpu"]]
+    inputs = IO(values=values, shapes=[[8, 3], [], [4]], types=kinds, strides=[[3, 1], [], [1]])
+    bound = tensors.bind(0, inputs, IO())
+    IndexRanges().note("aten::index_select", bound, tensors, "")
+    storage = tensors.storage_of[bound.used[1]]
+    assert (storage.low, storage.high, storage.is_index) == (0, highest, True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "size"), [([], [], 4), ([0], [1], 0), ([3], [1], 12), ([2, 3], [5, 1], 32)]
+)
+def test_the_memory_of_a_tensor_reaches_to_its_last_element(shape: list[int], strides: list[int], size: int) -> None:
+    tensors = Tensors()
+    inputs = IO(values=[tensor(1, 10, 9)], shapes=[shape], types=["Tensor(float)"], strides=[strides])
+    tensors.bind(0, inputs, IO())
+    assert [one.bytes for one in tensors.finished_blocks()] == [size]
+
+
+@pytest.mark.parametrize(
+    ("other", "overlaps"),
+    [
+        ((1, 10, 20), True),
+        ((1, 0, 11), True),
+        ((1, 19, 30), True),
+        ((1, 12, 13), True),
+        ((1, 0, 10), False),
+        ((1, 20, 30), False),
+        ((2, 10, 20), False),
+    ],
+)
+def test_extents_overlap_if_they_share_a_byte(other: tuple[int, int, int], overlaps: bool) -> None:
+    assert _overlap([(3, 0, 99), (1, 10, 20)], [(4, 0, 99), other]) == overlaps
