@@ -171,7 +171,7 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     """Training step, counted from 0."""
     thread: Number | None = None
     """The operating system's id of the calling thread; None in files of earlier versions."""
-    earlier: Number = 0
+    epoch: Number = 0
     """As in the group of the call."""
     members: list[CommRecord] = msgspec.field(default_factory=list)
     """Calls of a launch without numbers of their own. The flight recorder writes coalesced collectives this way."""
@@ -190,9 +190,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eager: bool = False
     """Whether the group is bound to a device (`device_id=`). Then its communicator is created with the group, not by
     the first call. It carries all calls of the group in one order, single sends and receives too."""
-    earlier: Number = 0
-    """Number of earlier groups of this rank with the same name. torch gives the name of a destroyed group to a new one:
-    after `destroy_process_group()` and `init_process_group()` the default group is "0" again."""
+    epoch: Number = 0
+    """How often the rank had initialized its default group again when it made this group. Then torch uses the names of
+    destroyed groups again: the default group is always "0"."""
     t: Number = 0
     """When this rank first saw the group, on its monotonic clock; 0 in files of earlier versions."""
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Annotated, Any, BinaryIO, Literal, cast
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar, cast
 
 import msgspec
 import zstandard
@@ -440,37 +439,16 @@ def _is_impossible(value: object) -> bool:
     return isinstance(value, int) and abs(value) > MOST
 
 
-class GroupNames:
-    """Gives the groups of one rank names that differ, in the order in which the rank made them.
+T = TypeVar("T", Group, CommRecord)
 
-    A group with the name and the members of an earlier one becomes `NAME (no. 2)`, on all of its ranks. Groups of one
-    name with other members keep the name: all ranks of a job tell them apart by their members.
-    """
 
-    def __init__(self) -> None:
-        self._names: dict[tuple[str, int], str] = {}
-        self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+def with_epoch(one: T) -> T:
+    """Return a group, or the record of a call, with a name that no group of another epoch has: `NAME (no. 2)`."""
+    return one if one.epoch == 0 else msgspec.structs.replace(one, pg=name_in_epoch(one.pg, one.epoch))
 
-    def of_group(self, group: Group) -> Group:
-        key = group.pg, group.earlier
-        if key not in self._names:
-            alike = group.pg, tuple(group.ranks or ())
-            self._made[alike] += 1
-            self._names[key] = group.pg if self._made[alike] == 1 else f"{group.pg} (no. {self._made[alike]})"
-        return group if self._names[key] == group.pg else msgspec.structs.replace(group, pg=self._names[key], earlier=0)
 
-    def of_record(self, record: CommRecord) -> CommRecord:
-        """Return the record of a call of a group that `of_group` has had."""
-        name = self.name(record.pg, record.earlier)
-        return record if name == record.pg else msgspec.structs.replace(record, pg=name, earlier=0)
-
-    def name(self, pg: str, earlier: int) -> str:
-        return self._names.get((pg, earlier), pg) if earlier else pg
-
-    @staticmethod
-    def of_one_name(groups: Iterable[Group], pg: str) -> list[Group]:
-        """Return the groups whose name was `pg` before `of_group`."""
-        return [group for group in groups if group.pg == pg or group.pg.startswith(f"{pg} (no. ")]
+def name_in_epoch(pg: str, epoch: int) -> str:
+    return pg if epoch == 0 else f"{pg} (no. {epoch + 1})"
 
 
 class CommsFile:
@@ -486,7 +464,6 @@ class CommsFile:
         self.issues = ReadIssues(path)
         self.header: Header | None = None
         self.groups: list[Group] = []
-        self._names = GroupNames()
         self.windows: list[dict[str, Any]] = []
         self.clocks: list[dict[str, int]] = []
         self.steps: list[dict[str, int]] = []
@@ -504,8 +481,7 @@ class CommsFile:
         for number, line in enumerate(read_lines(self.path, self.issues), 1):
             try:
                 if line.startswith(b'{"id":'):
-                    record = decode_record(line)
-                    yield self._names.of_record(record) if record.earlier else record
+                    yield with_epoch(decode_record(line))
                     continue
                 if line.startswith(b'{"wait":'):
                     self.waits.append(decode_wait(line)["wait"])
@@ -551,7 +527,7 @@ class CommsFile:
             self.header = msgspec.structs.replace(self.header, gpu=line.gpu, versions=versions)
         for one, several in _LISTS_BY_KIND.items():
             if (content := getattr(line, one)) is not None:
-                getattr(self, several).append(self._names.of_group(content) if one == "group" else content)
+                getattr(self, several).append(with_epoch(content) if one == "group" else content)
         if line.end is not None:
             self.end = {name: value for name, value in line.end.items() if not _is_impossible(value)}
             if impossible := line.end.keys() - self.end.keys():

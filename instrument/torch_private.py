@@ -48,6 +48,10 @@ PARTS = {
         "torch.distributed.distributed_c10d: _world _World.pg_map _World.pg_group_ranks _World.pg_names",
         "torch.distributed.distributed_c10d: _World.pg_config_info",
     ),
+    "default group": Part(
+        "groups that are made again count as the earlier ones",
+        "torch.distributed.distributed_c10d: _update_default_pg",
+    ),
     "store": Part("localities are unknown", "torch.distributed.distributed_c10d: _get_default_store"),
     "ranges": Part(
         "windows have no ranges around the calls",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from crossrank.instrument.hooks import (
+    default_group,
     dispatcher,
     exits,
     optimizer,
@@ -22,7 +23,9 @@ from crossrank.instrument.hooks import (
 from crossrank.instrument.script_errors import Failures
 
 
-class Hooked(dispatcher.Dispatched, optimizer.Stepping, profiler.Windowed, signals.Signalled, Protocol):
+class Hooked(
+    default_group.Grouped, dispatcher.Dispatched, optimizer.Stepping, profiler.Windowed, signals.Signalled, Protocol
+):
     """What the hooks see of a session, each its own part."""
 
 
@@ -47,6 +50,7 @@ class Hook:
 
 HOOKS = (
     Hook(dispatcher),
+    Hook(default_group, lost="groups that are made again count as the earlier ones"),
     Hook(optimizer, lost="optimizer steps or backward passes are not seen, and steps may be miscounted"),
     Hook(profiler, lost="a profiler of your own must not run during a window"),
     Hook(spawn, in_child=lambda: None),  # what a forked child starts is followed as well

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from time import monotonic_ns
 
@@ -35,43 +35,45 @@ class GroupTable:
         self._on_new = on_new
         self._timing = timing
         self._lock = threading.RLock()  # training and the writer's thread both look for new groups
-        self._made: Counter[str] = Counter()  # name -> groups that had it
         self._gone: deque[Group] = deque(maxlen=_MOST_GONE)
+        self.epoch = 0
+        """How often the default group was initialized again since `restart`."""
         self.by_id = self._states.get
         """Returns the state of the group with this id, or None: the fast look-up for each call."""
 
-    def add(self, group: dist.ProcessGroup) -> GroupState:
-        """Return the state of `group`. Create and announce it if the group is new."""
+    def restart(self) -> None:
+        """Forget destroyed groups and count epochs from 0, for the files of another job."""
+        self._gone.clear()
+        self.epoch = 0
+
+    def add(self, group: dist.ProcessGroup, epoch: int | None = None) -> GroupState:
+        """Return the state of `group`, which is of this epoch or else of the present one. Create and announce it if the
+        group is new."""
         with self._lock:
             key = id(group)
             known = self._states.get(key)
             if known is not None:
                 return known
-            state = self._states[key] = _read(group, self._made[group.group_name])
-            self._made[group.group_name] += 1
-            weakref.finalize(group, self._drop, key).atexit = False
+            state = self._states[key] = _read(group, self.epoch if epoch is None else epoch)
+            weakref.finalize(group, _drop, key, self._states, self._gone).atexit = False
             if self._timing and has("timing"):
                 _measure(group)
             self._on_new(state)
             return state
-
-    def _drop(self, key: int) -> None:
-        state = self._states.pop(key, None)
-        if state is not None:
-            self._gone.append(state.group)
 
     def add_all(self, world: dist.ProcessGroup) -> None:
         """Add every group that torch knows, also those without a call.
 
         Adds none if `world` is no longer the default group: the new groups belong to later files.
         """
+        epoch = self.epoch
         groups = list(distributed_c10d._world.pg_map) if has("process groups") else []
         # Check this after making the list: torch removes the default group first and adds it last.
         for group in groups if dist.group.WORLD is world else ():
             # torch adds a new group to one table before it adds the ranks to the other.
             if isinstance(group, dist.ProcessGroup) and group in distributed_c10d._world.pg_group_ranks:
                 try:
-                    self.add(group)
+                    self.add(group, epoch)
                 except Exception as error:  # a subclass of another library may raise anything
                     log.debug("crossrank: cannot describe a process group: %s", one_line(error))
 
@@ -85,8 +87,8 @@ class GroupTable:
         return [state.group for state in list(self._states.values())]
 
     def describe_with_gone(self) -> list[Group]:
-        """Return the known groups after the latest ones that were destroyed, whose calls may still be in a dump."""
-        return [*self._gone, *self.describe()]
+        """Return the known groups and the latest ones that were destroyed, whose calls may still be in a dump."""
+        return sorted([*self._gone, *self.describe()], key=lambda group: group.t)
 
     def shortest_timeout(self) -> float | None:
         """Return the shortest timeout of a group with more than one rank, in seconds; None if unknown."""
@@ -104,6 +106,13 @@ class GroupTable:
         ]
 
 
+def _drop(key: int, states: dict[int, GroupState], gone: deque[Group]) -> None:
+    """Forget a group that is destroyed; does not refer to the table, which would keep the session."""
+    state = states.pop(key, None)
+    if state is not None:
+        gone.append(state.group)
+
+
 def _measure(group: dist.ProcessGroup) -> None:
     try:
         group._enable_collectives_timing()  # type: ignore[attr-defined]
@@ -111,7 +120,7 @@ def _measure(group: dist.ProcessGroup) -> None:
         log.debug("crossrank: torch does not measure the calls of a process group: %s", one_line(error))
 
 
-def _read(group: dist.ProcessGroup, earlier: int) -> GroupState:
+def _read(group: dist.ProcessGroup, epoch: int) -> GroupState:
     size = group.size()
     ranks: list[int] | None
     try:
@@ -131,7 +140,7 @@ def _read(group: dist.ProcessGroup, earlier: int) -> GroupState:
             desc=group.group_desc,
             backend=backend,
             eager=getattr(group, "bound_device_id", None) is not None,
-            earlier=earlier,
+            epoch=epoch,
             t=monotonic_ns(),
         ),
         rank=group.rank(),

@@ -90,7 +90,7 @@ class Descriptor:
             "c10d": self.reader.c10d,
             "async": call.is_async,
             "source": self.site.source if source else None,
-            "earlier": self.state.group.earlier or None,
+            "epoch": self.state.group.epoch or None,
         }
         if sizes:
             fields |= {

@@ -226,7 +226,8 @@ class Recorder(ABC):
     def open_batch(self, group: dist.ProcessGroup, batch: int) -> Token | None:
         """Open the ranges around the launch of a batch; return the token for `after`."""
         if batch >= 0 and self._ranges and self._nvtx is not None:
-            self._nvtx.push_batch(group.group_name, batch)
+            state = self._session.groups.by_id(id(group))
+            self._nvtx.push_batch(group.group_name, 0 if state is None else state.group.epoch, batch)
             return None, True
         return None
 

@@ -95,9 +95,9 @@ class NvtxMarkers:
                 descriptor.marker = attributes
         self._domain.push_range(attributes, payload=record_id)
 
-    def push_batch(self, pg: str, batch: int) -> None:
+    def push_batch(self, pg: str, epoch: int, batch: int) -> None:
         """Open the range around the launch of a coalesced batch; its payload is the id of the batch."""
-        message = orjson.dumps({"op": "coalesced", "pg": pg}).decode()
+        message = orjson.dumps({"op": "coalesced", "pg": pg} | ({"epoch": epoch} if epoch else {})).decode()
         self._domain.push_range(self._domain.get_event_attributes(message=message), payload=batch)
 
     def pop(self) -> None:

@@ -299,11 +299,16 @@ def makes_other_calls_in_groups_of_the_same_names(rank: int) -> None:
     """torch gives the names of destroyed groups to new ones."""
     for attempt in range(2):
         pair = dist.new_group([0, 1] if attempt == 0 else [1, 2])
+        other = dist.new_group([0, 3])
         for size in range(4 - attempt, 0, -1):
             dist.all_reduce(torch.ones(size))
             if rank in dist.get_process_group_ranks(pair):
                 dist.all_reduce(torch.ones(10 * size + attempt), group=pair)
+        if attempt == 1 and rank in dist.get_process_group_ranks(other):
+            dist.all_reduce(torch.ones(3), group=other)
         if attempt == 0:
+            if rank == 0:
+                time.sleep(1)  # it alone sees the group that nobody uses
             dist.destroy_process_group()
             store = dist.FileStore(os.environ["STORE"] + "-2", RANKS)
             dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=RANKS)

@@ -226,7 +226,7 @@ def test_a_name_with_quotes_is_still_json(nvtx: Tool) -> None:
         crossrank.enable()
         from crossrank.instrument import api
         markers = api._current.nvtx
-        markers.push_batch('say "hi"\\\\', 3)
+        markers.push_batch('say "hi"\\\\', 0, 3)
         markers.pop()
         """)
     for markers in nvtx.captured():

@@ -17,7 +17,7 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, OPERATIONS, Amount, Group, Int
 from crossrank.errors import BROKEN
-from crossrank.recording import GroupNames, Header, Ran, Wait
+from crossrank.recording import Header, Ran, Wait, name_in_epoch, with_epoch
 from crossrank.text import plural
 from crossrank.tools.traces.growing import Growth
 
@@ -43,7 +43,7 @@ class LiveLine(msgspec.Struct):
     id: Int | None = None
     op: str = ""
     pg: str = ""
-    earlier: Amount = 0
+    epoch: Amount = 0
     bytes: Amount = 0
     t: Int = 0
     seq: Int | None = None
@@ -89,7 +89,6 @@ class LiveContent:
     def __init__(self, most: int) -> None:
         self.header: Header | None = None
         self.groups: dict[str, Group] = {}
-        self._names = GroupNames()
         self.count: Counter[str] = Counter()
         """Group -> calls; so are the bytes."""
         self.bytes: Counter[str] = Counter()
@@ -104,7 +103,7 @@ class LiveContent:
     def add(self, content: bytes) -> None:
         for line in self._decode(content):
             if line.id is not None:
-                line.pg = self._names.name(line.pg, line.earlier)
+                line.pg = name_in_epoch(line.pg, line.epoch)
                 self.count[line.pg] += 1
                 self.bytes[line.pg] += line.bytes
                 self.calls.append(line)
@@ -117,7 +116,7 @@ class LiveContent:
             elif isinstance(line.step, dict):
                 self.steps.append((int(line.step.get("step", 0)), int(line.step.get("t", 0))))
             elif line.group is not None:
-                group = self._names.of_group(line.group)
+                group = with_epoch(line.group)
                 self.groups[group.pg] = group
             self.header = line.header or self.header
             self.clock = line.clock or self.clock

@@ -1,9 +1,8 @@
 """Join the process groups of all ranks: which groups of different ranks are the same, and which ranks are members.
 
-A group is identified by its name and its members, because different sets of ranks can use one name (`split_group`). A
-rank may also have several groups of one name, one after another. `GroupNames` gives them different names if they have
-the same members. Old traces name groups by object addresses, which differ between ranks. These groups are joined by
-members and by their order on each rank.
+A group is identified by its name and its members, because different sets of ranks can use one name (`split_group`).
+Groups of different epochs have different names (`recording.with_epoch`). Old traces name groups by object addresses,
+which differ between ranks. These groups are joined by members and by their order on each rank.
 
 If a rank's file lacks the members, they come from another rank's file, or an all_gather shows their number. Otherwise
 the members are the ranks that recorded a call on that name (`ProcessGroup.inferred`). The default group has all ranks.

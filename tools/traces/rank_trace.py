@@ -149,7 +149,7 @@ class Interned(Generic[Thing]):
         return found
 
 
-_OWN: dict[str, Any] = dict.fromkeys(("id", "t", "step", "earlier"), 0)
+_OWN: dict[str, Any] = dict.fromkeys(("id", "t", "step", "epoch"), 0)
 _OWN |= dict.fromkeys(("seq", "p2p_seq", "batch", "thread"))
 """Fields that may differ between equal calls."""
 
@@ -430,25 +430,24 @@ class TraceBuilder:
         self.signatures = Signatures(*trace.signatures)
         self.stacks: Interned[tuple[Frame, ...]] = Interned(*trace.stacks)
         trace.signatures, trace.stacks = self.signatures.rows, self.stacks.rows
-        self._groups = {(one.group.pg, one.group.earlier, one.apart): row for row, one in enumerate(trace.groups)}
+        self._groups = {(one.group.pg, one.apart): index for index, one in enumerate(trace.groups)}
         for group in groups:
             self.define(group)
 
     def define(self, group: Group, apart: str = "", *, anew: bool = False) -> int:
         """Index of a group. The first definition of a name counts, or with `anew` the last one."""
-        key = group.pg, group.earlier, apart
-        found = self._groups.get(key)
+        found = self._groups.get((group.pg, apart))
         if found is None:
-            found = self._groups[key] = len(self.trace.groups)
+            found = self._groups[group.pg, apart] = len(self.trace.groups)
             self.trace.groups.append(RankGroup(_with_shared_ranks(group), apart))
         elif anew:
             self.trace.groups[found] = RankGroup(_with_shared_ranks(group), apart)
         return found
 
-    def group(self, pg: str, earlier: int = 0) -> int:
+    def group(self, pg: str) -> int:
         """Index of the group with this name, which is added if it is not defined."""
-        found = self._groups.get((pg, earlier, ""))
-        return self.define(Group(pg=pg, size=0, earlier=earlier)) if found is None else found
+        found = self._groups.get((pg, ""))
+        return self.define(Group(pg=pg, size=0)) if found is None else found
 
     def add(
         self,
@@ -480,7 +479,7 @@ class TraceBuilder:
             )
         calls = self.trace.calls
         calls.append(
-            group=self.group(record.pg, record.earlier) if group is None else group,
+            group=self.group(record.pg) if group is None else group,
             signature=self.signatures.of(record),
             number=number,
             id=record.id,
@@ -508,7 +507,7 @@ class TraceBuilder:
                 self.add(record, called=moment, state=one)
             return
         columns = {
-            "group": [self.group(one.pg, one.earlier) for one in records],
+            "group": [self.group(one.pg) for one in records],
             "batch": [-1 if one.batch is None else one.batch for one in records],
             "signature": signature,
             "number": number,

@@ -71,8 +71,8 @@ def test_groups_have_totals_rates_and_a_last_rank() -> None:
 
 
 def test_a_group_made_again_is_a_row_of_its_own() -> None:
-    again = {"group": GROUP["group"] | {"earlier": 1}}
-    lines = call(1, 0), call(2, 1), call(1, 2, earlier=1)
+    again = {"group": GROUP["group"] | {"epoch": 1}}
+    lines = call(1, 0), call(2, 1), call(1, 2, epoch=1)
     found = look(rank(0, again, *lines), rank(1, again, *lines), at_ms=10)
     assert [(row["pg"], row["calls"]) for row in found.groups] == [("0", 4), ("0 (no. 2)", 2)]
 

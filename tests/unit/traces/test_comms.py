@@ -72,22 +72,11 @@ def groups_of_calls(trace: RankTrace) -> list[tuple[str, list[int] | None]]:
     return [(group.pg, group.ranks) for group in groups]
 
 
-def test_a_group_made_again_with_the_same_members_gets_a_name_of_its_own(tmp_path: Path) -> None:
-    again = [{"group": GROUP | {"earlier": earlier}} for earlier in (0, 1, 1, 2)]
-    calls = [REDUCE | {"id": id, "earlier": earlier} for id, earlier in enumerate((0, 1, 2, 1))]
-    trace = read_comms(write(tmp_path / "c", *again, *calls))
-    every = [0, 1, 2, 3]
-    names = ("0", "0 (no. 2)", "0 (no. 3)", "0 (no. 2)")
-    assert groups_of_calls(trace) == [(name, every) for name in names]
-    assert len(trace.groups) == 3
-
-
-def test_a_group_made_again_with_other_members_keeps_its_name(tmp_path: Path) -> None:
-    pairs = [{"group": GROUP | {"size": 2, "ranks": ranks, "earlier": n}} for n, ranks in enumerate(([2, 3], [3, 1]))]
-    calls = [REDUCE | {"id": id, "earlier": earlier} for id, earlier in enumerate((0, 1, 0))]
-    trace = read_comms(write(tmp_path / "c", *pairs, *calls))
-    assert groups_of_calls(trace) == [("0", [2, 3]), ("0", [3, 1]), ("0", [2, 3])]
-    assert len(trace.signatures) == 1  # other ranks may not have had the first group
+def test_the_groups_of_each_epoch_have_names_of_their_own(tmp_path: Path) -> None:
+    groups = [{"group": GROUP | {"size": 2, "ranks": ranks, "epoch": n}} for n, ranks in enumerate(([2, 3], [3, 1]))]
+    calls = [REDUCE | {"id": id, "epoch": epoch} for id, epoch in enumerate((0, 1, 0))]
+    trace = read_comms(write(tmp_path / "c", *groups, *calls))
+    assert groups_of_calls(trace) == [("0", [2, 3]), ("0 (no. 2)", [3, 1]), ("0", [2, 3])]
 
 
 @pytest.mark.parametrize(("until", "taken_at"), [(4000, WALL + 4000), (3000, None), (0, None), ((1 << 62) - 1, None)])

@@ -132,10 +132,10 @@ class _Linking:
         )
 
     def _recorded_groups(self) -> list[Group]:
-        """Return the groups of the comms file; of those with one name, that of the recorded calls first."""
-        used = {(record.pg, record.earlier) for record in self.records.values()}
-        groups = self.comms.groups if self.comms else ()
-        return sorted(groups, key=lambda group: (group.pg, group.earlier) not in used)
+        """Return the groups of the comms file that existed in the window."""
+        epochs = {record.epoch for record in self.records.values()}
+        groups = self.comms.groups if self.comms else []
+        return [group for group in groups if not epochs or group.epoch in epochs]
 
     def _nodes_around(self, call: int) -> list[int]:
         """Return the positions of the nodes around a runtime call, the innermost first."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
-from crossrank.recording import GroupNames
+from crossrank.recording import name_in_epoch
 from crossrank.tools.traces.comms import WallClock, add_records, stack_of
 from crossrank.tools.traces.flight.dump import (
     MOST_FRAMES,
@@ -209,7 +209,7 @@ class _Reading:
         self._dump = dump
         self._trace = trace
         known = dump.groups + (dump.moment.groups if dump.moment is not None else [])
-        self._known = {group.pg: group for group in known}
+        self._known = {_raw_name(group): group for group in known} | {group.pg: group for group in known}
         self._is_mixed = trace.backend != GLOO and GLOO in _backends(dump)
         self.builder = TraceBuilder(trace)
         self._pg_ids: dict[int, int] = {}
@@ -229,7 +229,7 @@ class _Reading:
         described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
         group, signature, p2p, on_gloo = described[kind].T
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
-        group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, called)
+        group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, called, seq)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
@@ -282,35 +282,30 @@ class _Reading:
         trace.calls.extend({name: values[keep] for name, values in found.items()})
 
     def _tell_apart(
-        self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, called: _Column
+        self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, called: _Column, seq: _Column
     ) -> tuple[_Column, _Column, _Column]:
         """Separate the groups of one name that the rank had one after another. Return the group and the signature of
-        each call, and whether the rank has left the group: a recorder does not note the end of such a call.
-
-        Each group has its own `pg_id`, and crossrank's dumps have the time when it was made."""
+        each call, and whether the rank has left the group: a recorder does not note the end of such a call."""
         moment, groups, signatures = self._dump.moment, group.copy(), signature.copy()
         is_left = np.full(len(group), fill_value=False)
-        for one in set(group.tolist()):
-            of_one, found = group == one, self._trace.groups[one]
-            made = [] if moment is None else GroupNames.of_one_name(moment.groups, found.group.pg)
-            ids = list(dict.fromkeys(pg_id[of_one].tolist()))
-            if len(ids) == 1 and len(made) < 2:
+        for local in set(group.tolist()):
+            of_one, found = group == local, self._trace.groups[local]
+            parts = [np.flatnonzero(of_one & (pg_id == number)) for number in dict.fromkeys(pg_id[of_one].tolist())]
+            name = _raw_name(found.group)
+            made = {one.epoch: one for one in (moment.groups if moment is not None else ()) if _raw_name(one) == name}
+            one_by_one = all(before[-1] < after[0] for before, after in pairwise(parts))
+            if (len(parts) < 2 and made.keys() <= {found.group.epoch}) or not one_by_one or not name:
                 continue
-            names = GroupNames()
-            for earlier, pg_id_of_one in enumerate(ids):
-                mine = of_one & (pg_id == pg_id_of_one)
-                its, last = names.of_group(msgspec.structs.replace(found.group, earlier=earlier)), len(ids) - 1
-                if moment is not None and len(made) > 1:
-                    clock, last = WallClock([moment.clock]), len(made) - 1
-                    if len(made) != len(ids):
-                        first = called[mine].min()
-                        earlier = sum(clock.at(known.t) <= first for known in made[1:])
-                    its = made[earlier]
-                is_left |= mine & (earlier < last)
-                groups[mine] = index = self.builder.define(its, found.apart)
-                for row in set(kind[mine].tolist()) if index != one else ():
+            epochs = list(range(len(parts)))
+            if moment is not None and made:
+                epochs = _epochs_of(parts, list(made.values()), moment, called, seq)
+            for epoch, rows in zip(epochs, parts, strict=True):
+                its = made.get(epoch) or msgspec.structs.replace(found.group, pg=name_in_epoch(name, epoch))
+                is_left[rows] = epoch < max(*epochs, *made)
+                groups[rows] = index = self.builder.define(its, found.apart)
+                for row in set(kind[rows].tolist()) if index != local else ():
                     record = self._record(self._dump.entries.kinds[row], index)
-                    signatures[mine & (kind == row)] = self.builder.signatures.of(record)
+                    signatures[rows[kind[rows] == row]] = self.builder.signatures.of(record)
         return groups, signatures, is_left
 
     def _launching(self, pg_id: _Column, seq: _Column, p2p_seq: _Column, seems_over: _Column) -> list[int]:
@@ -386,7 +381,7 @@ class _Reading:
         # A rank is in only one group of a name; some of its entries may lack the description.
         known = self._known.get(name) or Group(pg=name, size=0)
         desc = known.desc if desc in ("", "undefined") else desc
-        group = msgspec.structs.replace(known, pg=name, desc="" if desc == "undefined" else desc)
+        group = msgspec.structs.replace(known, desc="" if desc == "undefined" else desc)
         return self.builder.define(group, apart)
 
     def _record(self, entry: Entry, group: int) -> CommRecord:
@@ -435,6 +430,30 @@ class _Reading:
                 number = number_of[key] = self.builder.stacks.number(stack)
             number_of_list[id(frames)] = number
         return list(map(number_of_list.__getitem__, ids))
+
+
+def _raw_name(group: Group) -> str:
+    """Return the name that torch has for a group of `with_epoch`."""
+    return group.pg.removesuffix(name_in_epoch("", group.epoch))
+
+
+def _epochs_of(
+    parts: Sequence[_Column], made: Sequence[Group], moment: Moment, called: _Column, seq: _Column
+) -> list[int]:
+    """Return the epoch of each part of the entries of one name: the groups in `made` had that name, in their order.
+
+    The number of the last call shows it, if only one group had that many. Otherwise the time does, but the wall clock
+    may have been set since. -1: before the first of `made`.
+    """
+    clock, later = WallClock([moment.clock]), len(made)
+    last = {group.pg: max((one.seq or 0 for one in moment.calls if one.pg == group.pg), default=-1) for group in made}
+    epochs: list[int] = []
+    for rows in reversed(parts):
+        by_number = [place for place in range(later) if last[made[place].pg] == seq[rows].max()]
+        by_time = [place for place in range(later) if clock.at(made[place].t) - SAME_TIME <= called[rows[0]]]
+        later = by_number[0] if len(by_number) == 1 else max(by_time, default=-1)
+        epochs.insert(0, made[later].epoch if later >= 0 else -1)
+    return epochs
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:

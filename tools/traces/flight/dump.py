@@ -27,7 +27,7 @@ from crossrank.budget import MEMBERS, ROWS, VALUES, Budget, BudgetError
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.privacy import Privacy
-from crossrank.recording import GroupNames, ReadIssues, read_chunks
+from crossrank.recording import ReadIssues, read_chunks, with_epoch
 from crossrank.tools.traces.flight.entries import (
     LAUNCH,
     MANY,
@@ -237,9 +237,8 @@ def decode_flight_dump(
     if data[:1] != _PICKLE and content.get("crossrank") is not None:
         moment = convert(content["crossrank"], Moment, "crossrank")
     if moment is not None:
-        names = GroupNames()
-        groups = list(map(names.of_group, moment.groups))
-        moment = msgspec.structs.replace(moment, groups=groups, calls=list(map(names.of_record, moment.calls)))
+        groups, calls = list(map(with_epoch, moment.groups)), list(map(with_epoch, moment.calls))
+        moment = msgspec.structs.replace(moment, groups=groups, calls=calls)
     return FlightDump(
         path=path,
         version=whole(convert(content.get("version", ""), Text, "version") or ""),

@@ -20,6 +20,7 @@ import numpy as np
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number, operation_of
 from crossrank.privacy import Privacy
 from crossrank.rank_runs import Run, from_runs
+from crossrank.recording import name_in_epoch, with_epoch
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.nsight.export import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
 from crossrank.tools.traces.rank_trace import Interned
@@ -98,7 +99,7 @@ class MarkerText(CommRecord, frozen=True, kw_only=True):
 
 _OF_CALL = (
     *("op", "api", "c10d", "pg", "inputs", "outputs", "in_split", "out_split"),
-    *("dtype", "reduce", "root", "peer", "source", "locality", "earlier"),
+    *("dtype", "reduce", "root", "peer", "source", "locality", "epoch"),
 )
 _decode = msgspec.json.Decoder(MarkerText).decode
 
@@ -117,9 +118,10 @@ def meaning_of(text: str) -> Meaning | None:
         return None
     if _ABSENT not in (marked.op, marked.pg):
         if marked.op == "coalesced":
-            return Meaning(BATCH, record=msgspec.structs.replace(NO_CALL, op=marked.op, pg=marked.pg))
+            pg = name_in_epoch(marked.pg, marked.epoch)
+            return Meaning(BATCH, record=msgspec.structs.replace(NO_CALL, op=marked.op, pg=pg))
         same = {name: getattr(marked, name) for name in _OF_CALL}
-        record = CommRecord(id=0, t=0, bytes=max(marked.bytes, 0), **same)
+        record = with_epoch(CommRecord(id=0, t=0, bytes=max(marked.bytes, 0), **same))
         return Meaning(CALL, record=record, sizeless=marked.bytes < 0, left_out=bool(marked.left_out))
     if marked.crossrank is not None and marked.rank is not None and 0 <= marked.rank < MOST_RANKS:
         return Meaning(IDENTITY, rank=marked.rank, world_size=marked.world_size, host=marked.host)
@@ -132,7 +134,7 @@ def meaning_of(text: str) -> Meaning | None:
 
 def _group(marked: _MarkedGroup) -> Meaning:
     same = {name: getattr(marked, name) for name in Group.__struct_fields__}
-    group = Group(**same | {"ranks": marked.ranks or from_runs(marked.rank_runs) or None})
+    group = with_epoch(Group(**same | {"ranks": marked.ranks or from_runs(marked.rank_runs) or None}))
     return Meaning(GROUP, group=group, left_out="ranks" in marked.left_out)
 
 

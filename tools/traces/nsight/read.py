@@ -12,7 +12,7 @@ import numpy as np
 
 from crossrank.comm import CommRecord, operation_of
 from crossrank.errors import CrossrankError
-from crossrank.recording import CommsFile, GroupNames
+from crossrank.recording import CommsFile
 from crossrank.tools.traces.busy import Spans, spans_of
 from crossrank.tools.traces.nsight.device_time import device_work, take_device_work
 from crossrank.tools.traces.nsight.export import (
@@ -204,10 +204,8 @@ class _Process:
             times.notes.append(
                 f"{times.path}: {unnamed} group(s) have more members than fit into a marker; the recording has them"
             )
-        names = GroupNames()
-        groups = [meaning.group for meaning in self._meanings if meaning.group is not None]
-        builder = TraceBuilder(times, map(names.of_group, sorted(groups, key=lambda group: group.earlier)))
-        row_of = self._rows(kernels, builder, names, comms)
+        builder = TraceBuilder(times, (meaning.group for meaning in self._meanings if meaning.group is not None))
+        row_of = self._rows(kernels, builder, comms)
         self._began = np.full(len(times), np.iinfo(np.int64).max)
         self._ended = np.zeros(len(times), np.int64)
         row = at(row_of, self._only_fitting(innermost(calls, kernels.thread, kernels.launched), kernels))
@@ -230,12 +228,12 @@ class _Process:
         self._count_unattributed(int((~known).sum()) - captured, captured, left)
         return times
 
-    def _rows(self, kernels: Activities, builder: TraceBuilder, names: GroupNames, comms: Mapping[int, str]) -> Column:
+    def _rows(self, kernels: Activities, builder: TraceBuilder, comms: Mapping[int, str]) -> Column:
         """Make the rows of all calls; return the row of each range."""
         times, calls = self.times, self._calls
         path = comms.get(times.rank) if times.rank is not None else None
         if path is not None and (calls.id != NONE).any():
-            found = rows_of_comms(path, calls, builder, names, self._epoch)
+            found = rows_of_comms(path, calls, builder, self._epoch)
             if found is not None:
                 batches = np.array([meaning.what == BATCH for meaning in calls.meanings])[calls.meaning]
                 found = np.where((found == NONE) & batches, FILTERED, found)
@@ -244,7 +242,7 @@ class _Process:
                     times.unattributed[f"markers whose id is not in {path}"] = lost
                 return found
             times.notes.append(f"{path}: is not of the same run as {times.path}, and was skipped")
-        return rows_of_markers(calls, kernels, builder, names, self._epoch)
+        return rows_of_markers(calls, kernels, builder, self._epoch)
 
     def _only_fitting(self, inside: Column, kernels: Activities) -> Column:
         """An instant marker reaches to the next one, so there may be other launches after it. It gets only the first

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from crossrank.comm import CommRecord, is_p2p
-from crossrank.recording import CommsFile, GroupNames
+from crossrank.recording import CommsFile
 from crossrank.tools.traces.nsight.export import NONE, Column, at
 from crossrank.tools.traces.nsight.kernel_launches import Activities, innermost
 from crossrank.tools.traces.nsight.markers import BATCH, CALL, Ranges
@@ -28,7 +28,7 @@ _OTHER_RUN = 0.01
 """Maximum share of markers that differ from the record with their id."""
 
 
-def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, names: GroupNames, epoch: int) -> Column | None:
+def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, epoch: int) -> Column | None:
     """Add a row for each launch of a comms file that has a marker. Return the row of each range, `NONE` for an id that
     the file lacks. Return None if the file is of another run: it has none of the ids, or other calls."""
     trace = builder.trace
@@ -42,7 +42,7 @@ def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, names: GroupN
             continue
         launches.setdefault(identity, []).append(record)
         if record.id in first and (meaning := calls.of_range(first[record.id])).what == CALL:
-            one = names.of_record(meaning.record)
+            one = meaning.record
             compared += 1
             unlike += (record.op, record.pg) != (one.op, one.pg) or 0 < one.bytes != record.bytes
     if unlike > _OTHER_RUN * compared or not launches:
@@ -64,7 +64,7 @@ def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, names: GroupN
     return np.array([row_of.get(identity, NONE) for identity in calls.id.tolist()], np.int64)
 
 
-def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, names: GroupNames, epoch: int) -> Column:
+def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, epoch: int) -> Column:
     """Add rows for all calls from their markers; return the row of each range."""
     trace, ids = builder.trace, calls.id.copy()
     head = np.arange(len(calls))  # the first of the ranges that share a row
@@ -72,9 +72,7 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, n
     for members, closing, identity in _batches(calls, kernels):
         head[[*members, closing]] = members[0] if members else FILTERED
         if members:
-            launches[members[0]] = builder.signatures.of(
-                launch_of([names.of_record(calls.of_range(one).record) for one in members])
-            )
+            launches[members[0]] = builder.signatures.of(launch_of([calls.of_range(one).record for one in members]))
             ids[members[0]] = identity
     heads = np.flatnonzero(head == np.arange(len(calls)))
     single = heads[~np.isin(heads, list(launches))]
@@ -82,7 +80,7 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, n
     signature_of = np.zeros(len(calls.meanings), np.int64)
     for number, count in zip(used.tolist(), counts.tolist(), strict=True):
         meaning = calls.meanings[number]
-        signature_of[number] = builder.signatures.of(names.of_record(meaning.record))
+        signature_of[number] = builder.signatures.of(meaning.record)
         if meaning.sizeless or meaning.left_out:
             trace.unattributed[SIZELESS if meaning.sizeless else LEFT_OUT] += count
     signature = signature_of[calls.meaning]

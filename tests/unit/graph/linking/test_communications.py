@@ -70,8 +70,8 @@ def test_records_come_from_the_comms_file_then_our_range(tmp_path: Path) -> None
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n"}
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg", "locality": "cross_node"}
     gone = group | {"ranks": [0, 5]}
-    call = {"id": 7, "seq": 31, "t": 4, "step": 2, "earlier": 1} | RANGE
-    lines = [{"header": header}, {"group": gone}, {"group": group | {"earlier": 1}}, call]
+    call = {"id": 7, "seq": 31, "t": 4, "step": 2, "epoch": 1} | RANGE
+    lines = [{"header": header}, {"group": gone}, {"group": group | {"epoch": 1}}, call]
     comms = tmp_path / "rank-0.comms.jsonl.zst"
     # A record begins with its id, without spaces.
     content = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)

@@ -222,33 +222,57 @@ def rows_of(trace: RankTrace) -> list[tuple[int, int]]:
 
 
 LATER = 1000 + 10 * SAME_TIME
+# (pg_id, number, time)
+FIRST, SECOND = (0, 1, 1000), (3, 1, LATER)
 
 
 @pytest.mark.parametrize(
-    ("made", "entries", "groups"),
+    ("made", "calls", "entries", "epochs"),
     [
-        ([], [(0, 1000), (0, 1001), (3, LATER)], ["0", "0", "0 (no. 2)"]),
-        ([0], [(0, 1000), (3, LATER)], ["0", "0 (no. 2)"]),
-        ([0, LATER], [(0, 1000), (3, LATER)], ["0", "0 (no. 2)"]),
+        ([], [], [FIRST, (0, 2, 1001), SECOND], [0, 0, 1]),
+        ([], [], [FIRST, SECOND, (0, 2, LATER)], [0, 0, 0]),  # two groups of one name at the same time
+        ([LATER], [], [FIRST, SECOND], [-1, 0]),  # the recording begins with the second group
+        ([0, LATER], [], [FIRST, SECOND], [0, 1]),
         # The calls of the first group have fallen out of the ring, or those of the second one are yet to come.
-        ([0, LATER], [(3, LATER), (3, LATER + 1)], ["0 (no. 2)"] * 2),
-        ([0, LATER], [(0, 1000), (0, 1001)], ["0", "0"]),
-        ([500, LATER], [(0, 0), (3, LATER + SAME_TIME)], ["0", "0 (no. 2)"]),
+        ([0, LATER], [], [SECOND, (3, 2, LATER + 1)], [1, 1]),
+        ([0, LATER], [], [FIRST, (0, 2, 1001)], [0, 0]),
+        ([0, LATER], [], [(3, 1, LATER - SAME_TIME)], [1]),
+        # The wall clock was set back or forward since: the number of calls counts.
+        ([0, 3 * LATER], [(0, 7), (1, 2)], [SECOND, (3, 2, LATER + 1)], [1, 1]),
+        ([0, 0], [(0, 7), (1, 2)], [(0, 6, 1000), (0, 7, 1001)], [0, 0]),
+        ([500, 600], [], [FIRST, SECOND], [0, 1]),
+        # The rank is in no earlier group of the name.
+        ([None, 500], [], [FIRST, (0, 2, 1001)], [1, 1]),
     ],
 )
 def test_the_group_number_and_time_separate_groups_of_one_name(
-    made: list[int], entries: list[tuple[int, int]], groups: list[str], tmp_path: Path
+    made: list[int | None],
+    calls: list[tuple[int, int]],
+    entries: list[tuple[int, int, int]],
+    epochs: list[int],
+    tmp_path: Path,
 ) -> None:
     given = [
-        entry(number, "all_reduce", number + 1, pg_id=pg_id, time_created_ns=at)
-        for number, (pg_id, at) in enumerate(entries)
+        entry(place, "all_reduce", seq, pg_id=pg_id, time_created_ns=at)
+        for place, (pg_id, seq, at) in enumerate(entries)
     ]
-    known = [{"pg": "0", "size": 2, "ranks": [4, 6], "earlier": number, "t": at} for number, at in enumerate(made)]
-    trace = read(tmp_path, *given, crossrank=moment(groups=known) if made else None)
-    assert groups_of_calls(trace) == groups
+    known = [
+        {"pg": "0", "size": 2, "ranks": [4, 6], "epoch": number, "t": at}
+        for number, at in enumerate(made)
+        if at is not None
+    ]
+    records = [{"id": id, "t": 0, "seq": seq, "epoch": epoch} for id, (epoch, seq) in enumerate(calls)]
+    trace = read(tmp_path, *given, crossrank=moment(*records, groups=known) if made else None)
+    found = trace.calls.state.tolist()[: len(entries)]
+    assert groups_of_calls(trace)[: len(entries)] == [{-1: "0 (no. 0)", 0: "0", 1: "0 (no. 2)"}[one] for one in epochs]
     # The rank has left its earlier groups, whose calls a recorder may never see end.
-    newest = "0 (no. 2)" if "0 (no. 2)" in groups or len(made) > 1 else "0"
-    assert trace.calls.state.tolist() == [SCHEDULED if group == newest else RETIRED for group in groups]
+    newest = max([*epochs, len(made) - 1])
+    assert found == [SCHEDULED if epoch == newest else RETIRED for epoch in epochs]
+
+
+def test_groups_without_a_name_are_not_separated(tmp_path: Path) -> None:
+    given = [entry(place, "all_reduce", 1, pg_id=place, process_group=("", "undefined")) for place in range(2)]
+    assert read(tmp_path, *given).calls.state.tolist() == [SCHEDULED, SCHEDULED]
 
 
 def test_roots_and_source_lines_come_from_the_records_of_the_same_calls(tmp_path: Path) -> None:

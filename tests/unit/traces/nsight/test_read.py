@@ -68,13 +68,13 @@ def test_a_kernel_belongs_to_the_marker_around_its_launch(tmp_path: Path, schema
 @pytest.mark.parametrize("with_comms", [False, True])
 def test_a_group_made_again_has_calls_of_its_own(with_comms: bool, tmp_path: Path, process: Process) -> None:
     process.identity(0)
-    process.group(earlier=1, t=1500)
+    process.group(epoch=1, t=1500)
     process.group()
     for number in (1, 2):
         start = 1000 * number
-        process.marker(start, start + 100, number, **({"earlier": 1} if number == 2 else {}))
+        process.marker(start, start + 100, number, **({"epoch": 1} if number == 2 else {}))
         process.kernel(start + 50, start + 500, start + 900)
-    calls = [{"id": number, "op": "all_reduce", "seq": 1, "earlier": number - 1} for number in (1, 2)]
+    calls = [{"id": number, "op": "all_reduce", "seq": 1, "epoch": number - 1} for number in (1, 2)]
     comms = write_comms(tmp_path / "rank-0.comms.jsonl", *calls, again=1) if with_comms else None
     found = rows(read(process, tmp_path, comms=comms))
     assert found == [("all_reduce", "0", 1, 1, 1500, 1900), ("all_reduce", "0 (no. 2)", 1, 2, 2500, 2900)]
@@ -364,7 +364,7 @@ def write_comms(
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "pid": pid} | more
     steps: list[dict[str, object]] = [{"step": {"step": 7, "t": 50}}, {"step": {"t": 60}}]
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
-    groups = [{"group": group | {"earlier": earlier}} for earlier in range(again + 1)]
+    groups = [{"group": group | {"epoch": epoch}} for epoch in range(again + 1)]
     rest = {"c10d": "", "pg": "0", "t": 0, "bytes": 4_000_000}
     whole = [{"id": record["id"], **rest, **record} for record in records]  # a record begins with its id
     path.write_text("\n".join(map(json.dumps, [{"header": header}, *groups, *steps, *whole])) + "\n")

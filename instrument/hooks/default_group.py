@@ -1,0 +1,40 @@
+"""Counts how often the process initializes its default process group: torch then uses names of groups again.
+
+torch sets the default group by one function of its module, however a script imported `init_process_group`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch.distributed import distributed_c10d
+
+from crossrank.instrument.hooks.patches import Patches
+from crossrank.instrument.identity.process_groups import GroupTable
+from crossrank.instrument.torch_private import has
+
+
+class Grouped(Protocol):
+    """A session that knows the process groups."""
+
+    groups: GroupTable
+
+
+_patches = Patches()
+
+
+def install(session: Grouped) -> None:
+    if not has("default group"):
+        return
+    original, groups = distributed_c10d._update_default_pg, session.groups
+
+    def update(pg: Any) -> Any:
+        given = original(pg)
+        groups.epoch += pg is not None
+        return given
+
+    _patches.replace(distributed_c10d, "_update_default_pg", update)
+
+
+def uninstall() -> None:
+    _patches.undo()
