@@ -191,8 +191,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the group is bound to a device (`device_id=`). Then its communicator is created with the group, not by
     the first call. It carries all calls of the group in one order, single sends and receives too."""
     epoch: Number = 0
-    """How often the rank had initialized its default group again when it made this group. Then torch uses the names of
-    destroyed groups again: the default group is always "0"."""
+    """Number of earlier default groups of this rank. After `destroy_process_group()` and `init_process_group()` torch
+    uses names again: the default group is "0" each time."""
     t: Number = 0
     """When this rank first saw the group, on its monotonic clock; 0 in files of earlier versions."""
 
