@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan
+from crossrank.replay.results.replay_report import rank_bytes
 from crossrank.replay.results.whole_step import _estimate_noise, compare_step
 from crossrank.replay.run.messages import Computed, Pass, RankResult
 from crossrank.tools.traces.replayed import ComputedOperation
@@ -98,3 +99,12 @@ def test_the_noise_is_half_the_interval_of_both_medians(
     replayed: list[float], recorded: list[float], ranks: int, noise: float | None
 ) -> None:
     assert _estimate_noise(replayed, recorded, ranks) == (None if noise is None else pytest.approx(noise, abs=1e-4))
+
+
+def test_changed_calls_need_their_own_tensors_next_to_the_computation() -> None:
+    (rank,) = plan_of([record("all_reduce")]).ranks
+    assert rank_bytes(rank) == 16
+    rank.compute = compute()
+    assert rank_bytes(rank) == 64
+    rank.calls[0].record = msgspec.structs.replace(rank.calls[0].record, inputs=[[8]], outputs=[[8]], bytes=32)
+    assert rank_bytes(rank) == 64 + 32

@@ -162,3 +162,21 @@ def test_an_all_to_all_is_kept_without_messages_or_known_sizes() -> None:
     even = one(1, 0, 10, comm=comm("all_to_all", 96))
     assert lower([even], 0, messages=True) == {}
     assert even.comm == comm("all_to_all", 96)
+
+
+def test_a_roofline_runs_gpu_nodes_without_num_ops_on_the_host() -> None:
+    def nodes() -> list[ChakraNode]:
+        return [
+            one(1, 0, 10, flop=8, tensor_bytes=16),
+            one(2, 10, 10, flop=8),
+            one(3, 20, 10, tensor_bytes=16),
+            one(4, 30, 10, is_cpu=True),
+            one(5, 40, 10, comm=comm("all_reduce", 96)),
+        ]
+
+    text = "computation on a GPU without num_ops, as one of the host, which keeps its time"
+    for roofline, on_host in ((True, [2, 3, 4]), (False, [4])):
+        lowered = nodes()
+        changed = lower(lowered, 0, roofline=roofline)
+        assert [node.id for node in lowered if node.is_cpu] == on_host
+        assert changed.get(text, 0) == len(on_host) - 1
