@@ -34,6 +34,7 @@ def test_times_share_one_clock_and_waits_are_separate() -> None:
         (1, 1, 1000, 0, 50, 1000),
     ]
     assert end_to_end_ns(results) == [1300, 1000]
+    assert end_to_end_ns(results[:1]) == [1300, 1000]
 
 
 def test_bandwidths_follow_nccl_tests() -> None:
