@@ -224,7 +224,7 @@ class Session:
         self.recorder.take_spans(sys.maxsize)
         self.recorder.take(sys.maxsize)  # what was called while there was no file is of no file
         self._before = self.recorder.counts()
-        self.groups.restart()
+        self.groups.forget_destroyed()
         self.files = None
         self.windows.begin()
         facts = self.facts

@@ -5,8 +5,10 @@ torch sets the default group by one function of its module, however a script imp
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.hooks.patches import Patches
@@ -26,11 +28,15 @@ _patches = Patches()
 def install(session: Grouped) -> None:
     if not has("default group"):
         return
-    original, groups = distributed_c10d._update_default_pg, session.groups
+    original, note = distributed_c10d._update_default_pg, session.groups.note_default
+    if dist.is_initialized():
+        note(dist.get_world_size())
 
     def update(pg: Any) -> Any:
         given = original(pg)
-        groups.epoch += pg is not None
+        if pg is not None:
+            with suppress(Exception):  # an object of another library may raise anything
+                note(pg.size())
         return given
 
     _patches.replace(distributed_c10d, "_update_default_pg", update)

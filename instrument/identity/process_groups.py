@@ -37,14 +37,22 @@ class GroupTable:
         self._lock = threading.RLock()  # training and the writer's thread both look for new groups
         self._gone: deque[Group] = deque(maxlen=_MOST_GONE)
         self.epoch = 0
-        """How often the default group was initialized again since `restart`."""
+        """How often a default group of this size was initialized again."""
+        self._size = 0
         self.by_id = self._states.get
         """Returns the state of the group with this id, or None: the fast look-up for each call."""
 
-    def restart(self) -> None:
-        """Forget destroyed groups and count epochs from 0, for the files of another job."""
+    def note_default(self, size: int) -> None:
+        """Count a new default group. With another number of ranks, epochs count from 0: new processes may have joined.
+
+        All ranks call this for every default group, so they count alike, also if some make no calls in it.
+        """
+        self.epoch = self.epoch + 1 if size == self._size else 0
+        self._size = size
+
+    def forget_destroyed(self) -> None:
+        """Forget destroyed groups, which are of an earlier file."""
         self._gone.clear()
-        self.epoch = 0
 
     def add(self, group: dist.ProcessGroup, epoch: int | None = None) -> GroupState:
         """Return the state of `group`, which is of this epoch or else of the present one. Create and announce it if the

@@ -229,7 +229,7 @@ class _Reading:
         described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
         group, signature, p2p, on_gloo = described[kind].T
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
-        group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, called, seq)
+        group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
@@ -282,7 +282,7 @@ class _Reading:
         trace.calls.extend({name: values[keep] for name, values in found.items()})
 
     def _tell_apart(
-        self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, called: _Column, seq: _Column
+        self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, called: _Column
     ) -> tuple[_Column, _Column, _Column]:
         """Separate the groups of one name that the rank had one after another. Return the group and the signature of
         each call, and whether the rank has left the group: a recorder does not note the end of such a call."""
@@ -296,9 +296,9 @@ class _Reading:
             one_by_one = all(before[-1] < after[0] for before, after in pairwise(parts))
             if (len(parts) < 2 and made.keys() <= {found.group.epoch}) or not one_by_one or not name:
                 continue
-            epochs = list(range(len(parts)))
+            epochs = list(range(1 - len(parts), 1))  # the newest one keeps the name: rings end at the same calls
             if moment is not None and made:
-                epochs = _epochs_of(parts, list(made.values()), moment, called, seq)
+                epochs = _epochs_of(parts, list(made.values()), moment, called)
             for epoch, rows in zip(epochs, parts, strict=True):
                 its = made.get(epoch) or msgspec.structs.replace(found.group, pg=name_in_epoch(name, epoch))
                 is_left[rows] = epoch < max(*epochs, *made)
@@ -437,23 +437,24 @@ def _raw_name(group: Group) -> str:
     return group.pg.removesuffix(name_in_epoch("", group.epoch))
 
 
-def _epochs_of(
-    parts: Sequence[_Column], made: Sequence[Group], moment: Moment, called: _Column, seq: _Column
-) -> list[int]:
-    """Return the epoch of each part of the entries of one name: the groups in `made` had that name, in their order.
+def _epochs_of(parts: Sequence[_Column], made: Sequence[Group], moment: Moment, called: _Column) -> list[int]:
+    """Return the epoch of each part of the entries of one name: the groups in `made` had that name, in their order. -1:
+    before the first of them.
 
-    The number of the last call shows it, if only one group had that many. Otherwise the time does, but the wall clock
-    may have been set since. -1: before the first of `made`.
+    The times of the calls show it. But the wall clock may have been set since. So if crossrank recorded two calls of
+    the newest group, the last part is of that group: torch has recorded at least the first of them.
     """
-    clock, later = WallClock([moment.clock]), len(made)
-    last = {group.pg: max((one.seq or 0 for one in moment.calls if one.pg == group.pg), default=-1) for group in made}
-    epochs: list[int] = []
-    for rows in reversed(parts):
-        by_number = [place for place in range(later) if last[made[place].pg] == seq[rows].max()]
-        by_time = [place for place in range(later) if clock.at(made[place].t) - SAME_TIME <= called[rows[0]]]
-        later = by_number[0] if len(by_number) == 1 else max(by_time, default=-1)
-        epochs.insert(0, made[later].epoch if later >= 0 else -1)
-    return epochs
+    clock = WallClock([moment.clock])
+    noted = sum(one.pg == made[-1].pg and one.seq is not None and one.c10d not in UNRECORDED for one in moment.calls)
+    places = [_place_of(called[parts[-1][0]], made, clock) if noted < 2 else len(made) - 1]
+    for rows in reversed(parts[:-1]):
+        places.append(min(_place_of(called[rows[0]], made, clock), places[-1] - 1))
+    return [made[place].epoch if place >= 0 else -1 for place in reversed(places)]
+
+
+def _place_of(called: int, made: Sequence[Group], clock: WallClock) -> int:
+    """Return the last place of a group that was made before a call; -1 if none was."""
+    return max((place for place, group in enumerate(made) if clock.at(group.t) - SAME_TIME <= called), default=-1)
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:

@@ -229,7 +229,7 @@ FIRST, SECOND = (0, 1, 1000), (3, 1, LATER)
 @pytest.mark.parametrize(
     ("made", "calls", "entries", "epochs"),
     [
-        ([], [], [FIRST, (0, 2, 1001), SECOND], [0, 0, 1]),
+        ([], [], [FIRST, (0, 2, 1001), SECOND], [-1, -1, 0]),
         ([], [], [FIRST, SECOND, (0, 2, LATER)], [0, 0, 0]),  # two groups of one name at the same time
         ([LATER], [], [FIRST, SECOND], [-1, 0]),  # the recording begins with the second group
         ([0, LATER], [], [FIRST, SECOND], [0, 1]),
@@ -237,9 +237,9 @@ FIRST, SECOND = (0, 1, 1000), (3, 1, LATER)
         ([0, LATER], [], [SECOND, (3, 2, LATER + 1)], [1, 1]),
         ([0, LATER], [], [FIRST, (0, 2, 1001)], [0, 0]),
         ([0, LATER], [], [(3, 1, LATER - SAME_TIME)], [1]),
-        # The wall clock was set back or forward since: the number of calls counts.
-        ([0, 3 * LATER], [(0, 7), (1, 2)], [SECOND, (3, 2, LATER + 1)], [1, 1]),
-        ([0, 0], [(0, 7), (1, 2)], [(0, 6, 1000), (0, 7, 1001)], [0, 0]),
+        # The wall clock was set forward since: crossrank's own records show that the calls are of the second group.
+        ([0, 3 * LATER], [(0, 7), (1, 1), (1, 2)], [SECOND, (3, 2, LATER + 1)], [1, 1]),
+        ([0, 3 * LATER], [(0, 7), (1, 1), (1, 2)], [FIRST, SECOND], [0, 1]),
         ([500, 600], [], [FIRST, SECOND], [0, 1]),
         # The rank is in no earlier group of the name.
         ([None, 500], [], [FIRST, (0, 2, 1001)], [1, 1]),
