@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from tests.integration import forked_jobs
-from tests.integration.live_fault import DEVICE, batches, device_of, init_process_group, replicated
+from tests.integration.live_fault import DEVICE, batches, device_of, init_again, init_process_group, replicated
 
 HANG_SECONDS = 2.0
 LONG = 5.0
@@ -290,8 +290,7 @@ def writes_a_report_when_others_have_ended(rank: int) -> None:
 def makes_its_groups_anew(rank: int) -> None:
     dist.destroy_process_group()
     pause()
-    store = dist.FileStore(os.environ["STORE"] + "-2", RANKS)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=RANKS)
+    init_again(rank, RANKS, os.environ["STORE"])
     dist.barrier()
 
 
@@ -310,8 +309,7 @@ def makes_other_calls_in_groups_of_the_same_names(rank: int) -> None:
             if rank == 0:
                 time.sleep(1)  # it alone sees the group that nobody uses
             dist.destroy_process_group()
-            store = dist.FileStore(os.environ["STORE"] + "-2", RANKS)
-            dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=RANKS)
+            init_again(rank, RANKS, os.environ["STORE"])
     pause()
     dist.barrier()
 

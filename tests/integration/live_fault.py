@@ -200,6 +200,12 @@ def wait_for_the_test() -> None:
         time.sleep(0.02)
 
 
+def init_again(rank: int, ranks: int, store: str) -> None:
+    """Make the default group once more, after it was destroyed; `store` is the file of the first one's store."""
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(f"{store}-2", ranks), rank=rank, world_size=ranks)
+
+
 def init_process_group(rank: int, ranks: int, folder: Path, timeout: float, *, eager: bool = False) -> int:
     """Make the default group, on a GPU of this rank where there are as many. Returns how many times slower all is."""
     store = dist.FileStore(str(folder / "store"), ranks)

@@ -43,6 +43,7 @@ from tests.integration.live_fault import (
     batches,
     device_of,
     fault,
+    init_again,
     init_process_group,
     replicated,
     sharded,
@@ -212,8 +213,7 @@ def sleeps_when_its_group_was_made_again(rank: int) -> None:
     for _ in range(4):
         dist.all_reduce(torch.ones(64))
     dist.destroy_process_group()
-    store = dist.FileStore(f"{os.environ[FOLDER]}/store-2", 4)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=4)
+    init_again(rank, 4, f"{os.environ[FOLDER]}/store")
     if rank == 1:
         time.sleep(600)  # rank 1
     dist.all_reduce(torch.ones(32))
