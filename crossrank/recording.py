@@ -448,6 +448,7 @@ def with_epoch(one: T) -> T:
 
 
 def name_in_epoch(pg: str, epoch: int) -> str:
+    """Return the name of a group of an epoch; that of the first one is torch's name."""
     return pg if epoch == 0 else f"{pg} (no. {epoch + 1})"
 
 

@@ -92,9 +92,9 @@ def figures(
     matched: dict[str, list[int]] = {}
     for what, counts in ((what, counts) for one in ranks for what, counts in one.matched.items()):
         matched[what] = [sum(pair) for pair in zip(counts, matched.get(what, (0, 0)), strict=True)]
-    size = len(found.job.world)
+    size, skipped = len(found.job.world), list(table.skipped)
     if replay is not None and replay.world_size != size:
-        table.skipped.append(
+        skipped.append(
             f"skipped the replay of {printable(replay.source)}: it has {plural(replay.world_size, 'rank')}, the job "
             f"has {size:,}; give a replay of this recording with --replay"
         )
@@ -122,7 +122,7 @@ def figures(
         diagnosis_problem=diagnosis_problem,
         replay=replay,
         notes=list(map(printable, found.job.notes)),
-        skipped=table.skipped,
+        skipped=skipped,
     )
 
 

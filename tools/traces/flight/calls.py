@@ -288,11 +288,14 @@ class _Reading:
         each call, and whether the rank has left the group: a recorder does not note the end of such a call."""
         moment, groups, signatures = self._dump.moment, group.copy(), signature.copy()
         is_left = np.full(len(group), fill_value=False)
+        made_by_name: dict[str, dict[int, Group]] = defaultdict(dict)
+        for known in moment.groups if moment is not None else ():
+            made_by_name[_raw_name(known)][known.epoch] = known
         for local in set(group.tolist()):
             of_one, found = group == local, self._trace.groups[local]
             parts = [np.flatnonzero(of_one & (pg_id == number)) for number in dict.fromkeys(pg_id[of_one].tolist())]
             name = _raw_name(found.group)
-            made = {one.epoch: one for one in (moment.groups if moment is not None else ()) if _raw_name(one) == name}
+            made = made_by_name[name]
             one_by_one = all(before[-1] < after[0] for before, after in pairwise(parts))
             if (len(parts) < 2 and made.keys() <= {found.group.epoch}) or not one_by_one or not name:
                 continue
