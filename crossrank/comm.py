@@ -67,6 +67,8 @@ class Operation:
     """Which tensors have the same number of elements on every rank of a call. The others may differ by rank."""
     releases_all: bool = False
     """Whether no rank ends the operation before every rank has started it."""
+    by_pairs: bool = False
+    """Whether it consists of sends and receives: a rank ends it when its own pairs are through."""
     rooted: bool = False
     p2p: bool = False
     suffixes: str = ""
@@ -96,7 +98,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("reduce_scatter", "input", _all_but_self, "input", releases_all=True, suffixes=_SCATTER),
         Operation("gather", "input_per_member", _all_but_self, "input", rooted=True, suffixes="intotensor"),
         Operation("scatter", "output_per_member", _all_but_self, "output", rooted=True),
-        Operation("all_to_all", "input", _all_but_self, "none", releases_all=True, suffixes="base single v vsingle"),
+        Operation("all_to_all", "input", _all_but_self, "none", True, by_pairs=True, suffixes="base single v vsingle"),
         Operation("send", "input", _whole, "none", p2p=True),
         Operation("recv", "output", _whole, "none", p2p=True, suffixes="anysource"),
         Operation("barrier", "none", None, "none", releases_all=True),

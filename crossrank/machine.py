@@ -25,6 +25,14 @@ def boot_id() -> str | None:
         return None
 
 
+def pid_namespace() -> int | None:
+    """Return the kernel's number of the namespace of process numbers that this process is in; None if unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+
+
 def network_cards() -> int:
     """Return how many network cards connect this node to others: InfiniBand and RoCE devices, else network devices
     with hardware. 1 if the system lists none."""

@@ -38,20 +38,26 @@ EXECUTION_TRACE = "et"
 KINETO = "kineto"
 FLIGHT = "flight"
 LINKED = "linked"
+SEEN = "seen"
 
 VERDICT = "verdict.json"
 """File with the diagnosis of a hang, which the job itself writes next to the dumps."""
 OVER = "over"
 """`verdict` in this file if the job continued. The file keeps the findings."""
 
+
 SLOW = "slow"
-"""`verdict` in this file while the ranks that others wait for make progress, or are unknown. It keeps the findings."""
+"""`verdict` in this file while ranks wait for others that run."""
 
 DIAGNOSING = ".diagnosing-"
 """Prefix of a lock's name. One process of a node holds the lock while it diagnoses a hang."""
 PAUSING = ".pausing-"
 """Prefix of a file's name; the rank follows. With this file a rank announces that the others will wait for it. The
 content is the end of the pause in seconds since 1970."""
+ASKED = ".asked"
+"""Name of a file: it changes when a rank asks all ranks what they do."""
+MOVED = ".moved-"
+"""Prefix of a file's name; the rank follows. With this file a rank announces that it moves again after an answer."""
 
 OF_A_BACKEND = re.compile(
     r"^Dist\w*Error\b|(?<![a-z0-9])(gloo|nccl|ucc_|c10d)|monitoredBarrier|ProcessGroup|TCPStore|Operation timed out!",
@@ -73,6 +79,7 @@ _SUFFIXES = {
     KINETO: "kineto.json",
     FLIGHT: "flight.json",
     LINKED: "linked.json",
+    SEEN: "seen.json",
 }
 KINDS = tuple(_SUFFIXES)
 _KIND_OF = {suffix: kind for kind, suffix in _SUFFIXES.items()}
@@ -209,7 +216,7 @@ def list_recording(path: str) -> Listing:
                     size=size if isinstance(size, int) else 0,
                 )
             )
-        elif name != VERDICT and not name.startswith((DIAGNOSING, PAUSING)):
+        elif name != VERDICT and not name.startswith((DIAGNOSING, PAUSING, ASKED, MOVED)):
             names["partial" if _TEMPORARY.fullmatch(name) else "unrecognized"].append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
     return Listing(files=tuple(files), **{kind: tuple(sorted(found)) for kind, found in names.items()})
@@ -355,6 +362,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: Annotated[str, Privacy.BOOT] | None = None
     local_rank: Number | None = None
     pid: Number | None = None
+    pid_namespace: Number | None = None
+    """The kernel's number of the namespace in which this is the process number."""
     gpu: Annotated[dict[str, Any], Privacy.MIXED] | None = None
     gpu_serial: Annotated[str, Privacy.SERIAL] | None = None
     """Value of the variable GPU_SERIAL."""

@@ -55,6 +55,8 @@ class Config:
     flight: bool = True
     hang_seconds: float = 300.0
     on_hang: Literal["warn", "abort"] = "warn"
+    late_seconds: float = 0.0
+    """With `abort`, seconds after which a job ends whose ranks wait for one that does nothing; 0 = by the timeout."""
     timing: bool = False
     exception_texts: bool = True
     nsys: bool = False
@@ -142,14 +144,17 @@ def _ring(text: str) -> int:
     raise ValueError(f" is not a whole number from 1 to {_LARGEST_RING:,}")
 
 
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-        if seconds == 0 or _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-            return seconds
-    raise ValueError(
-        f" is not a number of seconds from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,}; 0 turns the hang watch off"
-    )
+def _seconds(zero: str) -> Callable[[str], float]:
+    """Return a parser of seconds; `zero` says what 0 does."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            seconds = float(text)
+            if seconds == 0 or _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+                return seconds
+        raise ValueError(f" is not a number of seconds from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,}; 0 {zero}")
+
+    return parse
 
 
 # Field of `Config` -> its parser, which raises `ValueError` with the reason; its variable, and the variable of the
@@ -161,8 +166,9 @@ SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "nvtx": (_one_of("1", "0", "classic"), ("TRACING_NVTX",)),
     "print_calls": (_on_off, ("TRACING_PRINT", "TORCH_DISTRIBUTED_TRACING_PRINT")),
     "flight": (_on_off, ("TRACING_FLIGHT",)),
-    "hang_seconds": (_seconds, ("TRACING_HANG_SECONDS",)),
+    "hang_seconds": (_seconds("turns the hang watch off"), ("TRACING_HANG_SECONDS",)),
     "on_hang": (_one_of("warn", "abort"), ("TRACING_ON_HANG",)),
+    "late_seconds": (_seconds("waits for the timeouts of the groups"), ("TRACING_LATE_SECONDS",)),
     "timing": (_on_off, ("TRACING_TIMING",)),
     "exception_texts": (_on_off, ("TRACING_EXCEPTION_TEXTS",)),
     "nsys": (_on_off, ("TRACING_NSYS",)),

@@ -67,7 +67,7 @@ class Session:
         self.nvtx = nvtx_markers.attach() if config.nvtx != "0" else None
         self.recorder: Recorder = dispatcher.make_recorder(self)
         self.hangs = Hangs(self)
-        self.dumps = FlightDumps(self, self.hangs.main_thread)
+        self.dumps = FlightDumps(self)
         self.windows = Windows(self)
         self.iterations = Iterations(self, self.windows.pass_edge)
         self.on_optimizer_step = self.iterations.on_optimizer_step
@@ -157,6 +157,8 @@ class Session:
             return
         dies = reason not in ("disable", "exit")
         try:
+            if not dies and not exits.exceptions(reason):
+                self._attempt("a verdict of a hang is kept", self.hangs.end_well)
             if dist.is_initialized() and self.writer is None:
                 self._attempt("nothing was recorded", self.begin)
             self.recorder.active = False
@@ -178,7 +180,7 @@ class Session:
         """In a forked child: stop recording, and leave the parent's files and signals to the parent."""
         self._end_recording()
         self.recorder.active = False
-        self.hangs.stop()
+        self.hangs.abandon()
         once_per_job.forget()
         self.windows.abandon()
         for opened in (self.writer, self.files):
@@ -203,10 +205,10 @@ class Session:
             earlier.stop()
         topology = Topology(rank, world_size, config.node or node_of_this_machine())
         self.facts = Facts(config=config, rank=rank, world_size=world_size, topology=topology)
-        topology.start(self._store_of_world, self._epoch, self.gpu.nvlink_domain)
+        topology.start(self.store_of_world, self._epoch, self.gpu.nvlink_domain)
         return topology
 
-    def _store_of_world(self) -> dist.Store | None:
+    def store_of_world(self) -> dist.Store | None:
         """The store of the process group that is recorded, while that is the current one."""
         if self.current_world() is None or not has("store"):
             return None
@@ -215,7 +217,7 @@ class Session:
 
     def _is_first_to_say(self, text: str) -> bool:
         """Whether no other rank of this recording has said a text."""
-        store = self._store_of_world()
+        store = self.store_of_world()
         folder = os.path.realpath(self.facts.config.directory)
         said = hashlib.sha256(f"{folder} {text}".encode(errors="replace")).hexdigest()
         return store is None or store.add(f"crossrank/said/{said}", 1) == 1

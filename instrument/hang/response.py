@@ -1,45 +1,38 @@
-"""The response to a hang: dumps, a verdict, and the end of the job if `TRACING_ON_HANG=abort`.
+"""The response to a hang: a question to all ranks, a verdict, and the end of the job if `TRACING_ON_HANG=abort`.
 
-Every rank writes its dump. One rank waits for the dumps of the others, diagnoses the job and prints the verdict into
-the training log while the job hangs. This is rank 0. If rank 0 does not notice the hang, it is another rank of its node
-or of another node. A verdict newer than the dump of a rank includes that dump, so that rank does nothing more.
+A rank that has been silent for a while asks all ranks what they do, shortly before its limit. One rank waits for the
+answers, diagnoses the job and prints the verdict into the training log while the job hangs. This is rank 0. If rank 0
+is not silent, it is another rank of its node or of another node. A verdict newer than the question includes the answer
+of a rank, so that rank does nothing more.
 
-With `TRACING_ON_HANG=abort` every rank ends when the verdict says that a rank waits for another one.
-
-A rank that others wait for may be evaluating or saving. While its main thread moves, the verdict calls it slow. The
-verdict is a hang only after five times the usual time. `expect_pause` announces such a pause.
+With `TRACING_ON_HANG=abort` the rank that made the verdict also decides, once, whether the job ends. It ends at the
+limit if it is proven that no rank can release those that wait, and much later if they wait for one that is late. The
+others obey (`answers`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
-import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
 
 from crossrank.atomic_file import whole_file
 from crossrank.budget import BudgetError, read_small
 from crossrank.errors import CrossrankError
-from crossrank.instrument import threads
 from crossrank.instrument.hang import verdict
-from crossrank.instrument.hang.main_thread import MainThread
+from crossrank.instrument.hang.answers import Answers, Watched, between_looks, change_time
+from crossrank.instrument.hang.questions import Questions
+from crossrank.instrument.hang.verdict import Verdict
 from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch
-from crossrank.instrument.hooks import exits
-from crossrank.instrument.hooks.exits import Closable
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
-from crossrank.instrument.write.flight_dump import Dumped, FlightDumps, completed
-from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SLOW, VERDICT, file_name, rank_folder
+from crossrank.instrument.write.flight_dump import completed
+from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SEEN, SLOW, VERDICT
 from crossrank.text import rank_ranges
 
-EXIT_CODE = 79
-"""Exit code of a process that `TRACING_ON_HANG=abort` ended: the first one after those of sysexits.h."""
 _LOOK = 0.1
 _LOOK_PER_RANK = 4e-4
 """Seconds between two looks at the folder: together, all ranks look at most 2,500 times per second."""
@@ -50,26 +43,15 @@ _AFTER_NODE_0, _AFTER_NODE = 8.0, 1.0
 _MOST_NODES = 30
 _FEW_CALLS = 4
 """Calls that must be made and finished after a verdict before the verdict is withdrawn."""
+_HEARD = 1.5
+"""Seconds in which every rank that runs hears a question."""
 _SETTLED = 1.5
-"""Seconds without a new dump after which no more are expected. Ranks notice a hang at different moments."""
+"""Seconds without a new answer after which no more are expected."""
 _LATEST = 30.0
-_ENDS_AFTER = 2.0
-"""Seconds from the verdict to the end of all ranks. They end together: the end of one raises an error in others."""
-_LATEST_END = 15.0
-"""Longest time to close the files, in seconds."""
-_FAR = 5.0
-"""Multiple of the patience after which a rank that moves counts as hung: it may be in an endless loop."""
+_AGAIN = 2.0
+"""Multiple of the time without communication after which the job is diagnosed again, if the verdict may change."""
 _OF_TIMEOUT = 0.8
-"""Share of the timeout of a process group that limits this time: the timeout aborts the job."""
-
-
-class Watched(Dumped, Closable, Protocol):
-    """The part of a session that the response to a hang uses."""
-
-    dumps: FlightDumps
-
-    def current_world(self) -> object | None:
-        """Return the recorded process group if it still is the default one."""
+"""Share of the shortest timeout of a process group after which a job ends whose ranks wait for one that is late."""
 
 
 class Hangs:
@@ -78,7 +60,10 @@ class Hangs:
     def __init__(self, session: Watched) -> None:
         self._session = session
         self._watch: HangWatch | None = None
-        self._main_thread = MainThread()
+        self._questions: Questions | None = None
+        self._answers: Answers | None = None
+        self._responded_at: float | None = None
+        """When this rank responded last since its last call, on the monotonic clock."""
         self._pauses: list[float] = []
         """End of each announced pause of this rank, in seconds since 1970."""
         self._was_pausing = False
@@ -96,13 +81,11 @@ class Hangs:
                 on_hang=self._on_hang,
                 waits=self._session.recorder.waits_under_way,
                 on_calls=self._on_calls,
-                on_silence=self._main_thread.look,
+                on_look=self._on_look,
+                early=lambda: between_looks(self._patience()) + _HEARD,
+                on_early=self._ask,
             )
             self._watch.start()
-
-    def main_thread(self) -> dict[str, Any]:
-        """Return whether the main thread has moved since the last call of this rank, and its share of CPU time."""
-        return {"moves": self._main_thread.moves, "busy": self._main_thread.busy}
 
     @contextlib.contextmanager
     def expect_pause(self, seconds: float) -> Iterator[None]:
@@ -130,12 +113,24 @@ class Hangs:
                     part.write_text(str(longest))
 
     def stop(self) -> None:
-        """Stop to watch."""
+        """Stop to watch. A verdict that this rank has printed is withdrawn if the rank ends well after it."""
+        if self._watch is not None:
+            self._watch.stop()
+        if self._questions is not None:
+            self._questions.stop()
+
+    def end_well(self) -> None:
+        """The script of this rank has ended without an exception: what it waited for has come."""
+        if self._said is not None:
+            self._take_back()
+
+    def abandon(self) -> None:
+        """In a forked child: leave everything to the parent."""
         if self._watch is not None:
             self._watch.stop()
 
     def _patience(self) -> float:
-        """Return after how many seconds without communication the job counts as hung.
+        """Return after how many seconds without communication the job is diagnosed.
 
         At most half of the shortest timeout of a process group: the timeout itself aborts the job.
         """
@@ -143,43 +138,62 @@ class Hangs:
         seconds = self._session.facts.config.hang_seconds
         return seconds if timeout is None else min(seconds, timeout / 2)
 
+    def _find_answers(self) -> Answers | None:
+        """Return the answers of this rank in the folder that it writes to now; None without one."""
+        files, session = self._session.files, self._session
+        if files is not None and (self._answers is None or self._answers.folder != files.recording):
+            if self._questions is not None:
+                self._questions.stop()
+            self._questions = Questions(files.recording, session.facts.world_size, session.store_of_world)
+            self._questions.start()
+            self._answers = Answers(session, files.recording, self._questions)
+        return self._answers
+
+    def _on_look(self) -> None:
+        if (answers := self._find_answers()) is not None:
+            answers.look(self._patience())
+
+    def _ask(self, seconds: float) -> None:
+        """Ask all ranks, unless one has asked in the `seconds` since the last call of this rank."""
+        if self._answers is None or self._questions is None or self._session.current_world() is None:
+            return
+        if self._answers.heard_at < time.monotonic() - seconds:
+            self._questions.ask()
+
     def _on_hang(self, seconds: float) -> float | None:
         """Respond to `seconds` without communication. Return after how many seconds to respond again, if ever."""
-        session = self._session
-        if session.files is None:
+        session, answers = self._session, self._find_answers()
+        if session.files is None or answers is None or self._questions is None:
             return COUNT_ANEW if session.writer is not None else None
-        pausing, was_pausing = _pausing(session.files.recording), self._was_pausing
+        pausing, was_pausing = _pausing(answers.folder), self._was_pausing
         self._was_pausing = bool(pausing)
         if pausing or was_pausing:  # after a pause, every rank waits for its full patience again
             log.info("crossrank: rank %s announced a pause, so no hang is reported", rank_ranges(pausing))
             return COUNT_ANEW
-        session.dumps.write("hang")
         if session.current_world() is None:  # this rank has destroyed its group: the waiting ranks make the verdict
             return None
-        timeout = session.groups.shortest_timeout()
-        far = min(self._patience() * _FAR, math.inf if timeout is None else timeout * _OF_TIMEOUT)
-        silence = _Silence(session, session.files.recording, seconds, far)
+        self._ask(seconds if self._responded_at is None else time.monotonic() - self._responded_at)
+        self._responded_at = time.monotonic()
+        silence = _Silence(session, answers, self._questions.asked_at(), seconds, self._patience())
         silence.respond()
         if silence.has_said:
-            self._said = session.files.recording / VERDICT, session.recorder.calls(), completed()
-        return far if silence.may_go_on else None
+            self._said = answers.folder / VERDICT, session.recorder.calls(), completed()
+        again = seconds * _AGAIN
+        return min([again, *(one for one in silence.ends_late() if one > seconds)]) if silence.may_go_on else None
 
     def _on_calls(self) -> None:
-        self._main_thread.forget()
-        self._take_back()
+        self._responded_at = None
+        if self._said is not None:
+            _, calls, over = self._said
+            # A failed call looks completed, and so may the calls with which the script handles it.
+            if self._session.recorder.calls() - calls >= _FEW_CALLS and completed() - over >= _FEW_CALLS:
+                self._take_back()
 
     def _take_back(self) -> None:
-        """Withdraw the verdict of this rank if calls since then have finished.
-
-        A failed call looks completed, and so may the calls with which the script handles it. So a few must finish.
-        """
-        if self._said is None:
-            return
-        path, calls, over = self._said
-        if self._session.recorder.calls() - calls < _FEW_CALLS or completed() - over < _FEW_CALLS:
-            return
+        """Withdraw the verdict of this rank."""
+        path = self._said[0] if self._said is not None else None
         self._said = None
-        if verdict.replace(path, OVER):
+        if path is not None and verdict.replace(path, OVER):
             log.warning(
                 "crossrank: communication continues, so the verdict above no longer applies; %s is updated",
                 path,
@@ -190,26 +204,32 @@ class Hangs:
 class _Silence:
     """One period in which this rank makes no progress."""
 
-    def __init__(self, session: Watched, folder: Path, seconds: float, far: float) -> None:
+    def __init__(self, session: Watched, answers: Answers, asked_at: int, seconds: float, limit: float) -> None:
         self._session = session
-        self._folder = folder
+        self._answers = answers
+        self._folder = answers.folder
+        self._asked_at = asked_at
         self._seconds = seconds
-        self._far = far
+        self._limit = limit
         self._calls, self._completed = session.recorder.calls(), completed()
-        self._dumped = _read_change_time(self._file(FLIGHT, session.facts.rank)) or time.time_ns()
-        self._since = self._dumped - round(seconds * 1e9)
         self._look = max(_LOOK, session.facts.world_size * _LOOK_PER_RANK)
         self.has_said = False
-        """Whether this rank has printed that the job hangs, or that others wait for a slow rank."""
+        """Whether this rank has printed that the job hangs, or that others wait for a late rank."""
 
     @property
     def may_go_on(self) -> bool:
         """Whether the verdict says that the job may continue, or that evidence is missing."""
         found = verdict.read(self._folder / VERDICT)
-        return found is not None and found.verdict in (SLOW, "incomplete")
+        return found is not None and not found.is_hang and found.verdict != OVER
+
+    def ends_late(self) -> list[float]:
+        """Return after how many seconds a job ends whose ranks wait for one that runs, and for one that does not."""
+        timeout, own = self._session.groups.shortest_timeout(), self._session.facts.config.late_seconds
+        found = [timeout * _OF_TIMEOUT] if timeout is not None else []
+        return [*found, own if own else found[0]] if own or found else []
 
     def respond(self) -> None:
-        """Make or await the verdict, and abort if the settings ask for it."""
+        """Make or await the verdict."""
         begun, turn = time.monotonic(), self._turn()
         while not self._is_over() and not self._has_verdict():
             # One process of a node at a time: the next one may find a verdict.
@@ -217,9 +237,12 @@ class _Silence:
                 with self._alone_on_node() as is_alone:
                     if is_alone and not self._has_verdict() and not self._report():
                         return
-            time.sleep(self._look)
-        if self._session.facts.config.on_hang == "abort":
-            self._abort()
+            self._pause(self._look)
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep, and answer the questions of other ranks meanwhile."""
+        self._answers.look(self._limit)
+        time.sleep(seconds)
 
     @contextlib.contextmanager
     def _alone_on_node(self) -> Iterator[bool]:
@@ -258,24 +281,24 @@ class _Silence:
         return self._session.closing or self._session.recorder.calls() != self._calls
 
     def _has_verdict(self) -> bool:
-        changed = _read_change_time(self._folder / VERDICT)
-        return changed is not None and changed >= self._dumped
+        changed = change_time(self._folder / VERDICT)
+        return changed is not None and changed >= self._asked_at
 
     def _report(self) -> bool:
         """Diagnose the job and print new findings; return whether there is a verdict."""
         session, folder = self._session, self._folder
-        self._wait_for_dumps()
+        self._wait_for_answers()
         if self._is_over():
             return False
         path = folder / VERDICT
-        earlier = verdict.read(path) if (_read_change_time(path) or 0) > self._since else None
+        since = self._asked_at - round(self._seconds * 1e9)
+        earlier = verdict.read(path) if (change_time(path) or 0) > since else None
         silence = f"no communication on rank {session.facts.rank} for {self._seconds:.3g} s"
         try:
             self._refuse_part_of_job()
             text, content = verdict.diagnose(folder, session.facts.world_size)
             found = verdict.parse(content)
-            doubt = found.doubt() if found.is_hang and self._seconds < self._far else ""
-            verdict.publish(path, content, SLOW if doubt else None)
+            verdict.publish(path, content)
         except CrossrankError as error:
             log.warning(
                 "crossrank: %s: %s; run `crossrank diagnose %s` to see which rank waits for which",
@@ -285,26 +308,42 @@ class _Silence:
             verdict.write_none(path)
             return False
         is_over = self._is_over() or completed() != self._completed
-        if earlier is not None and found.says_as(earlier):
-            return True
-        if doubt and not is_over:
-            self.has_said = True
-            log.warning(
-                "crossrank: %s: %s; crossrank reports a hang after %.3g s:\n%s",
-                *(doubt, silence, self._far, text),
-                extra=ONE_RANK,
-            )
-        elif found.is_hang:
-            state = "hung, and continues" if is_over else "hangs"
-            self.has_said = not is_over
-            log.warning("crossrank: the job %s: %s. Verdict (%s):\n%s", state, silence, path, text, extra=ONE_RANK)
-        elif not is_over:
-            log.warning(
-                "crossrank: %s, and no rank waits for another; %s has the last calls of every rank (verdict: %s)",
-                *(silence, folder, found.verdict),
-                extra=ONE_RANK,
-            )
+        if earlier is None or not found.says_as(earlier):
+            self._print(found, silence, text, is_over=is_over)
+        if session.facts.config.on_hang == "abort" and not is_over:
+            self._decide(found, content)
         return True
+
+    def _print(self, found: Verdict, silence: str, text: str, *, is_over: bool) -> None:
+        path = self._folder / VERDICT
+        if found.is_hang:
+            state = "hung, and continues" if is_over else "hangs"
+            log.warning("crossrank: the job %s: %s. Verdict (%s):\n%s", state, silence, path, text, extra=ONE_RANK)
+        elif is_over:
+            return
+        elif found.proof == "late":
+            log.warning("crossrank: %s: %s. Verdict (%s):\n%s", found.summary, silence, path, text, extra=ONE_RANK)
+        else:
+            log.warning(
+                "crossrank: %s, and %s; %s has the last calls of every rank (verdict: %s)",
+                *(silence, found.summary or "no rank waits for another", self._folder, found.verdict),
+                extra=ONE_RANK,
+            )
+        self.has_said = not is_over and (found.is_hang or found.proof == "late")
+
+    def _decide(self, found: Verdict, content: bytes) -> None:
+        """Decide that the job ends, if the verdict proves a hang, or the ranks that others wait for are late by far."""
+        if not found.is_hang and not (found.proof == "late" and self._seconds >= self._end_of_late(found)):
+            return
+        ranks = found.involved()
+        if self._answers.anyone_moved(ranks, self._asked_at) or self._is_over() or completed() != self._completed:
+            log.warning("crossrank: the job is not ended, because a rank of the hang moves again", extra=ONE_RANK)
+            return
+        verdict.publish(self._folder / VERDICT, content, ends=ranks)
+
+    def _end_of_late(self, found: Verdict) -> float:
+        runs, stands = self.ends_late() or [float("inf")] * 2
+        return runs if found.verdict == SLOW else stands
 
     def _refuse_part_of_job(self) -> None:
         """Raise an error if other nodes write to their own folders: their ranks would seem to be missing."""
@@ -312,7 +351,7 @@ class _Silence:
         places = dict(topology.places) if topology is not None else {}
         here: set[str] = set()
         for rank, (node, _) in places.items():
-            if node not in here and self._file(COMMS, rank).exists():
+            if node not in here and self._answers.file(COMMS, rank).exists():
                 here.add(node)
         if apart := sorted(rank for rank, place in places.items() if place[0] not in here):
             raise CrossrankError(
@@ -320,43 +359,23 @@ class _Silence:
                 "or use a folder that all nodes share"
             )
 
-    def _wait_for_dumps(self) -> None:
-        """Wait for the dumps of the other ranks, as long as new ones arrive."""
-        missing = set(range(self._session.facts.world_size)) - {self._session.facts.rank}
+    def _wait_for_answers(self) -> None:
+        """Wait for an answer of every rank, or for what its neighbours see of it, as long as new ones arrive."""
+        missing = set(range(self._session.facts.world_size))
         begun = latest = time.monotonic()
-        while missing and not self._is_over() and (looked := time.monotonic()) - begun < _LATEST:
-            written = {rank for rank in missing if (_read_change_time(self._file(FLIGHT, rank)) or 0) > self._since}
+        patience = 2 * between_looks(self._limit) + _HEARD + _SETTLED
+        while missing and not self._is_over() and (looked := time.monotonic()) - begun < patience + _LATEST:
+            written = {rank for rank in missing if self._is_told(rank)}
             missing -= written
             if written:
                 latest = time.monotonic()
-            elif time.monotonic() - latest > _SETTLED:
+            elif time.monotonic() - begun > patience and time.monotonic() - latest > _SETTLED:
                 return
-            time.sleep(max(_LOOK, time.monotonic() - looked))  # a look is slow on the file system of a cluster
+            self._pause(max(_LOOK, time.monotonic() - looked))  # a look is slow on the file system of a cluster
 
-    def _file(self, kind: str, rank: int) -> Path:
-        return self._folder / rank_folder(rank, self._session.facts.world_size) / file_name(kind, rank)
-
-    def _abort(self) -> None:
-        """If the verdict is a hang, end this process at the same time as the others."""
-        path = self._folder / VERDICT
-        found, given = verdict.read(path), _read_change_time(path) or 0
-        if found is None or not found.is_hang or self._is_over() or completed() != self._completed:
-            return
-        log.error(
-            "crossrank: rank %d ends with exit code %d because the job hangs (TRACING_ON_HANG=abort)",
-            *(self._session.facts.rank, EXIT_CODE),
-        )
-        latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has read the verdict
-        # A script that continues and ends meanwhile gets this exit code too: it is logged, and the other ranks end.
-        exits.end_with(EXIT_CODE, _LATEST_END + latest)
-        # One thread each: a disk may be stuck, and a thread that hangs may have the lock of a stream.
-        works = (lambda: self._session.close("abort"), sys.stdout.flush, sys.stderr.flush)
-        ending = [thread for work in works if (thread := threads.start("abort", work)) is not None]
-        until = time.monotonic() + _LATEST_END
-        for thread in ending:
-            thread.join(max(0.0, until - time.monotonic()))
-        time.sleep(max(0.0, min(latest, given / 1e9 + latest - time.time())))
-        os._exit(EXIT_CODE)
+    def _is_told(self, rank: int) -> bool:
+        """Return whether it is known what a rank does since the question."""
+        return any((change_time(self._answers.file(kind, rank)) or 0) >= self._asked_at for kind in (FLIGHT, SEEN))
 
 
 def _pausing(folder: Path) -> list[int]:
@@ -368,11 +387,3 @@ def _pausing(folder: Path) -> list[int]:
                 if float(read_small(path)) > time.time():
                     found.append(int(path.name.removeprefix(PAUSING)))
     return sorted(found)
-
-
-def _read_change_time(path: Path) -> int | None:
-    """Return when a file was written, in ns since 1970; None if there is no file."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None

@@ -15,11 +15,10 @@ import msgspec
 from crossrank.atomic_file import whole_file
 from crossrank.budget import BudgetError, read_small
 from crossrank.errors import CrossrankError, one_line
-from crossrank.recording import OVER, SLOW, VERDICT
-from crossrank.text import rank_ranges
+from crossrank.recording import OVER, VERDICT
 
-_OF_SOMEBODY = ("missing_rank", "p2p_unmatched")
-"""Kinds of findings that some rank has caused."""
+PROVEN = ("deadlock", "mismatch", "gone")
+"""What proves that no rank can release those that wait."""
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
 _FEW_RANKS = 64
@@ -37,25 +36,27 @@ class Verdict(msgspec.Struct):
     """The fields of `verdict.json`, the output of `crossrank diagnose -o`, that the recorder reads."""
 
     verdict: str = ""
+    proof: str = ""
+    """`deadlock`, `mismatch`, `gone`, `late` or `not_known`; empty if no rank waits for another."""
+    summary: str = ""
+    """Who waits for whom, in a sentence."""
     findings: list[dict[str, Any]] = []
+    ends: list[int] = []
+    """Not empty if the job ends: the ranks of the hang."""
 
     @property
     def is_hang(self) -> bool:
-        """Whether some rank waits for another."""
-        return self.verdict not in (OVER, SLOW) and any(finding.get("waiting_ranks") for finding in self.findings)
+        """Whether it is proven that no rank can release those that wait."""
+        return self.verdict != OVER and self.proof in PROVEN
 
-    def doubt(self) -> str:
-        """Return why this may not be a hang, empty if it is one: the ranks that others wait for move, are unknown, or
-        have no evidence."""
-        waited_for = {rank for one in self.findings for rank in one.get("culprit_ranks", ())}
-        moving = {rank for one in self.findings for rank in one.get("moving_ranks", ())}
-        if self.verdict == "incomplete":
-            return "ranks wait, and evidence of other ranks is missing"
-        if all(not one.get("culprit_ranks") and one.get("kind") in _OF_SOMEBODY for one in self.findings):
-            return "ranks wait, and it is unknown for which rank"
-        if waited_for and waited_for <= moving and all(one.get("culprit_ranks") for one in self.findings):
-            return f"rank {rank_ranges(sorted(waited_for))} is slow: its main thread is running while other ranks wait"
-        return ""
+    def involved(self) -> list[int]:
+        """Return the ranks of the hang. If one of them moves, the verdict no longer holds."""
+        names = ("culprit_ranks", "waiting_ranks")
+        return sorted({rank for one in self.findings for name in names for rank in one.get(name, ())})
+
+    def reason(self) -> str:
+        """Return why the job ends."""
+        return "the job hangs" if self.is_hang else self.summary
 
     def says_as(self, other: Verdict) -> bool:
         """Return whether another verdict has the same findings, regardless of the positions of threads."""
@@ -88,16 +89,12 @@ def write_none(path: Path) -> None:
 def replace(path: Path, verdict: str) -> bool:
     """Replace the verdict in the file and keep the old one in `was`. Return whether there was one."""
     try:
-        _write_as(path, read_small(path), verdict)
+        document = msgspec.json.decode(read_small(path), type=dict[str, Any])
+        was = document.get("was", document.get("verdict"))
+        _write(path, msgspec.json.encode(document | {"verdict": verdict, "was": was}))
     except (OSError, BudgetError, msgspec.MsgspecError):
         return False
     return True
-
-
-def _write_as(path: Path, content: bytes, verdict: str) -> None:
-    document = msgspec.json.decode(content, type=dict[str, Any])
-    was = document.get("was", document.get("verdict"))
-    _write(path, msgspec.json.encode(document | {"verdict": verdict, "was": was}))
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -137,15 +134,14 @@ def diagnose(folder: Path, world_size: int) -> tuple[str, bytes]:
     )
 
 
-def publish(path: Path, content: bytes, verdict: str | None = None) -> None:
-    """Write the result of `diagnose` for the other ranks, with another `verdict` if one is given.
+def publish(path: Path, content: bytes, *, ends: list[int] | None = None) -> None:
+    """Write the result of `diagnose` for the other ranks, with the decision that the job ends if there is one.
 
     Raises `CrossrankError` if it cannot be written.
     """
     try:
-        if verdict is None:
-            _write(path, content)
-        else:
-            _write_as(path, content, verdict)
+        if ends is not None:
+            content = msgspec.json.encode(msgspec.json.decode(content, type=dict[str, Any]) | {"ends": ends})
+        _write(path, content)
     except OSError as error:
         raise CrossrankError(f"cannot write {path} ({one_line(error)})") from error

@@ -22,7 +22,8 @@ class HangWatch:
 
     A thread checks a few times per patience whether a call has started. After half of the patience without one, it also
     asks torch how many calls have finished. If neither number changes for all of it, the hang is reported, once until
-    the next call. If calls have started since the last check, the thread calls `on_calls`, else `on_silence`.
+    the next call. `on_early(seconds)` is called `early()` seconds before that, or after half of the patience.
+    The thread calls `on_look` at each check, and `on_calls` if calls have started since the last one.
     Every rank of a hung job does this independently, also the rank that the others wait for and a rank that never makes
     a call. The patience may change: a group with a shorter timeout may be created. The thread ends after `stop`.
     """
@@ -36,7 +37,9 @@ class HangWatch:
         on_hang: Callable[[float], float | None],
         waits: Callable[[], Iterable[tuple[int, int]]] = lambda: (),
         on_calls: Callable[[], None] = lambda: None,
-        on_silence: Callable[[], None] = lambda: None,
+        on_look: Callable[[], None] = lambda: None,
+        early: Callable[[], float] = lambda: 0.0,
+        on_early: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._patience = patience
         self._calls = calls
@@ -44,7 +47,9 @@ class HangWatch:
         self._on_hang = on_hang
         self._waits = waits
         self._on_calls = on_calls
-        self._on_silence = on_silence
+        self._on_look = on_look
+        self._early = early
+        self._on_early = on_early
         self._stopped = False  # no Event: a signal handler may interrupt the thread that has its lock
 
     def start(self) -> None:
@@ -56,7 +61,7 @@ class HangWatch:
     def _watch(self) -> None:
         calls, since = self._calls(), time.monotonic()
         completed: int | None = None
-        reported, again = False, None
+        reported, is_early, again = False, False, None
         waits: set[tuple[int, int]] = set()
         while not self._stopped:
             patience = self._patience()
@@ -64,21 +69,25 @@ class HangWatch:
             now = time.monotonic()
             if self._calls() != calls:
                 self._on_calls()
-                calls, since, completed, reported = self._calls(), now, None, False
+                calls, since, completed, reported, is_early = self._calls(), now, None, False, False
                 waits.clear()
+                self._on_look()
                 continue
-            self._on_silence()
+            self._on_look()
             if reported and not waits.issuperset(self._waits()):
-                since, completed, reported = now, None, False
+                since, completed, reported, is_early = now, None, False, False
             reported = reported and (again is None or now - since < again)
             if reported or now - since < patience / 2:
                 continue
             over = self._completed()
             if completed is not None and over != completed:
-                since = now
+                since, is_early = now, False
             completed = over
+            if not is_early and now - since >= patience - self._early():
+                is_early = True
+                self._on_early(now - since)
             if now - since >= patience and not self._stopped:
-                reported, waits = True, waits.union(self._waits())
+                reported, is_early, waits = True, False, waits.union(self._waits())
                 again = self._on_hang(now - since)
                 if again == COUNT_ANEW:
                     since, completed, reported, again = time.monotonic(), None, False, None

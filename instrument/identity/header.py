@@ -15,7 +15,7 @@ from crossrank.instrument.facts import Facts
 from crossrank.instrument.hooks import dispatcher
 from crossrank.instrument.identity.gpu import Gpu, nccl_version
 from crossrank.instrument.write.comms_writer import clock
-from crossrank.machine import boot_id
+from crossrank.machine import boot_id, pid_namespace
 from crossrank.recording import SCHEMA
 from crossrank.text import writable
 
@@ -33,6 +33,7 @@ def describe_rank(facts: Facts, *, node: str, gpu: Gpu | None, recorder: str, bl
         "node": writable(node),
         "local_rank": int(local_rank) if local_rank.isdigit() else None,
         "pid": os.getpid(),
+        "pid_namespace": pid_namespace(),
         "gpu": asdict(gpu) if gpu else None,
         "gpu_serial": writable(config.gpu_serial) if config.gpu_serial else None,
         "vm_id": writable(config.vm_id) if config.vm_id else None,

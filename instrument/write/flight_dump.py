@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -50,6 +49,8 @@ _VERSION = "2.10"
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOTICED = 1.0
 """Seconds within which torch notices the end of an NCCL call."""
+ANSWERS = ("hang", "asked")
+"""Reasons of dumps that answer a question: nothing was communicated just before, or something was."""
 _PATIENCE = 10.0
 """Seconds that the end of a recording waits for the dump of another thread."""
 
@@ -66,18 +67,16 @@ class Dumped(Recording, Protocol):
 class FlightDumps:
     """The dumps of one session. `write` may be called from any thread."""
 
-    def __init__(self, session: Dumped, main_thread: Callable[[], dict[str, Any]]) -> None:
-        """`main_thread` returns what the main thread of this rank has done since its last call."""
+    def __init__(self, session: Dumped) -> None:
         self._session = session
-        self._main_thread = main_thread
         # Two threads may dump at once. A fatal signal may interrupt a thread in here, and never return.
         self._once = threading.RLock()
         self._writing = False
         self._at_hang: tuple[int, int, list[tuple[int, int]]] | None = None
         """Numbers of calls and of finished calls, and the current waits, when a hang was noticed."""
 
-    def write(self, reason: str) -> None:
-        """Write a dump of torch's flight recorder."""
+    def write(self, reason: str, *, activity: dict[str, Any] | None = None) -> None:
+        """Write a dump of torch's flight recorder. `activity`: what the process did just before, if that is known."""
         session = self._session
         files = session.files
         # At the end, wait for the dump of another thread: the end of the process would cut it off.
@@ -88,14 +87,14 @@ class FlightDumps:
             if self._writing and reason == "SIGUSR1":  # this thread is already writing
                 return
             self._writing = True
-            if reason == "hang" and session.closing and session.writer is None:  # the end has written one
+            if reason in ANSWERS and session.closing and session.writer is None:  # the end has written one
                 return
-            if reason not in ("hang", "SIGUSR1") and self._still_hangs(reason):
+            if reason not in (*ANSWERS, "SIGUSR1") and self._still_hangs(reason):
                 return
             with session.failures.reported("the flight recorder was not dumped"):
                 # Before the dump, so that calls that finish meanwhile count as progress.
                 progress = session.recorder.calls(), completed(), session.recorder.waits_under_way()
-                files.write(file_name(FLIGHT, session.facts.rank), dump(self._moment(reason)))
+                files.write(file_name(FLIGHT, session.facts.rank), dump(self._moment(reason, activity)))
                 if reason == "hang":
                     self._at_hang = progress
         finally:
@@ -124,7 +123,7 @@ class FlightDumps:
             return completed() <= over
         return not recorder.follows_waits or not set(waits).isdisjoint(recorder.waits_under_way())
 
-    def _moment(self, reason: str) -> dict[str, Any]:
+    def _moment(self, reason: str, activity: dict[str, Any] | None) -> dict[str, Any]:
         """Return the data about the dump itself: `Moment` of the tools' reader."""
         session, writer = self._session, self._session.writer
         now = clock()
@@ -143,7 +142,7 @@ class FlightDumps:
             "waits": _waits(session.recorder) if session.recorder.follows_waits else None,
             "waited": writer.waited() if writer is not None else [],
             "stacks": stacks(),
-            **self._main_thread(),
+            "activity": activity,
         }
 
 
@@ -205,29 +204,42 @@ def _identity_of(entry: dict[str, Any]) -> str:
 
 
 def _waits(recorder: Recorder) -> list[dict[str, Any]]:
-    """Return the current waits of this process: the call, None if unknown, and the thread."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    names[os.getpid()] = threading.main_thread().name  # in a forked process Python has the number of the parent
+    """Return the current waits of this process: the call, None if unknown, and the thread with its number."""
+    names = {number: thread.name for thread in threading.enumerate() if (number := number_of(thread)) is not None}
     return [
-        {"id": None if call == NO_CALL else call, "thread": writable(names.get(thread, f"thread {thread}"))}
+        {
+            "id": None if call == NO_CALL else call,
+            "thread": writable(names.get(thread, f"thread {thread}")),
+            "number": thread,
+        }
         for call, thread in recorder.waits_under_way()
     ]
+
+
+def number_of(thread: threading.Thread) -> int | None:
+    """Return the number that the system gives a thread. In a forked process Python has that of the parent."""
+    return os.getpid() if thread is threading.main_thread() else thread.native_id
 
 
 def stacks() -> list[dict[str, Any]]:
     """Return the stack of every Python thread, innermost frame first, and the exception that it handles. Skips
     crossrank's own threads."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    known = {thread.ident: thread for thread in threading.enumerate()}
 
     def is_ours(placed: tuple[FrameType, int]) -> bool:  # the thread that dumps
         return placed[0].f_code.co_filename.startswith(_FOLDER)
 
     found = []
     for ident, frame in sys._current_frames().items():
-        name = names.get(ident, f"thread {ident}")
+        thread = known.get(ident)
+        name = f"thread {ident}" if thread is None else thread.name
         if not name.startswith(threads.PREFIX):
             frames = itertools.dropwhile(is_ours, traceback.walk_stack(frame))
-            stack: dict[str, Any] = {"thread": writable(name), "frames": exits.describe_frames(frames)}
+            stack: dict[str, Any] = {
+                "thread": writable(name),
+                "number": None if thread is None else number_of(thread),
+                "frames": exits.describe_frames(frames),
+            }
             if (error := _handled_by(ident)) is not None:
                 stack["handles"] = exits.describe(name, error)
             found.append(stack)

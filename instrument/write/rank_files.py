@@ -186,7 +186,7 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
         return owner.rank == rank or (owner.world_size, owner.job) != (world_size, _job())
     # The job that records there may have another number of ranks, and so another folder for this rank.
     for folder in dict.fromkeys(rank_folder(rank, size) for size in (1, world_size, _LARGE)):
-        header = _header(os.path.join(place, folder, file_name(COMMS, rank)))
+        header = read_header(os.path.join(place, folder, file_name(COMMS, rank)))
         if header is not None and header.boot_id == boot_id() and header.pid in ancestors:
             lock = take_lock(_lock_name(place, rank))
             if lock is not None:
@@ -195,7 +195,8 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     return False
 
 
-def _header(path: str) -> Header | None:
+def read_header(path: str) -> Header | None:
+    """Return the header of a comms file; None if there is none."""
     if not os.path.isfile(path):
         return None
     comms = CommsFile(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossrank.instrument.hang.response import EXIT_CODE
+from crossrank.instrument.hang.answers import EXIT_CODE
 from crossrank.recording import CommsFile
 from tests.integration import jobs
 from tests.integration.jobs import Scripts

@@ -26,6 +26,7 @@ from crossrank.tools.job import sources
 from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_fact, print_json
 from crossrank.tools.parallel import map_ranks
+from crossrank.tools.traces.activity import Seen
 from crossrank.tools.traces.discover import FoundFile, discover
 from crossrank.tools.traces.kept import files_kept
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -108,7 +109,7 @@ class _Item:
     evidence: list[FoundFile]
 
 
-_Read = tuple[list[RankTrace] | str | None, list[tuple[FoundFile, RankTrace | Failure]]]
+_Read = tuple[list[RankTrace] | str | None, list[tuple[FoundFile, RankTrace | Failure | Seen]]]
 
 
 def _by_rank(tasks: Sequence[RankSources], candidates: Sequence[FoundFile]) -> list[_Item]:
@@ -139,7 +140,7 @@ def _failed(item: _Item, error: CrossrankError) -> _Read:
     return sources.failed(item.times, error), [(file, read_candidate(file)) for file in item.evidence]
 
 
-def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:
+def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure | Seen]) -> tuple[Diagnosis | None, str]:
     """Return the diagnosis, or the reason why there is none."""
     if not candidates:
         return None, "there is no comms file and no flight-recorder dump"

@@ -16,7 +16,7 @@ import msgspec
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.recording import WAITED_IN, CommsFile, Ran, Wait
-from crossrank.tools.traces.ending import CUT_SHORT
+from crossrank.tools.traces.ending import ANSWERS, CUT_SHORT
 from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.kept import shared
 from crossrank.tools.traces.rank_trace import (
@@ -189,7 +189,7 @@ def add_records(
     trace = builder.trace
     ending, awaited = trace.ending, trace.ending.awaited
     # A launch of NCCL may block, and is not a recorded wait.
-    waits_known = trace.backend == GLOO and ending.waits is not None and ending.reason in ("hang", "SIGUSR1")
+    waits_known = trace.backend == GLOO and ending.waits is not None and ending.reason in (*ANSWERS, "SIGUSR1")
     state = []
     for row, record in enumerate(records, len(trace)):
         blocks = record.api in _BLOCKING_P2P

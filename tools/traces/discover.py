@@ -25,6 +25,7 @@ from crossrank.recording import (
     KINETO,
     LINKED,
     RANK_FOLDER,
+    SEEN,
     ReadIssues,
     is_folder,
     list_recording,
@@ -49,6 +50,7 @@ WHAT = {
     EXECUTION_TRACE: "an execution trace",
     KINETO: "a Kineto trace",
     FLIGHT: "a flight-recorder dump",
+    SEEN: "what a rank saw of another one",
     INSPECTOR: "a log of NCCL Inspector",
     PLAN: "a plan of crossrank replay",
     TIMELINE: "a timeline of crossrank",
@@ -58,7 +60,7 @@ WHAT = {
     "": "a file of unknown type",
 }
 
-_OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
+_OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT, SEEN)
 """Kinds with one file per rank and window."""
 _HEAD = 1 << 16
 _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (

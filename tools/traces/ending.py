@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from crossrank.comm import CommRecord
 from crossrank.recording import OF_A_BACKEND
+from crossrank.tools.traces.activity import RankActivity, Seen
 from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised, WaitUnderWay
 
 CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
@@ -16,9 +18,12 @@ CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
 LEFT = ("exit", "disable", *CUT_SHORT)
 """Reasons after which no more calls of a rank are recorded."""
 
+ANSWERS = ("hang", "asked")
+"""Reasons of dumps that answer the question of a rank: nothing was communicated just before, or something was."""
+
 MAIN_THREAD = "MainThread"
 
-_GOES_ON = ("", "hang", "SIGUSR1", "window", "disable")
+_GOES_ON = ("", *ANSWERS, "SIGUSR1", "window", "disable")
 """Reasons after which a rank may still make calls, recorded or not."""
 
 RECORDER = "/crossrank/instrument/"
@@ -65,12 +70,14 @@ class Ending:
     """Exceptions that ended threads other than the main one; the process continues."""
     stacks: list[OwnStack] = field(default_factory=list)
     """Where the threads were when the dump was taken."""
+    callers: dict[str, int] = field(default_factory=dict)
+    """Group -> thread that made the last call on it, in the order of these calls."""
     waits: list[WaitUnderWay] | None = None
     """Waits of these threads; None = unknown."""
-    moves: bool = False
-    """The main thread has moved since the last call."""
-    busy: float | None = None
-    """Share of the time since then in which it ran on a CPU; None = unknown."""
+    activity: RankActivity | None = None
+    """What it did just before the dump was taken."""
+    seen: Seen | None = None
+    """What another rank of the node saw of it, if it does not answer."""
 
     def take_exceptions(self, exceptions: Sequence[Raised], error: str | None = None) -> None:
         """Set the exceptions that ended the process and its threads. `error` is used if the file lists none."""
@@ -80,6 +87,13 @@ class Ending:
         elif error is not None and not exceptions:
             self.error = error
         self.of_threads = [one for one in exceptions if one.thread != MAIN_THREAD] or self.of_threads
+
+    def note_callers(self, records: Iterable[CommRecord]) -> None:
+        """Note which threads made these calls, which are in order."""
+        for record in records:
+            if record.thread:
+                self.callers.pop(record.pg, None)
+                self.callers[record.pg] = record.thread
 
     @property
     def awaited(self) -> set[int]:
@@ -130,6 +144,11 @@ class Ending:
     def has_left(self) -> bool:
         """Whether its process ended by itself: not from outside, and not because other ranks ended."""
         return self.has_raised or (self.reason == "exit" and self.error is None)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether its process ended by itself without an exception."""
+        return self.reason == "exit" and self.error is None and not self.was_ended
 
     @property
     def ended_itself(self) -> bool:

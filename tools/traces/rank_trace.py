@@ -244,8 +244,8 @@ class DumpState:
     has_no_entries: bool = False
     """The calls are those that crossrank recorded: torch recorded none."""
     ends_frozen: bool = False
-    """Ends are no longer recorded: the rank is in `destroy_process_group`. Before that, `ProcessGroupNCCL2` stopped the
-    thread that records them."""
+    """Ends are not recorded: with TORCH_NCCL_BLOCKING_WAIT=1, or once the rank is in `destroy_process_group`, for
+    which `ProcessGroupNCCL2` stops the thread that records them."""
     recorded_from: dict[str, int] = field(default_factory=dict)
     """Name of a group -> number of its collectives before number 1 of the comms file."""
 

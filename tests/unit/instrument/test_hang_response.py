@@ -13,6 +13,8 @@ import pytest
 from crossrank.instrument.config import Config
 from crossrank.instrument.facts import Facts
 from crossrank.instrument.hang import response, verdict
+from crossrank.instrument.hang.answers import Answers
+from crossrank.instrument.hang.questions import Questions
 from crossrank.instrument.hang.response import _Silence
 from crossrank.recording import list_recording
 from tests.unit.analysis.diagnosis.moments import Moment, write_moments
@@ -25,7 +27,7 @@ def silence(rank: int, places: dict[int, str] | None, folder: Path) -> _Silence:
     topology: Any = None if places is None else SimpleNamespace(places=known)
     facts = Facts(config=Config(), rank=rank, world_size=4, topology=topology)
     session: Any = SimpleNamespace(facts=facts, recorder=SimpleNamespace(calls=lambda: 0))
-    return _Silence(session, folder, 1.0, 5.0)
+    return _Silence(session, Answers(session, folder, Questions(folder, 4, lambda: None)), 0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

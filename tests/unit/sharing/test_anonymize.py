@@ -241,7 +241,8 @@ def test_a_field_without_a_class_is_listed_skipped_and_counted(monkeypatch: pyte
 
 def test_a_dump_keeps_the_waits_of_threads(tmp_path: Path) -> None:
     moment = {"rank": 0, "world_size": 2, "time_ns": 5, "waits": [{"id": 7, "thread": THREAD}], "waited": [3, 4]}
-    moment |= {"moves": True, "busy": 0.5, "stacks": [{"thread": THREAD, "frames": [], "handles": {"error": "Zeta"}}]}
+    moment["activity"] = {"seconds": 1.5, "calls": 2, "threads": [{"id": 17, "name": THREAD, "cpu_ns": 6}]}
+    moment["stacks"] = [{"thread": THREAD, "frames": [], "handles": {"error": "Zeta"}}]
     dump = {"version": "2.10", "pg_config": {}, "entries": [], "crossrank": moment}
     (tmp_path / "rank-0.flight.json").write_text(json.dumps(dump))
     anonymize([str(tmp_path)], str(tmp_path / "out"), ALONE)
@@ -249,7 +250,12 @@ def test_a_dump_keeps_the_waits_of_threads(tmp_path: Path) -> None:
     (stack,) = kept["stacks"]
     assert re.fullmatch(r"thread-\w{12}", stack["thread"])
     assert kept["waits"] == [{"id": 7, "thread": stack["thread"]}]
-    assert (kept["waited"], kept["moves"], kept["busy"]) == ([3, 4], True, 0.5)
+    assert kept["waited"] == [3, 4]
+    assert kept["activity"] == {
+        "seconds": 1.5,
+        "calls": 2,
+        "threads": [{"id": 17, "name": stack["thread"], "cpu_ns": 6}],
+    }
     assert re.fullmatch(r"x \(text-\w{12}\)", stack["handles"]["error"])
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from crossrank.tools.analysis.diagnosis.call_history import has_gone_past, is_new, is_usual
-from crossrank.tools.analysis.diagnosis.findings import error_text, rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
+from crossrank.tools.analysis.diagnosis.states import GONE, IDLE, RUNS, SILENT, STOPPED, polls_only, state_of
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
-from crossrank.tools.traces.ending import LEFT
+from crossrank.tools.traces.ending import ANSWERS, LEFT
 from crossrank.tools.traces.rank_trace import STATES
 
 _MOMENT = 1_000_000_000
@@ -31,6 +35,8 @@ def find_silent_ranks(search: Search) -> None:
     silent = search.silent - ended_by_others - search.may_wait_for_a_thread.keys()
     for op, absent in search.by_most_waited_for(silent):
         culprits, exception = absent, None
+        states = [state_of(rank, ranks[rank].ending, op.group.name) for rank in sorted(absent)]
+        proof = _proof_by(search, states)
         if op.is_p2p:
             kind, text, exception = "p2p_unmatched", *_how_they_stopped(search, op, absent)
             if _went_astray(search, op):
@@ -39,20 +45,20 @@ def find_silent_ranks(search: Search) -> None:
                     f"{rank_text(culprits)} made this call for the first time, and {rank_text(absent)} does not answer "
                     f"it; other ranks wait for {rank_text(culprits)} in their usual calls"
                 )
-        elif on_gloo and len(absent) > 1 and all(ranks[rank].ending.unseen for rank in absent):
+        elif proof == "gone" and on_gloo and len(absent) > 1 and all(ranks[rank].ending.unseen for rank in absent):
             kind = "dump_missing"
             text = (
                 f"{rank_text(absent)} ended without an error message; gloo aborts a process that receives more "
                 "than it asked for, so one of them may have ended the others"
             )
         elif _is_extra(search, op, absent):
-            kind, culprits = EXTRA, set(op.waiting)
+            kind, culprits, proof = EXTRA, set(op.waiting), "mismatch"
             text = (
                 f"only {rank_text(culprits)} made this call; the {len(absent)} other ranks of the group made no call "
-                f"after #{op.seq - 1} and do not wait. If they should have made it, they are late"
+                f"after #{op.seq - 1} and have left the job"
             )
         elif _may_wait_unseen(search, op, absent):
-            kind, culprits = "not_recorded", set()
+            kind, culprits, proof = "not_recorded", set(), "not_known"
             text = (
                 f"{rank_text(absent)} has not made this call. It may wait for a new communicator: torch's own dumps "
                 "do not show that"
@@ -68,7 +74,16 @@ def find_silent_ranks(search: Search) -> None:
             senders = rank_text(search.may_wait_for_a_thread[rank])
             text += f"; rank {rank} has not made it either: one of its threads receives from {senders}"
         waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
-        search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
+        late = states if culprits == absent else []
+        about: dict[str, Any] = {"text": text, "exception": exception, "proof": proof, "late_ranks": late}
+        search.add_root(finding_of(op, kind, culprits=culprits, **about, **waiting), [op])
+
+
+def _proof_by(search: Search, states: Sequence[LateRank]) -> str:
+    """Return what the states of ranks that have not made a call prove. On gloo, a rank that ends fails the calls of the
+    others: a rank without a sign of life is gone then."""
+    is_gone = any(one.state == GONE for one in states)
+    return "gone" if is_gone or (search.anyone_failed and all(one.state == SILENT for one in states)) else "late"
 
 
 def _went_astray(search: Search, op: StuckOp) -> bool:
@@ -116,8 +131,8 @@ def _left_a_call_out(search: Search, rank: int) -> bool:
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
     """Return whether the few waiting ranks made an extra call, so that the many absent ranks are not missing."""
     job, members = search.job, op.group.ranks
-    if absent & search.graph.missed_ends.keys() or any(job.ranks[rank].dump.active_only for rank in absent):
-        return False
+    if not all(job.ranks[rank].ending.has_left for rank in absent):
+        return False  # they may still make it
     if absent != set(members).difference(op.waiting) or len(op.waiting) * 2 >= len(members):
         return False
     # If the earlier calls of a waiting rank led to this call before, the call is right and the others are late.
@@ -143,6 +158,8 @@ def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
     """Return a text on a rank that has not made a call, or left others in it, and does not wait."""
     trace, ranks = search.job.ranks[rank], search.job.ranks.values()
     ending = trace.ending
+    if ending.activity is not None or ending.seen is not None:
+        return f"never made this call: it {state_of(rank, ending, op.group.name).text}"
     if ending.reason in LEFT or ending.ended:
         why = error_text(ending.error) or ending.reason or "its recording ended"
         how = "while others were in" if rank in op.passed else "without answering" if op.is_p2p else "without making"
@@ -178,7 +195,7 @@ def find_stale_ranks(search: Search) -> None:
             f"rank {rank} still makes calls, but {len(rows)} of its calls are unfinished that finished on the other "
             "ranks: its GPU or its watchdog is stuck"
         )
-        finding = finding_at(job, rank, rows[0], "not_completed", culprit_ranks=[rank], text=text)
+        finding = finding_at(job, rank, rows[0], "not_completed", culprit_ranks=[rank], text=text, proof="late")
         search.add_root(finding, since=job.moment(rank, rows[0]))
 
 
@@ -199,6 +216,8 @@ def find_unrecorded_waits(search: Search) -> None:
         culprit_ranks=sorted(culprits),
         waiting_ranks=sorted(waiting.union(*(op.waiting for op in stuck)) - culprits),
         text=text + (f"; {rank_text(silent)} does not wait" if silent else ""),
+        proof="late" if silent else "not_known",
+        late_ranks=[state_of(rank, search.job.ranks[rank].ending) for rank in sorted(culprits)],
     )
     search.add_root(finding, stuck)
 
@@ -210,10 +229,12 @@ def find_lacking_ranks(search: Search) -> None:
         here = {rank: lacking.pop(rank) for rank in absent & lacking.keys()}
         for index, (kind, ranks) in enumerate(ranks_by(here).items()):
             text = f"other ranks wait for {rank_text(ranks)} here, and its state is unknown"
-            search.add_root(finding_of(op, kind, culprits=ranks, text=text), [op] if index == 0 else [])
+            search.add_root(
+                finding_of(op, kind, culprits=ranks, text=text, proof="not_known"), [op] if index == 0 else []
+            )
     for kind, ranks in ranks_by(lacking).items():
         text = f"the state of {rank_text(ranks)} is unknown; no other rank waits for it"
-        search.add_root(finding_on(search.world, kind, culprit_ranks=ranks, text=text))
+        search.add_root(finding_on(search.world, kind, culprit_ranks=ranks, text=text, proof="not_known"))
 
 
 def find_raised_exceptions(search: Search) -> None:
@@ -239,6 +260,7 @@ def find_raised_exceptions(search: Search) -> None:
         waiting_ranks=sorted({*failed, *raised}) if unseen else failed,
         exception=endings[raised[0]].error if raised and not unseen else None,
         text="; ".join(texts),
+        proof="gone",
     )
     search.add_root(finding)
 
@@ -247,7 +269,7 @@ def _add_unended(search: Search, unseen: list[int]) -> None:
     """Report ranks whose end is unknown, if all other ranks ended: the job may be complete."""
     if len(unseen) < len(search.job.ranks):
         text = f"{rank_text(unseen)} has no dump, and its comms file has no last line: it was killed, or it still runs"
-        search.add_root(finding_on(search.world, "dump_missing", culprit_ranks=unseen, text=text))
+        search.add_root(finding_on(search.world, "dump_missing", culprit_ranks=unseen, text=text, proof="not_known"))
 
 
 def find_unended_calls(search: Search) -> None:
@@ -268,18 +290,50 @@ def find_unended_calls(search: Search) -> None:
         hangs = trace.ending.taken_at is not None and len(ended) * 2 > len(group.ranks)
         text = f"it finished on {rank_text(ended)}, and on rank {rank} it is {state}"
         if hangs:
-            finding = finding_at(job, rank, row, "not_completed", culprit_ranks=[rank], text=text)
+            finding = finding_at(job, rank, row, "not_completed", culprit_ranks=[rank], text=text, proof="late")
         else:
             text += ": it hangs there, or the dump was written just before its end"
-            finding = finding_at(job, rank, row, "all_joined_not_completed", waiting_ranks=[rank], text=text)
+            finding = finding_at(
+                job, rank, row, "all_joined_not_completed", waiting_ranks=[rank], text=text, proof="late"
+            )
         search.add_root(finding)
 
 
 def find_unknown_waits(search: Search) -> None:
     """Report a silent job whose ranks have unfinished calls but no known waits."""
-    if search.may_wait_otherwise and not search.roots:
-        text = f"{rank_text(search.may_wait_otherwise)} has unfinished calls; whether it waits for them is unknown"
-        search.add_root(finding_on(search.world, "not_recorded", text=text))
+    unknown = {rank for rank in search.may_wait_otherwise if not search.is_known(rank)}
+    if unknown and not search.roots:
+        text = f"{rank_text(unknown)} has unfinished calls; whether it waits for them is unknown"
+        search.add_root(finding_on(search.world, "not_recorded", text=text, proof="not_known"))
+
+
+def find_standstill(search: Search) -> None:
+    """Report a silent job in which no rank waits in a call, and some ranks do nothing.
+
+    If the other ranks use little CPU time at one line, they poll, and wait in this way: for example, for a key of the
+    store.
+    """
+    if search.roots or search.graph.blocked:
+        return
+    ranks = {rank: one for rank, one in search.job.ranks.items() if one.ending.reason in ANSWERS}
+    states = [state_of(rank, one.ending) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
+    standing = [one for one in states if one.state in (IDLE, STOPPED)]
+    if not standing:
+        return
+    running = [one for one in states if one.state == RUNS]
+    polls = len(running) > len(standing) and len({one.place for one in running}) == 1
+    polls = polls and all(polls_only(ranks[one.rank].ending) for one in running)
+    texts = ranks_by({one.rank: one.text for one in states})
+    finding = finding_on(
+        search.world,
+        "no_progress",
+        culprit_ranks=[one.rank for one in standing] if polls else [],
+        waiting_ranks=[one.rank for one in running] if polls else [],
+        text="; ".join(f"{rank_text(those)} {text}" for text, those in texts.items()),
+        proof="late" if polls else "not_known",
+        late_ranks=standing if polls else [],
+    )
+    search.add_root(finding)
 
 
 def find_unknown_ends(search: Search) -> None:
@@ -287,7 +341,7 @@ def find_unknown_ends(search: Search) -> None:
     ranks = search.job.ranks
     if search.roots or search.graph.blocked or not ranks:
         return
-    hung = [rank for rank, one in ranks.items() if one.ending.reason == "hang" and not one.ending.went_on]
+    hung = [rank for rank, one in ranks.items() if one.ending.reason in ANSWERS and not one.ending.went_on]
     if hung and all(ends_unknown(ranks[rank]) for rank in hung):
         frozen = all(ranks[rank].dump.ends_frozen for rank in hung)
         why = (
@@ -296,4 +350,4 @@ def find_unknown_ends(search: Search) -> None:
             else "the dumps have no entries of torch's flight recorder"
         )
         text = f"all ranks made every recorded call; {why}, so it is unknown which calls finished"
-        search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=text))
+        search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=text, proof="not_known"))

@@ -34,6 +34,12 @@ def is_new(job: JobState, rank: int, row: int) -> bool:
     return bool(_expected(before)) and all(one[:3] != this[:3] for one in before)
 
 
+def is_from_elsewhere(job: JobState, rank: int, row: int) -> bool:
+    """Return whether a rank made a call at a line where it had made none of this kind, after its usual calls."""
+    *before, this = _history(job, rank, row)
+    return bool(_expected(before)) and this not in before
+
+
 def has_skipped(
     job: JobState, rank: int, group: ProcessGroup, row: int, peers: tuple[int, ...] = (), op: str | None = None
 ) -> bool:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from crossrank.recording import SLOW
 from crossrank.tools.analysis.diagnosis import absent_ranks, root_causes
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
-from crossrank.tools.analysis.diagnosis.findings import LACKS_EVIDENCE, Diagnosis, Finding, rank_text
+from crossrank.tools.analysis.diagnosis.findings import (
+    PROOFS,
+    PROVEN,
+    Diagnosis,
+    Finding,
+    call_text,
+    rank_text,
+    ranks_by,
+)
 from crossrank.tools.analysis.diagnosis.job_state import JobState, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import find_mismatches
 from crossrank.tools.analysis.diagnosis.p2p import pair_up
 from crossrank.tools.analysis.diagnosis.root_causes import Search
 from crossrank.tools.analysis.diagnosis.stacks import add_places
+from crossrank.tools.analysis.diagnosis.states import MOVING
 from crossrank.tools.analysis.diagnosis.stragglers import find_stragglers
 from crossrank.tools.analysis.diagnosis.wait_for_graph import wait_for_graph
-from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace
+from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, RankTrace
 
 
 def diagnose(
@@ -43,18 +53,14 @@ def diagnose(
         if short.intersection(finding.culprit_ranks):  # the ring may have lost the call it waits in
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
-        ranks = (rank for rank in finding.culprit_ranks if rank in job.ranks)
-        if moving := [rank for rank in ranks if job.ranks[rank].ending.moves]:
-            finding.moving_ranks = moving
-            finding.text += f"; {rank_text(moving)} is still running code: it is slow, or in an endless loop"
     found = search.roots + search.consequences
     for finding in found:
         finding.backend = _backend(job, finding)
     add_places(job, graph, search.roots)
-    failed = any(one.ending.has_failed or one.ending.has_raised for one in job.ranks.values())
-    lacks_evidence = not failed and all(finding.kind in LACKS_EVIDENCE for finding in search.roots)
     diagnosis = Diagnosis(
-        verdict="ok" if not found else "incomplete" if lacks_evidence else "error",
+        verdict=_verdict(job, search.roots),
+        proof=min((one.proof for one in search.roots), key=list(PROOFS).index, default=""),
+        summary=_summary(search.roots[0]) if search.roots else "",
         world_size=len(job.world),
         ranks=sorted(job.ranks),
         suspect_ranks=_suspects(search),
@@ -80,6 +86,7 @@ def _find_causes(search: Search) -> None:
     root_causes.set_aside_what_just_began(search)
     root_causes.find_misfits(search, find_mismatches(search.job))
     root_causes.find_unequal_pairs(search)
+    root_causes.find_unequal_tags(search)
     root_causes.find_closed_ops(search)
     root_causes.find_cycles(search)
     absent_ranks.find_silent_ranks(search)
@@ -91,12 +98,38 @@ def _find_causes(search: Search) -> None:
     absent_ranks.find_unended_calls(search)
     absent_ranks.find_unknown_ends(search)
     absent_ranks.find_unknown_waits(search)
+    absent_ranks.find_standstill(search)
     # Sort roots by time: an earlier fault is more likely the cause of a later one.
     order = sorted(range(len(search.roots)), key=search.began.__getitem__)
     search.roots = [search.roots[index] for index in order]
     for finding in search.consequences:
         if finding.because_of is not None:
             finding.because_of = order.index(finding.because_of)
+
+
+def _verdict(job: JobState, roots: Collection[Finding]) -> str:
+    """Return the verdict: see `Diagnosis`."""
+    if not roots:
+        return "ok"
+    if any(one.proof in PROVEN for one in roots):
+        return "error"
+    late = [one for one in roots if one.proof == "late"]
+    if late:
+        runs = all(one.late_ranks and all(rank.state in MOVING for rank in one.late_ranks) for one in late)
+        return SLOW if runs else "error"
+    failed = any(one.ending.has_failed or one.ending.has_raised for one in job.ranks.values())
+    return "error" if failed else "incomplete"
+
+
+def _summary(root: Finding) -> str:
+    """Return who waits for whom, in a sentence."""
+    call, waiting = call_text(root.op, root.collective_seq_id or root.p2p_seq_id), rank_text(root.waiting_ranks)
+    if not root.waiting_ranks:
+        return root.text
+    text = f"{waiting} waits in {call}" if call else f"{waiting} waits"
+    ranks_of = ranks_by({one.rank: one.text for one in root.late_ranks})
+    late = " and ".join(f"{rank_text(ranks)}, which {text}" for text, ranks in ranks_of.items())
+    return f"{text} for {late}" if late else f"{text}: {root.text}"
 
 
 def _suspects(search: Search) -> list[int]:
@@ -137,9 +170,20 @@ def _notes(
             f"torch wrote the dumps of {rank_text(blind)}: they lack calls that wait for a new communicator, so a rank "
             "in one seems not to wait; a recording of crossrank has them"
         )
+    if not found and (endless := [rank for rank, one in job.ranks.items() if _shows_no_ends(one)]):
+        yield (
+            f"the dumps of {rank_text(endless)} do not show ends of calls, so it is unknown whether the last calls of "
+            "these ranks have finished"
+        )
     if missing:
         yield (f"{rank_text(missing)} has no usable dump; crossrank assumes that it made every call (--allow-missing)")
     yield from (problem for one in job.ranks.values() for problem in one.named_problems)
+
+
+def _shows_no_ends(trace: RankTrace) -> bool:
+    """Return whether a dump of another backend than gloo has calls, and not one that has ended."""
+    states = set(trace.calls.state)
+    return trace.source == "flight" and trace.backend != GLOO and bool(states) and COMPLETED not in states
 
 
 def _knows_no_p2p(trace: RankTrace) -> bool:

@@ -18,12 +18,13 @@ import numpy as np
 
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, FLIGHT, ReadIssues, read_chunks
+from crossrank.recording import COMMS, FLIGHT, SEEN, ReadIssues, read_chunks
 from crossrank.text import writable
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.job.groups import Members
 from crossrank.tools.job.one_run import facts_of, several_runs
 from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.traces.activity import Seen, read_seen
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 from crossrank.tools.traces.ending import CUT_SHORT
@@ -68,7 +69,7 @@ def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = No
     found = [
         file
         for file in (discover(named) if files is None else files)
-        if (file.kind in (FLIGHT, COMMS, "") and not file.partial) or file.path in named
+        if (file.kind in (FLIGHT, COMMS, SEEN, "") and not file.partial) or file.path in named
     ]
     # Also read files of unknown kind: reading a damaged dump gives the best error message.
     return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
@@ -92,7 +93,7 @@ def read_evidence(
 
 
 def put_together(
-    candidates: Sequence[FoundFile], results: Sequence[RankTrace | Failure], *, named: bool = False
+    candidates: Sequence[FoundFile], results: Sequence[RankTrace | Failure | Seen], *, named: bool = False
 ) -> Evidence:
     """Return the evidence of each rank: the best of its files, completed from the others."""
     evidence = Evidence()
@@ -136,6 +137,7 @@ def put_together(
     for comms in alone:
         _count_as_torch_does(comms, evidence.ranks)
     evidence.ranks += alone
+    _add_seen(evidence, [one for one in results if isinstance(one, Seen)])
     sizes = Counter(one.world_size for one in chain(*comms_files.values()) if one.world_size)
     evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
     usable = {None, *(one.rank for one in evidence.ranks)}
@@ -147,9 +149,20 @@ def put_together(
     return evidence
 
 
-def read_candidate(candidate: FoundFile, last: int | None = None) -> RankTrace | Failure:
+def _add_seen(evidence: Evidence, seen: Sequence[Seen]) -> None:
+    """Give each rank what its neighbours saw of it, unless it has answered or ended its recording since."""
+    of_rank = {one.rank: one for one in sorted(seen, key=lambda one: one.time_ns)}
+    for trace in evidence.ranks:
+        found, ending = of_rank.get(trace.rank if trace.rank is not None else -1), trace.ending
+        if found is not None and not ending.ended and (ending.unseen or (ending.taken_at or 0) < found.time_ns):
+            ending.seen = found
+
+
+def read_candidate(candidate: FoundFile, last: int | None = None) -> RankTrace | Failure | Seen:
     """Read one file; runs in a worker. With `last`, read from a dump only the unfinished calls and the `last` calls
     before them. The path in the result is printable."""
+    if candidate.kind == SEEN:
+        return read_seen(candidate.path) or Failure(candidate, f"{writable(candidate.path)}: cannot be used", "")
     try:
         trace = _read(candidate, last)
     except NoDumpError as error:
@@ -175,7 +188,7 @@ def _read(candidate: FoundFile, last: int | None) -> RankTrace:
     return read_flight(path, candidate.rank, last=last)
 
 
-def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
+def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure | Seen:
     """Return the result for a file that no worker could read."""
     return Failure(candidate, f"{candidate.path}: {error}")
 
@@ -217,7 +230,8 @@ def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
     taken_at = dump.ending.taken_at
     if comms is dump or taken_at is None or comms.filtered:
         return False
-    return max(comms.calls.called, default=0) > taken_at + SAME_TIME
+    # An answer shows what a rank does that makes more calls: it counts until it is old.
+    return max(comms.calls.called, default=0) > taken_at + (SAME_TIME if dump.ending.activity is None else NEWER)
 
 
 # --- a dump and a comms file of one rank ------------------------------------------------------------------------------
@@ -309,7 +323,7 @@ def _last_call(comms: RankTrace) -> str:
 
 def _last_calls(
     candidates: Sequence[FoundFile], fleet: Fleet, last: int
-) -> tuple[Sequence[FoundFile], list[RankTrace | Failure]]:
+) -> tuple[Sequence[FoundFile], list[RankTrace | Failure | Seen]]:
     """Read from dumps only the unfinished calls and the `last` calls before them, and only the comms files that have
     more. Return (files that were read, their content).
 
@@ -330,7 +344,7 @@ def _last_calls(
     return [*dumps, *comms], found + map_ranks(read_candidate, comms, fleet, failed=failed)
 
 
-def _taken_at(found: Sequence[RankTrace | Failure]) -> dict[int | None, int]:
+def _taken_at(found: Sequence[RankTrace | Failure | Seen]) -> dict[int | None, int]:
     """Return rank -> time of its dump, for crossrank's dumps that are as new as the newest. Excludes gloo, whose dumps
     do not show enough of sends and receives."""
     dumps = [one for one in found if isinstance(one, RankTrace) and one.backend not in ("", GLOO)]

@@ -82,6 +82,10 @@ KINDS: dict[str, Kind] = {
         "a send and its receive have different numbers of elements or types",
         "compare the shapes and data types at both ends",
     ),
+    "p2p_tag_mismatch": Kind(
+        "a send and a receive that wait for each other have different tags",
+        "compare tag= at both lines: the tags of a pair of ranks must come in the same order",
+    ),
     "p2p_wait_cycle": Kind(
         "ranks wait for each other's sends and receives in a cycle",
         "check the peer of every send and receive; let one side send first, or use batch_isend_irecv",
@@ -89,6 +93,10 @@ KINDS: dict[str, Kind] = {
     "raised": Kind(
         "a rank ended with an exception, and no call shows a wait for it",
         "read the log of rank {culprits}: the first exception caused the others",
+    ),
+    "no_progress": Kind(
+        "no rank waits in a call, and some ranks do nothing",
+        "check what these ranks are doing: their logs, their stacks (py-spy dump)",
     ),
     "dump_missing": Kind(
         "a rank left no dump",
@@ -161,6 +169,29 @@ def call_text(op: str, seq: int | None) -> str:
     return f"{op} #{seq}" if seq is not None else op
 
 
+PROVEN = ("deadlock", "mismatch", "gone")
+"""Proofs that no rank can release those that wait."""
+PROOFS = {
+    "deadlock": "ranks wait, and every rank that could release them waits for them",
+    "mismatch": "ranks made calls that cannot be one, at the same place of the group's order",
+    "gone": "ranks wait for one that has ended",
+    "late": "ranks wait for one that has not come, and may still come",
+    "not_known": "ranks wait, and it is not known what the others do",
+}
+"""What is known of the ranks that wait, the strongest first."""
+
+
+class LateRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that others wait for, and what it does."""
+
+    rank: int
+    state: str
+    """`runs`, `idle`, `stopped`, `native`, `gone` or `silent`."""
+    text: str
+    place: str = ""
+    """The user's line that it is in, if that is known."""
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The position of a rank in its code."""
 
@@ -184,8 +215,10 @@ class Finding(msgspec.Struct, kw_only=True):
     op: str = ""
     culprit_ranks: list[int] = []
     waiting_ranks: list[int] = []
-    moving_ranks: list[int] = []
-    """Culprits whose main thread ran while the others waited: slow, or in an endless loop."""
+    proof: str = ""
+    """A key of `PROOFS`: what is known of the waiting ranks."""
+    late_ranks: list[LateRank] = []
+    """What the culprits do that have not made the call."""
     text: str = ""
     """What happened, in a sentence."""
     exception: str | None = None
@@ -230,6 +263,12 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     """`diagnosis.json`."""
 
     verdict: str
+    """`ok`: no rank waits. `slow`: ranks wait for one that runs. `incomplete`: evidence is missing. `error`: anything
+    else."""
+    proof: str = ""
+    """The strongest proof of a finding; empty without a finding."""
+    summary: str = ""
+    """Who waits for whom, in a sentence; empty if no rank waits."""
     world_size: int
     ranks: list[int]
     """Ranks whose dumps were used."""

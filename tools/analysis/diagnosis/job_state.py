@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, is_p2p
+from crossrank.comm import OPERATIONS, CommRecord, is_p2p, operation_of
 from crossrank.tools.analysis.diagnosis.main_threads import (
     is_destroying_groups,
     may_wait,
@@ -42,6 +42,12 @@ def releases_all(op: str) -> bool:
     """Whether an operation ends on no rank before every rank has begun it."""
     operation = OPERATIONS.get(op)
     return operation is not None and operation.releases_all
+
+
+def called_op(signature: CommRecord) -> str:
+    """Return the operation that was called: gloo implements reduce_scatter as an all_reduce, which torch records."""
+    called = operation_of(signature.c10d) if signature.op == "all_reduce" else None
+    return signature.op if called is None or called.name == "barrier" else called.name
 
 
 def reports_ends(trace: RankTrace) -> bool:
@@ -190,7 +196,7 @@ class JobState(Job):
             last = max(last, min(retired, made_by_all))
         while last > 0:
             op = next((self.signature(rank, row).op for rank, row in self.rows_of(group, last)), None)
-            if op is None or releases_all(op):
+            if op is None or (releases_all(op) and not OPERATIONS[op].by_pairs):
                 break
             last -= 1
         return last

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import PurePath
 
-from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
+from crossrank.tools.traces.ending import ANSWERS, MAIN_THREAD, RECORDER, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
 
 _LIBRARY = re.compile(
@@ -27,8 +27,6 @@ _SYNCS = re.compile(r"[/\\]torch[/\\](cuda|distributed)[/\\]")
 """Files of functions in which a host waits for its GPU, or for other hosts."""
 _MAY_WAIT_IDLE = re.compile(r"[/\\]torch[/\\](autograd[/\\]|_tensor\.py$|_ops\.py$)")
 """Files of functions that compute in C++, or wait there: of a backward pass, of a custom operation."""
-_BUSY = 0.2
-"""Share of a processor from which a thread computes."""
 _WAITS_FOR_THREAD = re.compile(
     r"[/\\](threading|queue|selectors|subprocess)\.py$|[/\\](concurrent|asyncio|multiprocessing|ray)[/\\]"
 )
@@ -58,19 +56,26 @@ def may_wait(ending: Ending) -> bool:
     main thread waits for it.
     """
     main = main_stack(ending)
-    if ending.waits is None or ending.reason not in ("hang", "SIGUSR1") or main is None:
+    if ending.waits is None or ending.reason not in (*ANSWERS, "SIGUSR1") or main is None:
         return True
     waiting = {one.thread for one in ending.waits}
     waiting |= {one.thread for one in ending.stacks if one.frames and _MAY_WAIT.search(one.frames[0].filename)}
     innermost = main.frames[0].filename if main.frames else ""
-    if _MAY_WAIT_IDLE.search(innermost) and (ending.busy is None or ending.busy < _BUSY):
+    if _MAY_WAIT_IDLE.search(innermost) and not _computes(ending):
         return True
     return MAIN_THREAD in waiting or (bool(waiting) and _WAITS_FOR_THREAD.search(innermost) is not None)
 
 
+def _computes(ending: Ending) -> bool:
+    """Return whether the main thread used CPU time between the two looks of an answer."""
+    main, activity = main_stack(ending), ending.activity
+    threads = activity.threads if activity is not None else []
+    return any(one.cpu_ns > 0 and main is not None and one.id == main.number for one in threads)
+
+
 def syncs(ending: Ending) -> bool:
     """Whether a thread of a rank waits for all that its GPU has to do; True where nothing shows it."""
-    if ending.reason not in ("hang", "SIGUSR1") or not ending.stacks:
+    if ending.reason not in (*ANSWERS, "SIGUSR1") or not ending.stacks:
         return True
     return any(stack.frames and _SYNCS.search(stack.frames[0].filename) for stack in ending.stacks)
 
@@ -107,7 +112,7 @@ def is_destroying_groups(ending: Ending) -> bool:
 def _frames(ending: Ending, called: int) -> list[Frame]:
     """Frames of the main thread of a rank that hung, innermost first; empty if it did not hang or nothing shows it."""
     stack = main_stack(ending)
-    hung = ending.reason == "hang" or (ending.was_terminated and (ending.taken_at or 0) - called > _LONG)
+    hung = ending.reason in ANSWERS or (ending.was_terminated and (ending.taken_at or 0) - called > _LONG)
     if stack is None or ending.error is not None or not hung:
         return []
     return [frame for frame in stack.frames if RECORDER not in frame.filename]

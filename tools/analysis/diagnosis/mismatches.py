@@ -6,8 +6,8 @@ expects; if the splits are unknown, the sums over the group must be equal.
 
 Input and output of a call must also match (`contradiction`): an all_reduce has equal sizes.
 
-The majority of the group defines the right call. If members are missing or unknown, most of the ranks that made the
-call define it, if they made their usual calls and no other rank did. Otherwise there is no culprit.
+The majority of the group defines the right call. If members are missing or unknown, or both calls have as many ranks,
+the ranks define it that made their usual calls, if no other rank did. Otherwise there is no culprit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from math import prod
 from typing import NamedTuple
 
 from crossrank.comm import OPERATIONS, CommRecord
-from crossrank.tools.analysis.diagnosis.call_history import is_out_of_turn, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import is_from_elsewhere, is_out_of_turn, is_usual
 from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
-from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.job_state import JobState, called_op
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import Interned
 
@@ -197,11 +197,16 @@ class _Comparison:
             seq=seq,
             kind=kind,
             culprits=tuple(culprits),
-            op=op or "",
+            op=self._called_op(seq) or op or "",
             text=text,
             ranks=list(calls),
             since=min(self._job.moment(*place) for place in self._job.rows_of(self._group, seq)),
         )
+
+    def _called_op(self, seq: int) -> str:
+        """Return the operation that the ranks called, if gloo's recorder notes another one: see `called_op`."""
+        ops = {called_op(self._job.signature(*place)) for place in self._job.rows_of(self._group, seq)}
+        return ops.pop() if len(ops) == 1 else ""
 
     def _suspicious(self) -> list[int]:
         """Return the sequence numbers at which the ranks' calls differ, and those of all_to_all."""
@@ -236,6 +241,8 @@ class _Comparison:
         # Members without the call, and unknown members, count for neither side.
         behind = sum(1 for rank in self._group.ranks if rank not in calls and self._is_behind(rank, seq))
         has_majority = len(largest) * 2 > len(calls) + behind or self._is_out_of_turn(seq, largest, others)
+        if not has_majority and len(others) == 1 and self._is_out_of_turn(seq, others[0], [largest]):
+            largest, others, has_majority = others[0], [largest], True
         columns = zip(KINDS, *(calls[ranks[0]] for ranks in (largest, *others)), strict=True)
         kind = next((kind for kind, *values in columns if len({one for one in values if one is not None}) > 1), TYPE)
         odd = sorted(rank for ranks in others for rank in ranks) if has_majority else []
@@ -250,13 +257,16 @@ class _Comparison:
         return self._mismatch(seq, kind, calls, op, text, odd)
 
     def _is_out_of_turn(self, seq: int, most: list[int], others: list[list[int]]) -> bool:
-        """Return whether most ranks made their usual call, and none of the others did."""
+        """Return whether some ranks, at least as many as the others, made their usual call, and none of the others."""
         few = [rank for ranks in others for rank in ranks]
-        if len(most) <= len(few):
+        if len(most) < len(few):
             return False
         rows = dict(self._job.rows_of(self._group, seq))
+        # Where a member is missing, a call that is new may also be the first one after a loop, which the others lead.
+        is_whole = len(most) + len(few) == len(self._group.ranks)
         return all(is_usual(self._job, rank, rows[rank]) for rank in most) and all(
-            is_out_of_turn(self._job, rank, rows[rank]) for rank in few
+            is_out_of_turn(self._job, rank, rows[rank]) or (is_whole and is_from_elsewhere(self._job, rank, rows[rank]))
+            for rank in few
         )
 
     def _is_behind(self, rank: int, seq: int) -> bool:
@@ -300,8 +310,10 @@ class _Comparison:
         if not pairs:
             return None
         in_all = set.intersection(*map(set, pairs))
-        # With one pair, either rank may be wrong.
-        culprits = in_all if len(in_all) == 1 else set()
+        if len(in_all) > 1:  # of one pair, the rank is wrong that has changed its share, if the other has not
+            changed = {rank for rank in in_all if self._has_changed_shares(rank, seq)}
+            in_all = changed if len(changed) == 1 else set()
+        culprits = in_all
         place = {rank: index for index, rank in enumerate(self._group.ranks)}
         texts = [
             f"rank {one} sends {sent[one][place[other]]} elements to rank {other}, "
@@ -310,6 +322,21 @@ class _Comparison:
         ]
         more = f"; … {len(pairs) - _PAIRS} more pairs" if len(pairs) > _PAIRS else ""
         return self._mismatch(seq, SIZE, calls, "all_to_all", "; ".join(texts) + more, sorted(culprits))
+
+    def _has_changed_shares(self, rank: int, seq: int) -> bool:
+        """Return whether a rank divides this all_to_all in another way than the last one that it made at this line."""
+        lane, trace, size = self._group.lanes[rank], self._job.ranks[rank], len(self._group.ranks)
+        this = lane.row(seq)
+        earlier = (row for row in reversed(lane.rows[: lane.index(seq) or 0]) if this is not None)
+        calls = trace.calls
+        same = next((row for row in earlier if calls.stack[row] == calls.stack[this or 0]), None)
+        if same is None or this is None:
+            return False
+        shares = [
+            [_parts(one.inputs, one.in_split, one, size), _parts(one.outputs, one.out_split, one, size)]
+            for one in (self._job.signature(rank, row) for row in (this, same))
+        ]
+        return shares[0] != shares[1]
 
     def _sums(self, seq: int, calls: dict[int, MatchKey], signatures: list[CommRecord]) -> Mismatch | None:
         """Return a mismatch if the sums differ, for unknown splits."""

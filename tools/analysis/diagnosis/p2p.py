@@ -36,6 +36,8 @@ class Pairing:
     """Unfinished calls whose end the other rank noticed."""
     sizes_differ: list[tuple[CallId, CallId]] = field(default_factory=list)
     """Pairs with different sizes or types."""
+    tags_differ: list[tuple[CallId, CallId]] = field(default_factory=list)
+    """The n-th send and the n-th receive of two ranks, with different tags."""
 
 
 class _End:
@@ -103,6 +105,7 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
     for row, other_row in pairs:
         sent, received = job.signature(send.rank, row), job.signature(receive.rank, other_row)
         if sent.tag is not None and received.tag is not None and sent.tag != received.tag:
+            pairing.tags_differ.append(((send.rank, row), (receive.rank, other_row)))
             continue
         a, b = (send.rank, row), (receive.rank, other_row)
         pairing.partner[a], pairing.partner[b] = b, a

@@ -36,6 +36,7 @@ from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
 from crossrank.tools.analysis.diagnosis.stacks import place_of_call
+from crossrank.tools.analysis.diagnosis.states import is_moving
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph, strongly_connected_components
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import STARTED
@@ -80,8 +81,13 @@ class Search:
 
     @cached_property
     def _idle(self) -> set[int]:
-        unknown = self.may_wait_otherwise - self._listening
+        unknown = {rank for rank in self.may_wait_otherwise - self._listening if not self.is_known(rank)}
         return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys() - unknown
+
+    def is_known(self, rank: int) -> bool:
+        """Return whether a rank has answered what it does."""
+        ending = self.job.ranks[rank].ending
+        return ending.activity is not None or ending.seen is not None
 
     @cached_property
     def may_wait_otherwise(self) -> set[int]:
@@ -117,7 +123,7 @@ class Search:
         """
         job, found = self.job, dict[int, set[int]]()
         silent = (self.silent - self._listening) | self.lacking.keys()
-        listening = [rank for rank in self.silent & self._listening if not job.ranks[rank].ending.moves]
+        listening = [rank for rank in self.silent & self._listening if not is_moving(job.ranks[rank])]
         for _ in listening:  # a chain of them has at most this length
             for rank in listening:
                 ends = [(job.signature(rank, row).peer, job.group_at(rank, row)) for row in job.open_rows[rank]]
@@ -140,6 +146,11 @@ class Search:
         if several and any((one.taken_at or _LAST) < min(terminated) for one in endings if one.has_failed):
             return False
         return several and not any(one.ended_itself or one.unseen for one in endings)
+
+    @cached_property
+    def anyone_failed(self) -> bool:
+        """Return whether the communication of a rank failed, as it does on gloo if a peer ends."""
+        return any(one.ending.has_failed for one in self.job.ranks.values())
 
     @property
     def world(self) -> ProcessGroup:
@@ -260,7 +271,13 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
         culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
         finding = finding_on(
-            group, mismatch.kind, **about, culprit_ranks=culprits, waiting_ranks=sorted(stuck), text=text
+            group,
+            mismatch.kind,
+            **about,
+            culprit_ranks=culprits,
+            waiting_ranks=sorted(stuck),
+            text=text,
+            proof="mismatch",
         )
         if not culprits:
             finding.places = _places_of_each_call(job, mismatch)
@@ -324,6 +341,7 @@ def find_unequal_pairs(search: Search) -> None:
         finding = finding_on(
             group,
             "p2p_size_mismatch",
+            proof="mismatch",
             p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
             op="send",
             waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]}),
@@ -335,6 +353,30 @@ def find_unequal_pairs(search: Search) -> None:
         search.add_root(finding, explained, job.moment(*send))
 
 
+def find_unequal_tags(search: Search) -> None:
+    """Find ranks that wait for each other in a send and a receive with different tags."""
+    job, blocked = search.job, search.graph.blocked
+    for send, receive in search.pairing.tags_differ:
+        ranks = {send[0], receive[0]}
+        ops = [op for op in search.left() if op.is_p2p and not ranks.isdisjoint(op.waiting)]
+        if len(ranks) < 2 or not ops or any(blocked.get(rank) != row for rank, row in (send, receive)):
+            continue
+        ends = {"sender": send, "receiver": receive}
+        places = [place_of_call(job, *end, role, "its call") for role, end in ends.items()]
+        finding = finding_on(
+            job.group_at(*send),
+            "p2p_tag_mismatch",
+            proof="mismatch",
+            p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
+            op="send",
+            waiting_ranks=sorted(ranks),
+            text=f"rank {send[0]} sends with tag {job.signature(*send).tag}, "
+            f"rank {receive[0]} receives with tag {job.signature(*receive).tag}",
+            places=[place for place in places if place is not None],
+        )
+        search.add_root(finding, ops, job.moment(*send))
+
+
 # --- operations without missing ranks --------------------------------------------------------------------------------
 
 
@@ -344,14 +386,15 @@ def find_closed_ops(search: Search) -> None:
         if not op.awaited <= set(op.waiting):
             continue
         if op.absent and op.is_p2p:  # a call of one batch has no match in the other
-            kind = "p2p_unmatched"
+            kind, proof = "p2p_unmatched", "deadlock"
             culprits = op.absent if len(op.absent) < len(op.waiting) else set()
             text = f"{rank_text(op.absent)} made no matching call"
         elif (op.unknown and not op.is_p2p) or (op.group.inferred and search.may_be_members(op.group)):
             continue
         else:
             kind, culprits, text = _why_closed(search, op)
-        search.add_root(finding_of(op, kind, culprits=culprits, text=text), [op])
+            proof = "gone" if kind == MISSING and culprits else "late"
+        search.add_root(finding_of(op, kind, culprits=culprits, text=text, proof=proof), [op])
 
 
 def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
@@ -458,7 +501,7 @@ def find_cycles(search: Search) -> None:
             # Either the matching call is missing, or the collective. Without similar earlier calls it is unknown which.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
         waiting = sorted(set(stuck).difference(odd))
-        search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text), ops)
+        search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof="deadlock"), ops)
 
 
 def _is_being_answered(search: Search, op: StuckOp) -> bool:
@@ -529,7 +572,7 @@ def explain_the_rest(search: Search) -> None:
             text = f"it is unknown whether {rank_text(op.unknown)} made the call"
         elif op.awaited:
             text = f"waits for {rank_text(op.awaited)}, whose state is unknown"
-        search.add_root(finding_of(op, _kind_of_rest(op), text=text), [op])
+        search.add_root(finding_of(op, _kind_of_rest(op), text=text, proof="not_known"), [op])
     for op in ordered:
         if op in search.root_of:
             continue

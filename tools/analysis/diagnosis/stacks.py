@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from itertools import takewhile
 
 from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, error_text, group_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState
-from crossrank.tools.analysis.diagnosis.main_threads import is_users, line_of, main_stack
+from crossrank.tools.analysis.diagnosis.main_threads import is_users, line_of
+from crossrank.tools.analysis.diagnosis.states import first_thread, worker_of
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
-from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
-from crossrank.tools.traces.flight.dump import Frame, OwnStack
+from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER
+from crossrank.tools.traces.flight.dump import Frame
 from crossrank.tools.traces.rank_trace import GLOO
 
 _MOST_CULPRITS = 4
@@ -19,7 +18,6 @@ _MOST_CULPRITS = 4
 _MOST_FRAMES = 12
 _INNER_FRAMES = 4
 """Frames of libraries, called by the user's line, that are shown below it."""
-_COMMUNICATES = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
 
 
 def add_places(job: JobState, graph: WaitForGraph, findings: Sequence[Finding]) -> None:
@@ -58,7 +56,7 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     if row is None and len(trace.calls):
         row, what = len(trace.calls) - 1, "its last call"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
-    main = _stack_of_culprit(ending) if is_culprit else main_stack(ending)
+    main = worker_of(ending, finding.pg[0]) if is_culprit else first_thread(ending)
     # At the end of a recording the main thread is in its shutdown code.
     is_leaving = ending.reason in ("exit", "disable")
     lost = main is not None and bool(frames) and not any(map(is_users, main.frames))  # reporting an exception
@@ -97,21 +95,6 @@ def _row_of(job: JobState, finding: Finding, rank: int) -> int | None:
     same = (group for group in job.groups if group.pg == finding.pg and list(group.ranks) == finding.pg_ranks)
     group = next(same, None) if finding.collective_seq_id is not None else None
     return dict(job.rows_of(group, finding.collective_seq_id or 0)).get(rank) if group is not None else None
-
-
-def _stack_of_culprit(ending: Ending) -> OwnStack | None:
-    """Return a thread that does not communicate: the main thread, or another one if the main thread communicates."""
-    main = main_stack(ending)
-    if main is None or not _communicates(main):
-        return main
-    busy = (stack for stack in ending.stacks if any(map(is_users, stack.frames)) and not _communicates(stack))
-    return next(busy, main)
-
-
-def _communicates(stack: OwnStack) -> bool:
-    """Return whether the user's innermost line called torch.distributed."""
-    called = takewhile(lambda frame: not is_users(frame), stack.frames)
-    return any(_COMMUNICATES.search(frame.filename) for frame in called)
 
 
 def frame_texts(frames: Sequence[Frame]) -> list[str]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from crossrank.comm import OPERATIONS, is_p2p
 from crossrank.tools.analysis.diagnosis.job_state import JobState, releases_all, reports_ends
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
+from crossrank.tools.analysis.diagnosis.states import is_moving
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.rank_trace import GLOO, RETIRED, Calls
@@ -87,8 +88,9 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
     """Find every rank's blocked call and what it waits for."""
     blocked: dict[int, int] = {}
     missed_ends: dict[int, int] = {}
-    for rank, trace in job.ranks.items():
-        if trace.ending.has_raised or job.waits_for_none(rank):
+    has_ended_well = all(one.ending.went_on or one.ending.ended_well for one in job.ranks.values())
+    for rank, trace in job.ranks.items() if not has_ended_well else ():
+        if trace.ending.has_raised or is_moving(trace) or job.waits_for_none(rank):
             continue  # not in a call
         row, missed = _first_open_row(job, rank, pairing)
         if missed and reports_ends(trace):

@@ -25,13 +25,21 @@ from crossrank.tools.output.console import Table, print_fact, print_notes, table
 _ROWS = 12
 _FRAMES = 16
 _AFTER_EXCEPTION = "read the log of rank {culprits}: its exception is the cause"
-_WITHOUT_CULPRIT = ("raised", "not_recorded", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle")
+_WITHOUT_CULPRIT = (
+    "raised",
+    "not_recorded",
+    "no_progress",
+    "all_joined_not_completed",
+    "p2p_size_mismatch",
+    "p2p_wait_cycle",
+)
 """Kinds of findings that need no culprit."""
 WAITS = "from the first rank's call to the last rank's, over all recorded collectives"
 """What the waits in the table of stragglers are."""
 _VERDICTS = {
     "ok": "no fault found",
     "error": "a fault was found",
+    "slow": "ranks wait for one that runs",
     "incomplete": "evidence is missing; the rest shows no fault",
 }
 

@@ -33,6 +33,7 @@ from crossrank.tools.traces.flight.dump import (
     FlightDump,
     Frame,
     Moment,
+    Progress,
     read_flight_dump,
     read_frame,
     whole,
@@ -106,7 +107,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         trace.host, trace.world_size = moment.host, moment.world_size
         ending = trace.ending
         ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
-        ending.waits, ending.moves, ending.busy = moment.waits, moment.moves, moment.busy
+        ending.waits, ending.activity = moment.waits, moment.activity
+        ending.note_callers(moment.calls)
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])
     if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):
@@ -127,7 +129,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
             _add_p2p(trace, moment)
         elif moment.waits is not None and moment.waited is not None:
             _find_unawaited(trace, moment, moment.waited)
-        trace.dump.ends_frozen = trace.backend == NCCL2 and any(
+        trace.dump.ends_frozen |= trace.backend == NCCL2 and any(
             frame.name == "destroy_process_group" for stack in moment.stacks for frame in stack.frames
         )
         # crossrank's dumps have all calls of the recorder: without an entry, the rank made no call.
@@ -259,6 +261,8 @@ class _Reading:
         closes = np.isin(kind, [row for row, entry in entries.kinds.items() if is_closing(entry)])
         launching = self._launching(pg_id, seq * ~(p2p == 1), p2p_seq * ((p2p == 1) | closes), seems_over)
         state[launching], ended[launching] = SCHEDULED, 0
+        if len(untold := self._never_enqueued(pg_id)):
+            state[untold], trace.dump.ends_frozen = RETIRED, True
         state = state[closing]
         retires = np.logical_or(self._retired_is_done(), on_gloo) & is_retired[closing]
         state[retires & (state != COMPLETED)] = RETIRED
@@ -310,6 +314,20 @@ class _Reading:
                     record = self._record(self._dump.entries.kinds[row], index)
                     signatures[rows[kind[rows] == row]] = self.builder.signatures.of(record)
         return groups, signatures, is_left
+
+    def _never_enqueued(self, pg_id: _Column) -> _Column:
+        """Calls of groups in which torch has enqueued no call although it made several: their states mean nothing.
+
+        With TORCH_NCCL_BLOCKING_WAIT=1 the host waits in each call, and no watchdog follows it.
+        """
+        status, of_nccl = self._dump.status, self._trace.backend not in ("", GLOO)
+        found = [
+            rows
+            for group in set(pg_id.tolist())
+            if of_nccl and max(msgspec.structs.astuple(status.get(group, Progress(0)))) < 0
+            if len(rows := np.flatnonzero(pg_id == group)) > 1
+        ]
+        return np.concatenate(found) if found else np.array([], np.int64)
 
     def _launching(self, pg_id: _Column, seq: _Column, p2p_seq: _Column, seems_over: _Column) -> list[int]:
         """Calls that seem to be finished, but that their rank is still launching.

@@ -28,6 +28,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.privacy import Privacy
 from crossrank.recording import ReadIssues, read_chunks, with_epoch
+from crossrank.tools.traces.activity import RankActivity
 from crossrank.tools.traces.flight.entries import (
     LAUNCH,
     MANY,
@@ -98,6 +99,8 @@ class OwnStack(msgspec.Struct, frozen=True):
 
     thread: Annotated[Text, Privacy.THREAD]
     frames: Frames
+    number: Number | None = None
+    """The operating system's id of the thread; None if unknown."""
     handles: Raised | None = None
     """The exception that it handles at this moment, in an `except` or a `finally`."""
 
@@ -108,6 +111,8 @@ class WaitUnderWay(msgspec.Struct, frozen=True, kw_only=True):
     id: Number | None
     """Id of the call; None = unknown."""
     thread: Annotated[Text, Privacy.THREAD]
+    number: Number | None = None
+    """The operating system's id of the thread; None in older dumps."""
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +122,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     world_size: WorldSize
     host: Annotated[Text, Privacy.HOST] = ""
     reason: Annotated[Text, Privacy.REASON] = ""
-    """`hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`."""
+    """`hang` or `asked`: a rank asked what it does, and it had just communicated nothing, or something; `SIGUSR1`,
+    `SIGTERM`, `window`, `disable`, `exit`."""
     error: Annotated[Text, Privacy.MESSAGE] | None = None
     """The text of the first of `exceptions`."""
     exceptions: Annotated[list[Raised], MANY] = []
@@ -133,10 +139,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """Unfinished waits of Python threads; None if waits are not recorded."""
     waited: Annotated[list[Number], MANY] | None = None
     """Ids of calls that these threads have waited for (on a GPU: their stream has); None in older dumps."""
-    moves: bool = False
-    """Whether the main thread has moved since the last call."""
-    busy: Annotated[float, Privacy.NUMBER] | None = None
-    """Share of the time since then in which it ran on a CPU."""
+    activity: RankActivity | None = None
+    """What the process did just before; None if the dump answers no question, and in older dumps."""
     stacks: Annotated[list[OwnStack], MANY] = []
 
 

@@ -164,7 +164,7 @@ def test_a_send_and_a_receive_with_different_tags_do_not_match(tmp_path: Path) -
     write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1) | {"tag": 1}])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1) | {"tag": 2}])
     write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
-    assert roots(diagnosis_of(tmp_path)) == [("p2p_wait_cycle", "default_pg", 1, [], [0, 1])]
+    assert roots(diagnosis_of(tmp_path)) == [("p2p_tag_mismatch", "default_pg", 1, [], [0, 1])]
 
 
 @pytest.mark.parametrize(("last", "noted"), [("broadcast", "broadcast"), ("reduce_scatter", "all_reduce")])

@@ -226,8 +226,8 @@ def forward(odd: int, at: int, call: Call) -> Left:
         (with_odd(Collective("0", inputs=((7,),)), 1, 2), "size_mismatch default_pg 2 [] <- [0, 1, 2, 3]"),
         # one too many in the middle
         (in_world(step(REDUCE, BROADCAST), (3, 2, BARRIER)), "extra_collective default_pg 3 [3] <- [0, 1, 2]"),
-        # one too many at the end
-        (in_world(step(REDUCE, BROADCAST), (1, 6, BARRIER)), "extra_collective default_pg 7 [1] <- [1]"),
+        # one too many at the end: the others may still make it, as far as torch's own dumps show
+        (in_world(step(REDUCE, BROADCAST), (1, 6, BARRIER)), "not_recorded default_pg 7 [] <- [1]"),
         # one left out of two kinds
         (in_world(step(REDUCE, BROADCAST), (0, 2, None)), "missing_rank default_pg 3 [0] <- [1, 2, 3]"),
         # a rank in between says which of two comes first

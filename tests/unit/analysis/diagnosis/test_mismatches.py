@@ -194,7 +194,7 @@ def test_the_first_mismatched_calls_of_a_group_are_found(of_ranks: Sequence[str 
         (("aaAaaAaaA", "aaAaaAaaa", "aaAaaAaaA", ""), (1,)),  # only rank 1 went another way than before
         (("aaAaaAaaa", "aaAaaAaaA", "aaAaaAaaa", ""), ()),  # rank 1 went on as before, the others did not
         (("aaaaA", "aaaaa", "aaaaA", ""), ()),  # the call is new on two ranks
-        (("aaAaaAaaA", "aaAaaAaaa", "", ""), ()),  # between two ranks nothing decides
+        (("aaAaaAaaA", "aaAaaAaaa", "", ""), (1,)),  # of two ranks, one went another way than before
         (("aaaaa", "aaaaa", "aaaaA", ""), ()),  # the first call after a loop, which two have not left
     ],
 )

@@ -55,7 +55,9 @@ ENDED = [recv(number, COMPLETED, ended=1) for number in (1, 2)]
         pytest.param(sends(0), [], {}, Pairing(alone={(0, 0)}), id="without a number"),
         pytest.param(sends(0), [], COMMS, Pairing(alone={(0, 0)}), id="counted from 0"),
         pytest.param([], [recv(peer=None)], {}, Pairing(), id="from any source"),
-        pytest.param([send(tag=1)], [recv(tag=2)], {}, Pairing({}, both(0)), id="tags differ"),
+        pytest.param(
+            [send(tag=1)], [recv(tag=2)], {}, Pairing({}, both(0), tags_differ=DIFFER.sizes_differ), id="tags differ"
+        ),
         pytest.param([send(tag=1)], [recv()], {}, Pairing(pairs((0, 0))), id="a tag that one does not know"),
         pytest.param([send(inputs=[[2, 4]])], [recv()], {}, Pairing(pairs((0, 0))), id="one size"),
         pytest.param([send(dtype=None)], [recv()], {}, Pairing(pairs((0, 0))), id="a type that one does not know"),

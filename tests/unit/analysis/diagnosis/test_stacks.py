@@ -106,16 +106,6 @@ def test_culprits_with_errors_in_different_places_are_all_shown(tmp_path: Path) 
     assert culprits == [["f (train.py:2)"], ["f (train.py:3)"]]
 
 
-def test_another_thread_is_shown_if_the_culprits_main_thread_communicates(tmp_path: Path) -> None:
-    stacks = (
-        ("MainThread", (("all_reduce", "/opt/torch/distributed/distributed_c10d.py", 1), ("step", "train.py", 5))),
-        ("metrics", (("wait", "/usr/lib/python3.11/threading.py", 1), ("average", "metrics.py", 9))),
-    )
-    (finding,) = left_by_rank_2(tmp_path, Moment(reason="SIGTERM", after=9, stacks=stacks), Moment(after=9))
-    assert finding.places[0].what == "its thread metrics"
-    assert finding.places[0].frames[0] == "average (metrics.py:9)"
-
-
 C10D = ("wait", "/opt/torch/distributed/distributed_c10d.py", 5)
 MAIN = ("main", "/home/me/train.py", 7)
 RECORDS = ("record", "/opt/crossrank/instrument/hooks.py", 3)

@@ -1,0 +1,118 @@
+"""Carries a question from one rank to all: "what do you do at this moment?".
+
+The job's store counts the questions. Every rank reads this number about once a second. It has its own connection for
+that: a client of `TCPStore` is one socket with a lock, and a thread that waits for a key keeps the lock. The store may be
+gone with the rank that serves it, or may not answer; so a question is written to a file in the recording, too, and a
+rank whose store does not answer reads this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crossrank.atomic_file import whole_file
+from crossrank.budget import BudgetError, read_small
+from crossrank.errors import one_line
+from crossrank.instrument import threads
+from crossrank.instrument.log import log
+from crossrank.recording import ASKED
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_PAUSE = 0.75
+_PAUSE_PER_RANK = 4e-4
+"""Seconds between two looks at the store: together, all ranks ask it at most 2,500 times per second."""
+_GLANCE = 0.25
+_SILENT = 2.5
+"""Seconds without an answer of the store after which the file is read."""
+_STORE_ANSWERS = 3.0
+"""Seconds that the end of the recording waits for an answer of the store."""
+
+
+class Questions:
+    """The questions of one job."""
+
+    def __init__(self, folder: Path, world_size: int, store: Callable[[], Store | None]) -> None:
+        """`store` returns the store of the job; None if it has none."""
+        self._path = folder / ASKED
+        self._key = f"crossrank/asked/{hashlib.sha256(str(folder).encode(errors='replace')).hexdigest()}"
+        self._pause = max(_PAUSE, world_size * _PAUSE_PER_RANK)
+        self._find_store = store
+        self._store: Store | None = None
+        self._at_store = threading.Lock()
+        """Held during a request. Before Python 3.14, a thread that returns from C++ while the interpreter shuts down
+        ends the process."""
+        self._answered = -_SILENT
+        """When the store answered last, on the monotonic clock."""
+        self._stopped = False
+        self._in_store = 0
+        self._heard_in_store = 0
+        self._heard_in_file = self._read()
+
+    def start(self) -> None:
+        threads.start("questions", self._listen, lost="this rank hears of hangs through the folder alone")
+
+    def stop(self) -> None:
+        """Stop to listen. Wait a few seconds for a pending answer of the store."""
+        self._stopped = True
+        if self._at_store.acquire(timeout=_STORE_ANSWERS):
+            self._at_store.release()
+
+    def hear(self) -> bool:
+        """Return whether a question was asked since the last time."""
+        in_store, in_file = self._in_store, self._heard_in_file if self._is_alive() else self._read()
+        is_new = (in_store, in_file) != (self._heard_in_store, self._heard_in_file)
+        self._heard_in_store, self._heard_in_file = in_store, in_file
+        return is_new
+
+    def ask(self) -> None:
+        """Ask all ranks, this one too. A rank that asks hears itself at once."""
+        with contextlib.suppress(OSError), whole_file(self._path) as part:
+            part.write_text(str(time.time_ns()))
+        if self._is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._add(1)
+
+    def asked_at(self) -> int:
+        """Return when the last question was asked, in ns since 1970 on the clock of the folder; 0 if none was."""
+        try:
+            return self._path.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _is_alive(self) -> bool:
+        return time.monotonic() - self._answered < _SILENT
+
+    def _read(self) -> bytes:
+        with contextlib.suppress(OSError, BudgetError):
+            return read_small(self._path)
+        return b""
+
+    def _add(self, count: int) -> None:
+        with self._at_store:
+            if self._store is not None and not self._stopped:
+                self._in_store = self._store.add(self._key, count)
+                self._answered = time.monotonic()
+
+    def _listen(self) -> None:
+        try:
+            store = self._find_store()
+            if store is None or not hasattr(store, "clone"):
+                return
+            self._store = store.clone()
+            del store  # it may host the job's rendezvous, and would block the next process group
+            self._add(0)
+            self._heard_in_store = self._in_store
+            while not self._stopped:
+                if time.monotonic() - self._answered >= self._pause:
+                    self._add(0)
+                time.sleep(_GLANCE)
+        except Exception as error:  # the rank that serves the store may be gone
+            log.info("crossrank: questions about hangs come through the folder from here on: %s", one_line(error))

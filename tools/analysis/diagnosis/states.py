@@ -1,0 +1,146 @@
+"""What a rank does that does not wait in a call, by evidence: it runs, is idle, stopped or gone, or this is unknown.
+
+A rank's answer has the CPU time of each of its threads between two looks. A thread that is blocked uses none, one that
+works or polls uses some. The thread that decides is the one that made the rank's last calls on the group: training may
+run in a thread, and a main thread in `join()` shows nothing. If it is blocked in what another thread or a child process
+can end, these decide. A rank that does not answer was looked at by another rank of its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossrank.text import percent, plural
+from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
+from crossrank.tools.analysis.diagnosis.main_threads import is_users, main_stack
+from crossrank.tools.traces.activity import RankActivity, Seen, ThreadActivity
+from crossrank.tools.traces.ending import ANSWERS, LEFT, Ending
+from crossrank.tools.traces.flight.dump import Frame, OwnStack
+from crossrank.tools.traces.rank_trace import GLOO, RankTrace
+
+RUNS, IDLE, STOPPED, NATIVE, GONE, SILENT = "runs", "idle", "stopped", "native", "gone", "silent"
+MOVING = (RUNS, NATIVE)
+"""States in which a rank may come to the call without help."""
+
+_BY_THREADS = ("futex", "poll", "select", "epoll_wait", "read", "wait4", "waitid", "")
+"""System calls that another thread or a child process can end; empty: unknown."""
+_BACKGROUND = ("pt_nccl_", "pt_gloo_", "gloo_", "pt_tcpstore", "cuda-", "pt_elastic", "pt_autograd_idle", "tqdm")
+"""First parts of the names of threads that use CPU time all the time."""
+_LEAST_NS = 10_000
+"""CPU time from which the thread itself counts as running."""
+_SHARE = 0.005
+"""Share of a CPU from which another thread, or a child process, counts as working."""
+_POLLS = 0.1
+"""Share of a CPU up to which a thread that runs may only poll."""
+_NS = 1e9
+
+
+def worker_of(ending: Ending, pg: str | None = None) -> OwnStack | None:
+    """Return the thread that made the last call of a rank on a group, or its last call; else the main thread."""
+    number = ending.callers.get(pg or "") or next(reversed(ending.callers.values()), None)
+    of_number = (stack for stack in ending.stacks if number is not None and stack.number == number)
+    return next(of_number, None) or main_stack(ending)
+
+
+def place_text(frames: Sequence[Frame]) -> str:
+    """Return the user's innermost line, as `function (file:line)`; empty without one."""
+    frame = next(filter(is_users, frames), None)
+    return "" if frame is None else f"{frame.name} ({frame.filename}:{frame.line})"
+
+
+def state_of(rank: int, ending: Ending, pg: str | None = None) -> LateRank:
+    """Return what a rank does that has not made a call on a group."""
+    state, text = _gone(ending) or _seen(ending.seen) or _active(ending, pg)
+    stack = worker_of(ending, pg)
+    return LateRank(rank=rank, state=state, text=text, place=place_text(stack.frames) if stack is not None else "")
+
+
+def _gone(ending: Ending) -> tuple[str, str] | None:
+    if ending.reason in LEFT or ending.ended:
+        why = error_text(ending.error) or ending.reason or "its recording ended"
+        return GONE, f"left the job ({why})"
+    return (GONE, f"ended ({error_text(ending.error)})") if ending.error is not None else None
+
+
+def _seen(seen: Seen | None) -> tuple[str, str] | None:
+    if seen is None:
+        return None
+    process = f"process {seen.process}"
+    if seen.state == "X":
+        return GONE, f"has ended without an error message ({process})"
+    if seen.frozen or seen.state in "Tt":
+        return STOPPED, f"is stopped ({process} is {'frozen' if seen.frozen else 'in state T'})"
+    if seen.cpu_ns:
+        share = percent(min(seen.cpu_ns / _NS / max(seen.seconds, 0.01), 1))
+        return NATIVE, f"runs in C code that keeps the interpreter's lock: {process} uses {share} of a CPU"
+    return IDLE, f"does not answer, and {process} uses no CPU"
+
+
+def _active(ending: Ending, pg: str | None) -> tuple[str, str]:
+    activity = ending.activity
+    if activity is None:
+        return SILENT, "does not wait in another one" if ending.reason else "shows no sign of life"
+    stack = worker_of(ending, pg) if pg else first_thread(ending)
+    thread = next((one for one in activity.threads if stack is not None and one.id == stack.number), None)
+    if thread is None:
+        return (RUNS, "makes other calls") if activity.has_communicated else (SILENT, "does not wait in another one")
+    place = place_text(stack.frames) if stack is not None else ""
+    at = f" in {place}" if place else ""
+    if thread.cpu_ns > _LEAST_NS:
+        calls = (
+            f", and makes {plural(activity.calls, 'call')} in {activity.seconds:.1f} s" if activity.calls > 0 else ""
+        )
+        return RUNS, f"runs{at}, with {_share(thread.cpu_ns, activity)} of a CPU{calls}"
+    if helper := _helper(thread, activity):
+        return RUNS, f"waits{at} for {helper}"
+    where = f" in {thread.blocked_in}()" if thread.blocked_in else ""
+    return IDLE, f"is blocked{where}{at}"
+
+
+def _helper(thread: ThreadActivity, activity: RankActivity) -> str:
+    """Return what works while a thread is blocked that may wait for it."""
+    if thread.blocked_in not in _BY_THREADS:
+        return ""
+    least = _SHARE * activity.seconds * _NS
+    for child in sorted(activity.children, key=lambda one: -one.cpu_ns):
+        if child.cpu_ns > least:
+            return f"process {child.id} ({child.name}), with {_share(child.cpu_ns, activity)} of a CPU"
+    for other in sorted(activity.threads, key=lambda one: -one.cpu_ns):
+        if other.id != thread.id and other.cpu_ns > least and not other.name.startswith(_BACKGROUND):
+            return f"thread {other.name}, with {_share(other.cpu_ns, activity)} of a CPU"
+    return ""
+
+
+def _share(cpu_ns: int, activity: RankActivity) -> str:
+    return percent(min(cpu_ns / _NS / max(activity.seconds, 0.01), 1))
+
+
+def is_moving(trace: RankTrace) -> bool:
+    """Return whether a rank was in no call for the whole time between the two looks of its answer, because it worked.
+
+    A host that waits for its GPU may use CPU time, and a thread that launches NCCL's calls does. So there only calls
+    that were made or finished in between count.
+    """
+    ending, activity = trace.ending, trace.ending.activity
+    if activity is None or ending.reason not in ANSWERS:
+        return False
+    if trace.backend != GLOO:
+        return activity.has_communicated
+    first = first_thread(ending)
+    if first is not None and any(wait.thread == first.number for wait in activity.held):
+        return False
+    return _active(ending, None)[0] == RUNS
+
+
+def polls_only(ending: Ending) -> bool:
+    """Return whether a rank that runs uses so little CPU time that it only looks for something now and then."""
+    stack, activity = first_thread(ending), ending.activity
+    used = [one.cpu_ns for one in activity.threads if stack is not None and one.id == stack.number] if activity else []
+    return bool(activity and used) and max(used) < _POLLS * max(activity.seconds if activity else 0, 0.01) * _NS
+
+
+def first_thread(ending: Ending) -> OwnStack | None:
+    """Return the thread that a rank's progress depends on: the main thread if it has made calls, else the last that
+    has."""
+    main = main_stack(ending)
+    return main if main is not None and main.number in ending.callers.values() else worker_of(ending)
