@@ -91,7 +91,7 @@ def look(recorder: Recorder) -> Look:
 def between(first: Look, last: Look) -> dict[str, Any]:
     """Return what the process did between two looks, in the format of a dump: `RankActivity` of the tools' reader."""
     names = {number_of(thread): thread.name for thread in threading.enumerate()}
-    before, now = first.progress, last.progress
+    before, now, holders = first.progress, last.progress, _lock_holders()
     return {
         "seconds": round(last.at - first.at, 3),
         "calls": now.calls - before.calls,
@@ -104,6 +104,7 @@ def between(first: Look, last: Look) -> dict[str, Any]:
                 "cpu_ns": usage.cpu_ns - earlier.cpu_ns,
                 "bytes": usage.bytes - earlier.bytes,
                 "blocked_in": _blocked_in(thread),
+                "lock_of": holders.get(thread),
             }
             for thread, usage in list(last.threads.items())[:_MOST]
             if (earlier := first.threads.get(thread, Usage(0, 0)))
@@ -148,6 +149,25 @@ def _blocked_in(thread: int) -> str:
     number = _text(f"/proc/self/task/{thread}/syscall").partition(" ")[0]
     names = _SYSTEM_CALLS.get(platform.machine(), {})
     return names.get(int(number), f"system call {number}") if number.isdigit() else ""
+
+
+def _lock_holders() -> dict[int, int]:
+    """Return process that waits for a file lock -> process that holds it, by `/proc/locks` (proc(5)).
+
+    A line with `->` is of a process that waits for the lock in the line before.
+    """
+    found: dict[int, int] = {}
+    holder = 0
+    for fields in map(str.split, _text("/proc/locks").splitlines()):
+        waits = "->" in fields
+        process = fields[4 + waits] if len(fields) > 4 + waits else ""
+        if not process.lstrip("-").isdigit():
+            continue
+        if waits:
+            found[int(process)] = holder
+        else:
+            holder = int(process)
+    return found
 
 
 def _numbers(folder: str) -> list[int]:

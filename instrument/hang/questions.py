@@ -1,9 +1,9 @@
 """Carries a question from one rank to all: "what do you do at this moment?".
 
 The job's store counts the questions. Every rank reads this number about once a second. It has its own connection for
-that: a client of `TCPStore` is one socket with a lock, and a thread that waits for a key keeps the lock. The store may be
-gone with the rank that serves it, or may not answer; so a question is written to a file in the recording, too, and a
-rank whose store does not answer reads this file.
+that: a client of `TCPStore` is one socket with a lock, and a thread that waits for a key keeps the lock. The store may
+be gone with the rank that serves it, or may not answer. So a question is also written to a file in the recording, and
+a rank whose store does not answer reads this file.
 """
 
 from __future__ import annotations

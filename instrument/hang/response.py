@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch.distributed as dist
 
 from crossrank.atomic_file import whole_file
 from crossrank.budget import BudgetError, read_small
@@ -33,6 +38,7 @@ from crossrank.instrument.write.flight_dump import completed
 from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SEEN, SLOW, VERDICT
 from crossrank.text import rank_ranges
 
+_INITIALIZES = inspect.unwrap(dist.init_process_group).__code__
 _LOOK = 0.1
 _LOOK_PER_RANK = 4e-4
 """Seconds between two looks at the folder: together, all ranks look at most 2,500 times per second."""
@@ -155,10 +161,19 @@ class Hangs:
 
     def _ask(self, seconds: float) -> None:
         """Ask all ranks, unless one has asked in the `seconds` since the last call of this rank."""
-        if self._answers is None or self._questions is None or self._session.current_world() is None:
+        if self._answers is None or self._questions is None or not self._takes_part():
             return
         if self._answers.heard_at < time.monotonic() - seconds:
             self._questions.ask()
+
+    def _takes_part(self) -> bool:
+        """Return whether this rank is in the job: it has its process group, or is initializing the next one."""
+        if self._session.current_world() is not None:
+            return True
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code is not _INITIALIZES:
+            frame = frame.f_back
+        return frame is not None
 
     def _on_hang(self, seconds: float) -> float | None:
         """Respond to `seconds` without communication. Return after how many seconds to respond again, if ever."""
@@ -170,7 +185,7 @@ class Hangs:
         if pausing or was_pausing:  # after a pause, every rank waits for its full patience again
             log.info("crossrank: rank %s announced a pause, so no hang is reported", rank_ranges(pausing))
             return COUNT_ANEW
-        if session.current_world() is None:  # this rank has destroyed its group: the waiting ranks make the verdict
+        if not self._takes_part():  # the waiting ranks make the verdict
             return None
         self._ask(seconds if self._responded_at is None else time.monotonic() - self._responded_at)
         self._responded_at = time.monotonic()

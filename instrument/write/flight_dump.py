@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 import msgspec
 import orjson
+from torch.distributed import distributed_c10d
 
 from crossrank.instrument import threads
 from crossrank.instrument.facts import Recording
@@ -49,6 +50,8 @@ _VERSION = "2.10"
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOTICED = 1.0
 """Seconds within which torch notices the end of an NCCL call."""
+_MAKES_GROUP, _C10D = "new_group", "distributed_c10d.py"
+"""Function of torch that makes a process group, and its file."""
 ANSWERS = ("hang", "asked")
 """Reasons of dumps that answer a question: nothing was communicated just before, or something was."""
 _PATIENCE = 10.0
@@ -132,6 +135,8 @@ class FlightDumps:
             "rank": session.facts.rank,
             "world_size": session.facts.world_size,
             "host": socket.gethostname(),
+            "process": os.getpid(),
+            "groups_made": getattr(distributed_c10d._world, "group_count", None) if has("process groups") else None,
             "reason": reason,
             "error": exceptions[0]["error"] if exceptions else None,
             "exceptions": exceptions,
@@ -239,11 +244,22 @@ def stacks() -> list[dict[str, Any]]:
                 "thread": writable(name),
                 "number": None if thread is None else number_of(thread),
                 "frames": exits.describe_frames(frames),
+                "makes_group": _members_of_new_group(frame),
             }
             if (error := _handled_by(ident)) is not None:
                 stack["handles"] = exits.describe(name, error)
             found.append(stack)
     return found
+
+
+def _members_of_new_group(frame: FrameType | None) -> list[int] | None:
+    """Return the members of the process group that a thread is making, empty for all; None if it makes none."""
+    while frame is not None:
+        if frame.f_code.co_name == _MAKES_GROUP and frame.f_code.co_filename.endswith(_C10D):
+            ranks = frame.f_locals.get("ranks")
+            return list(map(int, ranks)) if ranks is not None else []
+        frame = frame.f_back
+    return None
 
 
 def _handled_by(thread: int) -> BaseException | None:

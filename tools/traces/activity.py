@@ -33,6 +33,8 @@ class ThreadActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes read and written."""
     blocked_in: Annotated[Text, Privacy.WORD] = ""
     """The system call that it was in at the second look; empty if it ran, or if that is unknown."""
+    lock_of: Number | None = None
+    """The process that holds the file lock that it waits for."""
 
 
 class ChildActivity(msgspec.Struct, frozen=True, kw_only=True):

@@ -70,6 +70,10 @@ class Ending:
     """Exceptions that ended threads other than the main one; the process continues."""
     stacks: list[OwnStack] = field(default_factory=list)
     """Where the threads were when the dump was taken."""
+    process: int | None = None
+    """Its number in the system, on its node."""
+    groups_made: int | None = None
+    """How many process groups it has made, those of others included."""
     callers: dict[str, int] = field(default_factory=dict)
     """Group -> thread that made the last call on it, in the order of these calls."""
     waits: list[WaitUnderWay] | None = None

@@ -10,9 +10,20 @@ from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text, ra
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
-from crossrank.tools.analysis.diagnosis.states import GONE, IDLE, RUNS, SILENT, STOPPED, polls_only, state_of
+from crossrank.tools.analysis.diagnosis.states import (
+    GONE,
+    IDLE,
+    RUNS,
+    SILENT,
+    STOPPED,
+    lock_holder,
+    may_wait_for_others,
+    members_in_making,
+    polls_only,
+    state_of,
+)
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
-from crossrank.tools.traces.ending import ANSWERS, LEFT
+from crossrank.tools.traces.ending import ANSWERS, LEFT, Ending
 from crossrank.tools.traces.rank_trace import STATES
 
 _MOMENT = 1_000_000_000
@@ -70,11 +81,14 @@ def find_silent_ranks(search: Search) -> None:
                     f"; {rank_text(stale)} also has calls unfinished that finished on the other ranks: "
                     "its GPU or its watchdog is stuck"
                 )
+        if culprits == absent and len(absent) * 2 > len(op.group.ranks) and may_wait_for_others(ranks, absent):
+            culprits = set()
+            text += "; they may wait for the others there, for example through the store"
         for rank in sorted(op.absent & search.may_wait_for_a_thread.keys()):
             senders = rank_text(search.may_wait_for_a_thread[rank])
             text += f"; rank {rank} has not made it either: one of its threads receives from {senders}"
         waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
-        late = states if culprits == absent else []
+        late = states if culprits in (absent, set()) else []
         about: dict[str, Any] = {"text": text, "exception": exception, "proof": proof, "late_ranks": late}
         search.add_root(finding_of(op, kind, culprits=culprits, **about, **waiting), [op])
 
@@ -202,24 +216,64 @@ def find_stale_ranks(search: Search) -> None:
 def find_unrecorded_waits(search: Search) -> None:
     """Find ranks that wait outside of calls: for example, for a new group or a key of the store.
 
-    The files do not show which rank they wait for. If exactly one rank does not wait, it is the culprit.
+    A group that is made waits for all its members. Ranks that make groups with other members at the same time wait for
+    each other. In all other cases, the files do not show which rank they wait for; if exactly one rank does not wait,
+    it is the culprit.
     """
-    waiting, silent = search.waiting_unrecorded, search.silent
+    waiting, silent, ranks = search.waiting_unrecorded, search.silent, search.job.ranks
     if not waiting or search.roots:
         return
-    culprits = silent if len(silent) == 1 else set()
+    making = {rank: one for rank in sorted(waiting) if (one := members_in_making(ranks[rank].ending)) is not None}
+    whats = {rank: f"{_members_text(one)}{_place_text(ranks[rank].ending)}" for rank, one in making.items()}
+    ranks_of = sorted(ranks_by(whats).items(), key=_by_size)
+    awaited = silent.intersection(*(one or search.job.world for one in making.values())) if making else silent
+    culprits = awaited if making or len(silent) == 1 else set()
     stuck = [op for op in search.left() if op.awaited & (waiting | silent)]
+    kind, proof = (MISSING, "late") if silent else ("opposite_order", "not_known")
     text = f"{rank_text(waiting)} waits inside torch.distributed, but not in a call; for example, it creates a group"
+    if making:
+        text = "; ".join(f"{rank_text(those)} makes a group of {members}" for members, those in ranks_of)
+    if len(ranks_of) > 1:
+        kind, proof = "opposite_order", "mismatch"
+        culprits = set(ranks_of[-1][1]) if len(ranks_of) == 2 and len(ranks_of[0][1]) > len(ranks_of[1][1]) else set()
     finding = finding_on(
         search.world,
-        MISSING if silent else "opposite_order",
+        kind,
         culprit_ranks=sorted(culprits),
         waiting_ranks=sorted(waiting.union(*(op.waiting for op in stuck)) - culprits),
         text=text + (f"; {rank_text(silent)} does not wait" if silent else ""),
-        proof="late" if silent else "not_known",
-        late_ranks=[state_of(rank, search.job.ranks[rank].ending) for rank in sorted(culprits)],
+        proof=proof,
+        late_ranks=[state_of(rank, ranks[rank].ending) for rank in sorted(culprits & silent)],
     )
     search.add_root(finding, stuck)
+
+
+def _members_text(members: Sequence[int]) -> str:
+    return rank_text(members) if members else "all ranks"
+
+
+def _place_text(ending: Ending) -> str:
+    """Return which group of a rank the one that it makes is."""
+    return "" if ending.groups_made is None else f" (no. {ending.groups_made + 1} on these ranks)"
+
+
+def _by_size(found: tuple[str, list[int]]) -> tuple[int, list[int]]:
+    return -len(found[1]), found[1]
+
+
+def find_lock_holders(search: Search) -> None:
+    """Find ranks that wait in a call for ranks that wait for a file lock of theirs."""
+    ranks = search.job.ranks
+    rank_of = {(one.host, one.ending.process): rank for rank, one in ranks.items() if one.ending.process is not None}
+    for op in search.left():
+        locks = {rank: lock_holder(ranks[rank].ending, op.group.name) for rank in op.absent & ranks.keys()}
+        holders = {rank: rank_of.get((ranks[rank].host, process)) for rank, process in locks.items() if process}
+        culprits = {holder for holder in holders.values() if holder in op.waiting and holder is not None}
+        # Each rank that has not come waits for a lock, which one of the waiting ranks holds, or another of these ranks.
+        if culprits and op.absent == holders.keys() and all(one in {*culprits, *holders} for one in holders.values()):
+            text = f"{rank_text(holders)} waits for a file lock that {rank_text(culprits)} holds"
+            about = {"text": text, "waiting_ranks": sorted(holders), "proof": "deadlock"}
+            search.add_root(finding_of(op, "holds_lock", culprits=culprits, **about), [op])
 
 
 def find_lacking_ranks(search: Search) -> None:
@@ -323,11 +377,13 @@ def find_standstill(search: Search) -> None:
     running = [one for one in states if one.state == RUNS]
     polls = len(running) > len(standing) and len({one.place for one in running}) == 1
     polls = polls and all(polls_only(ranks[one.rank].ending) for one in running)
-    texts = ranks_by({one.rank: one.text for one in states})
+    left = [state_of(rank, one.ending) for rank, one in sorted(search.job.ranks.items()) if one.ending.ended_well]
+    left = left if not running and len(left) * 2 < len(search.job.ranks) else []
+    texts = ranks_by({one.rank: one.text for one in (*states, *left)})
     finding = finding_on(
         search.world,
         "no_progress",
-        culprit_ranks=[one.rank for one in standing] if polls else [],
+        culprit_ranks=[one.rank for one in (standing if polls else left)],
         waiting_ranks=[one.rank for one in running] if polls else [],
         text="; ".join(f"{rank_text(those)} {text}" for text, those in texts.items()),
         proof="late" if polls else "not_known",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
@@ -40,6 +41,19 @@ def is_from_elsewhere(job: JobState, rank: int, row: int) -> bool:
     return bool(_expected(before)) and this not in before
 
 
+def changes_tags_otherwise(job: JobState, rank: int, row: int) -> bool:
+    """Return whether the tag of a send or receive follows the one before in another way than before: the tags of a
+    pair of ranks often count."""
+    calls, this = job.ranks[rank].calls, job.signature(rank, row)
+    alike = (
+        other.tag
+        for other in (job.signature(rank, one) for one in range(row, -1, -1))
+        if (other.op, other.peer) == (this.op, this.peer)
+    )
+    tags = [tag for tag in islice(alike, 3) if tag is not None]
+    return len(calls) > row and len(tags) == 3 and tags[0] - tags[1] != tags[1] - tags[2]
+
+
 def has_skipped(
     job: JobState, rank: int, group: ProcessGroup, row: int, peers: tuple[int, ...] = (), op: str | None = None
 ) -> bool:
@@ -48,12 +62,25 @@ def has_skipped(
 
     False for a call that the rank makes for the first time.
     """
-    follows = _due_instead(job, rank, row)
     own = job.group_of[rank]
-    return bool(follows) and all(
-        own[local] == group.index and (peer in peers if peers else peer is None) and op in (None, what)
-        for local, what, peer, _ in follows
-    )
+
+    def is_wanted(token: Token) -> bool:
+        local, what, peer, _ = token
+        return own[local] == group.index and (peer in peers if peers else peer is None) and op in (None, what)
+
+    follows = _due_instead(job, rank, row)
+    return (bool(follows) and all(map(is_wanted, follows))) or any(map(is_wanted, _left_out(job, rank, row)))
+
+
+def _left_out(job: JobState, rank: int, row: int) -> list[Token]:
+    """Return the calls that a rank left out since it made the call at `row` the last time, of those that it made in
+    both rounds before: a batch has no order."""
+    *before, this = _history(job, rank, row)
+    places = [at for at, one in enumerate(before) if one == this][-3:]
+    if len(places) < 3:
+        return []
+    first, second, last = (Counter(before[begin + 1 : end]) for begin, end in pairwise([*places, len(before)]))
+    return list((first & second) - last)
 
 
 def has_gone_past(job: JobState, rank: int, group: ProcessGroup) -> bool:

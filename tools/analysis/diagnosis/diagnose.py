@@ -89,6 +89,7 @@ def _find_causes(search: Search) -> None:
     root_causes.find_unequal_tags(search)
     root_causes.find_closed_ops(search)
     root_causes.find_cycles(search)
+    absent_ranks.find_lock_holders(search)
     absent_ranks.find_silent_ranks(search)
     absent_ranks.find_stale_ranks(search)
     absent_ranks.find_unrecorded_waits(search)

@@ -94,6 +94,10 @@ KINDS: dict[str, Kind] = {
         "a rank ended with an exception, and no call shows a wait for it",
         "read the log of rank {culprits}: the first exception caused the others",
     ),
+    "holds_lock": Kind(
+        "a rank waits in a call while it holds a file lock that other ranks wait for",
+        "release the lock on rank {culprits} before this call, or make the call outside of it on every rank",
+    ),
     "no_progress": Kind(
         "no rank waits in a call, and some ranks do nothing",
         "check what these ranks are doing: their logs, their stacks (py-spy dump)",

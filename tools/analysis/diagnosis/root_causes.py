@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from crossrank.tools.analysis.diagnosis.call_history import (
+    changes_tags_otherwise,
     first_in_program,
     has_skipped,
     is_new,
@@ -363,13 +364,16 @@ def find_unequal_tags(search: Search) -> None:
             continue
         ends = {"sender": send, "receiver": receive}
         places = [place_of_call(job, *end, role, "its call") for role, end in ends.items()]
+        left_its_order = [rank for rank, row in (send, receive) if changes_tags_otherwise(job, rank, row)]
+        odd = left_its_order if len(left_its_order) == 1 else []
         finding = finding_on(
             job.group_at(*send),
             "p2p_tag_mismatch",
             proof="mismatch",
             p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
             op="send",
-            waiting_ranks=sorted(ranks),
+            culprit_ranks=odd,
+            waiting_ranks=sorted(ranks.difference(odd)),
             text=f"rank {send[0]} sends with tag {job.signature(*send).tag}, "
             f"rank {receive[0]} receives with tag {job.signature(*receive).tag}",
             places=[place for place in places if place is not None],

@@ -8,7 +8,7 @@ can end, these decide. A rank that does not answer was looked at by another rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from crossrank.text import percent, plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
@@ -24,6 +24,8 @@ MOVING = (RUNS, NATIVE)
 
 _BY_THREADS = ("futex", "poll", "select", "epoll_wait", "read", "wait4", "waitid", "")
 """System calls that another thread or a child process can end; empty: unknown."""
+_BY_SOCKET = ("poll", "select", "epoll_wait", "recvfrom", "recvmsg")
+"""System calls in which a thread waits for data of a socket, such as an answer of the store."""
 _BACKGROUND = ("pt_nccl_", "pt_gloo_", "gloo_", "pt_tcpstore", "cuda-", "pt_elastic", "pt_autograd_idle", "tqdm")
 """First parts of the names of threads that use CPU time all the time."""
 _LEAST_NS = 10_000
@@ -130,6 +132,33 @@ def is_moving(trace: RankTrace) -> bool:
     if first is not None and any(wait.thread == first.number for wait in activity.held):
         return False
     return _active(ending, None)[0] == RUNS
+
+
+def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) -> bool:
+    """Return whether some ranks are all at one line where they poll, or wait for data of a socket: they may wait for
+    other ranks there, in a way that is not recorded."""
+    states = [state_of(rank, ranks[rank].ending) for rank in those]
+    waits = (polls_only(ranks[rank].ending) or _blocked_in(ranks[rank].ending) in _BY_SOCKET for rank in those)
+    return len({one.place for one in states}) == 1 and bool(states[0].place) and all(waits)
+
+
+def _blocked_in(ending: Ending) -> str:
+    stack, activity = first_thread(ending), ending.activity
+    threads = activity.threads if activity is not None else []
+    return next((one.blocked_in for one in threads if stack is not None and one.id == stack.number), "")
+
+
+def lock_holder(ending: Ending, pg: str) -> int | None:
+    """Return the process that holds the file lock for which the thread waits that calls on a group; None if it waits
+    for none."""
+    stack, activity = worker_of(ending, pg), ending.activity
+    threads = activity.threads if activity is not None else []
+    return next((one.lock_of for one in threads if stack is not None and one.id == stack.number), None)
+
+
+def members_in_making(ending: Ending) -> list[int] | None:
+    """Return the members of the group that a rank is making, empty for all; None if it makes none."""
+    return next((stack.makes_group for stack in ending.stacks if stack.makes_group is not None), None)
 
 
 def polls_only(ending: Ending) -> bool:

@@ -70,6 +70,11 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", rank_text(finding.culprit_ranks)
+    elif finding.late_ranks:
+        yield (
+            "culprit",
+            f"unknown: {rank_text(one.rank for one in finding.late_ranks)} is late, or the others are wrong",
+        )
     elif finding.kind not in _WITHOUT_CULPRIT:
         yield "culprit", "unknown: the ranks differ, and there is no majority"
     if finding.waiting_ranks:

@@ -101,6 +101,8 @@ class OwnStack(msgspec.Struct, frozen=True):
     frames: Frames
     number: Number | None = None
     """The operating system's id of the thread; None if unknown."""
+    makes_group: list[Number] | None = None
+    """Members of the process group that it is making: global ranks, empty for all; None if it makes none."""
     handles: Raised | None = None
     """The exception that it handles at this moment, in an `except` or a `finally`."""
 
@@ -121,6 +123,10 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     rank: Number
     world_size: WorldSize
     host: Annotated[Text, Privacy.HOST] = ""
+    process: Number | None = None
+    """Its number in the system; None in older dumps."""
+    groups_made: Number | None = None
+    """How many process groups torch has counted on this rank, those of other ranks included."""
     reason: Annotated[Text, Privacy.REASON] = ""
     """`hang` or `asked`: a rank asked what it does, and it had just communicated nothing, or something; `SIGUSR1`,
     `SIGTERM`, `window`, `disable`, `exit`."""
