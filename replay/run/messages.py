@@ -6,7 +6,7 @@ import msgspec
 
 from crossrank.comm import Group
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
-from crossrank.replay.plan.plan import PlannedCall
+from crossrank.replay.plan.plan import PER_THREAD, PlannedCall, Streams
 from crossrank.tools.traces.replayed import CheckResult, DataComparison, Settings
 
 
@@ -18,6 +18,8 @@ class WorkItem(msgspec.Struct, kw_only=True):
     """All groups of the plan."""
     calls: list[PlannedCall] = []
     compute: ComputePlan | None = None
+    streams: Streams = PER_THREAD
+    """As in the plan."""
     fits_host: bool = False
     """Some rank can fit its host time to steps without a profiler, so all ranks make the passes for it."""
     world_size: int = 0

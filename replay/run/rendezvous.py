@@ -129,6 +129,7 @@ class Rendezvous:
                 groups=plan.groups,
                 calls=rank.calls,
                 compute=rank.compute,
+                streams=plan.streams,
                 fits_host=fits_host,
                 world_size=plan.world_size,
             )

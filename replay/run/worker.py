@@ -129,6 +129,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         timeout=timeout,
         own=own_tensors(compute.plan, compute.slots, work.calls, settings.backend) if compute is not None else {},
         barriers=settings.blocking,
+        streams=work.streams,
     )
     pacer = make_pacer(work.calls, parse_pace(settings.pace), device) if compute is None else None
     executor: CpuExecutor
