@@ -31,8 +31,8 @@ from crossrank.replay.results.replay_report import (
     write_report,
 )
 from crossrank.replay.run.failure_report import Failed, print_states
-from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_method
-from crossrank.replay.run.messages import RankResult
+from crossrank.replay.run.launcher import KEY, RankInfo, detect_launcher, parse_init_method
+from crossrank.replay.run.messages import OwnOptions, RankResult
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
 from crossrank.text import amount
@@ -85,7 +85,10 @@ def on_ranks(arguments: argparse.Namespace, combinations: list[Combination], wor
     from crossrank.replay.run.processes import Lead, serve
 
     if place.rank > 0:
-        return serve(place, arguments.timeout)
+        return serve(place, arguments.timeout, OwnOptions.of(arguments))
+    if not place.key:
+        meeting = f"write {place.file}" if place.file else f"connect to {place.host}:{place.port}"
+        complain(f"{KEY} is not set: other processes that can {meeting} can change this replay; set it on all ranks")
     lead = Lead(place, arguments.timeout)
     try:
         return work(lead)
