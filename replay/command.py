@@ -21,7 +21,7 @@ from crossrank.replay.plan.buckets import with_buckets
 from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
-from crossrank.replay.plan.streams import with_streams
+from crossrank.replay.plan.streams import describe_streams
 from crossrank.replay.results.replay_report import (
     indented,
     make_report,
@@ -178,7 +178,8 @@ def _replay_once(
         whole = plan.coverage().complete and coverage_of(plan.recorded_computation()).complete
         return int(given.strict and not whole), None
     settings = settings_of(plan, given, lead)
-    plan = with_streams(transform.for_backend(plan, settings.backend), settings.device)
+    plan = transform.for_backend(plan, settings.backend)
+    plan.notes += describe_streams(plan, settings.device)
     target = str(folder) if folder is not None else given.output
     make_folders(given, target)
     if given.compare_data is not None:

@@ -25,6 +25,7 @@ from crossrank.tools.traces.replayed import Coverage
 SCHEMA = "crossrank-plan 1"
 UNPLACED = -1
 Streams = Literal["per rank", "per group", "per thread"]
+"""Which recorded threads of a rank make their calls as one thread, on one stream (`streams.SHARINGS`)."""
 PER_RANK: Streams = "per rank"
 PER_GROUP: Streams = "per group"
 PER_THREAD: Streams = "per thread"
@@ -142,8 +143,6 @@ class Plan(msgspec.Struct, kw_only=True):
     """What could not be read of the files. The number of lost calls is unknown."""
     left_out: dict[str, LeftOut] = {}
     """Skipped calls of recorded ranks that are not among `ranks`, by reason."""
-    streams: Streams = PER_THREAD
-    """Which recorded threads of a rank make their calls as one thread, on one stream (`streams.SHARINGS`)."""
 
     def coverage(self) -> Coverage:
         recorded = [rank for rank in self.ranks if not rank.is_copy]

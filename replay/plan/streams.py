@@ -9,14 +9,12 @@ NCCL has two rules:
 
 In most jobs all threads use one stream: autograd runs the backward pass on the stream of the forward pass, while the
 calling thread waits. The recorded order of a rank is then the order on its stream. No file records the stream of a
-call. So `with_streams` takes the first row of `SHARINGS` with which all ranks reach their end.
+call. So `choose_streams` takes the first row of `SHARINGS` with which all ranks reach their end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import msgspec
 
 from crossrank.replay.plan.plan import PER_GROUP, PER_RANK, PER_THREAD, Plan, PlannedCall, Streams
 from crossrank.replay.plan.schedule import Share, number_threads, walk
@@ -60,15 +58,18 @@ _NOTES = {
 }
 
 
-def with_streams(plan: Plan, device: str) -> Plan:
-    """Return `plan` for `device` (`cpu` or `cuda`). On a CPU, each recorded thread makes its own calls, because a call
-    there blocks only its thread."""
+def choose_streams(plan: Plan, device: str) -> Streams:
+    """Return the streams of a settled plan on `device` (`cpu` or `cuda`). On a CPU, each recorded thread makes its own
+    calls, because a call there blocks only its thread."""
     if device != "cuda" or all(len(number_threads(rank.calls)) < 2 for rank in plan.ranks):
-        return msgspec.structs.replace(plan, streams=PER_THREAD)
+        return PER_THREAD
     members = {group.pg: group.ranks or [] for group in plan.groups}
-    # The plan is settled, so all ranks reach their end if each thread has its own stream.
-    streams = next(
-        name for name, share in SHARINGS.items() if name == PER_THREAD or walk(plan.ranks, members, share).ends
-    )
-    notes = [_NOTES[streams]] if streams in _NOTES else []
-    return msgspec.structs.replace(plan, streams=streams, notes=[*plan.notes, *notes])
+    # In a settled plan, all ranks reach their end if each thread has its own stream.
+    return next(name for name, share in SHARINGS.items() if name == PER_THREAD or walk(plan.ranks, members, share).ends)
+
+
+def describe_streams(plan: Plan, device: str) -> list[str]:
+    """Return a note if threads of a rank use several streams on `device`."""
+    streams = choose_streams(plan, device)
+    several = device == "cuda" and any(len(set(SHARINGS[streams](rank.calls).values())) > 1 for rank in plan.ranks)
+    return [_NOTES[streams]] if several else []

@@ -20,7 +20,6 @@ class WorkItem(msgspec.Struct, kw_only=True):
     calls: list[PlannedCall] = []
     compute: ComputePlan | None = None
     streams: Streams = PER_THREAD
-    """As in the plan."""
     fits_host: bool = False
     """Some rank can fit its host time to steps without a profiler, so all ranks make the passes for it."""
     world_size: int = 0

@@ -28,6 +28,7 @@ from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.machine import boot_id, network_cards
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.probe import Machine
+from crossrank.replay.plan.streams import choose_streams
 from crossrank.replay.run.launcher import KEY, RankInfo
 from crossrank.replay.run.messages import OwnOptions, RankResult, State, WorkItem
 from crossrank.text import rank_ranges
@@ -128,6 +129,7 @@ class Rendezvous:
 
     def send_plan(self, plan: Plan, settings: Settings) -> None:
         """Send every rank its part."""
+        streams = choose_streams(plan, settings.device)
         fits_host = any(one.compute is not None and one.compute.own_ns is not None for one in plan.ranks)
         for rank in plan.ranks:
             item = WorkItem(
@@ -135,7 +137,7 @@ class Rendezvous:
                 groups=plan.groups,
                 calls=rank.calls,
                 compute=rank.compute,
-                streams=plan.streams,
+                streams=streams,
                 fits_host=fits_host,
                 world_size=plan.world_size,
             )
