@@ -21,6 +21,7 @@ from crossrank.replay.plan.buckets import with_buckets
 from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
+from crossrank.replay.plan.streams import describe_streams
 from crossrank.replay.results.replay_report import (
     indented,
     make_report,
@@ -30,8 +31,8 @@ from crossrank.replay.results.replay_report import (
     write_report,
 )
 from crossrank.replay.run.failure_report import Failed, print_states
-from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_method
-from crossrank.replay.run.messages import RankResult
+from crossrank.replay.run.launcher import KEY, RankInfo, detect_launcher, parse_init_method
+from crossrank.replay.run.messages import OwnOptions, RankResult
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
 from crossrank.text import amount
@@ -84,7 +85,10 @@ def on_ranks(arguments: argparse.Namespace, combinations: list[Combination], wor
     from crossrank.replay.run.processes import Lead, serve
 
     if place.rank > 0:
-        return serve(place, arguments.timeout)
+        return serve(place, arguments.timeout, OwnOptions.of(arguments))
+    if not place.key:
+        meeting = f"write {place.file}" if place.file else f"connect to {place.host}:{place.port}"
+        complain(f"{KEY} is not set: other processes that can {meeting} can change this replay; set it on all ranks")
     lead = Lead(place, arguments.timeout)
     try:
         return work(lead)
@@ -175,6 +179,7 @@ def _replay_once(
         return int(given.strict and not whole), None
     settings = settings_of(plan, given, lead)
     plan = transform.for_backend(plan, settings.backend)
+    plan.notes += describe_streams(plan, settings.device)
     target = str(folder) if folder is not None else given.output
     make_folders(given, target)
     if given.compare_data is not None:

@@ -462,8 +462,10 @@ ANSWERS = {
             "size": Column(_INT, "number of ranks"),
             "calls": Column(_INT, "calls of all ranks since the start of the recording"),
             "bytes": Column(_INT, "size S of all calls since the start of the recording", "B", privacy=Privacy.SIZE),
-            "calls_per_s": Column(_FLOAT, "calls of all ranks", "1/s"),
-            "bytes_per_s": Column(_INT, "size S of the calls of all ranks", "B/s", privacy=Privacy.SIZE),
+            "calls_per_s": Column(_FLOAT, "calls of all ranks; null if all are at one time", "1/s"),
+            "bytes_per_s": Column(
+                _INT, "size S of the calls of all ranks; null if all are at one time", "B/s", privacy=Privacy.SIZE
+            ),
             "busbw_gb_per_s": Column(
                 _FLOAT, "median over collectives that every member timed; null without TRACING_TIMING=1", "GB/s"
             ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import zstandard
@@ -24,6 +24,11 @@ from crossrank.tools.traces.replayed import Coverage
 
 SCHEMA = "crossrank-plan 1"
 UNPLACED = -1
+Streams = Literal["per rank", "per group", "per thread"]
+"""Which recorded threads of a rank make their calls as one thread, on one stream (`streams.SHARINGS`)."""
+PER_RANK: Streams = "per rank"
+PER_GROUP: Streams = "per group"
+PER_THREAD: Streams = "per thread"
 NOT_IN_STEPS = "not in --steps"
 
 

@@ -10,7 +10,7 @@ under these rules ends on every backend.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from crossrank.comm import CommRecord, ends_of, is_p2p
@@ -22,8 +22,10 @@ _PREFETCHES = 2
 _BLOCKING_APIS = ("send", "recv")
 
 Key = tuple[object, ...]
-Worker = tuple[int, int | None]
-"""(rank, thread)"""
+Worker = tuple[int, int]
+"""(rank, number of the thread)"""
+Share = Callable[[Sequence[PlannedCall]], Mapping[int | None, int]]
+"""Numbers the threads that make the calls of a rank, by recorded thread."""
 
 
 def returns_early(record: CommRecord) -> bool:
@@ -132,13 +134,19 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
     return tried[0]
 
 
-def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
-    """Let every thread of every rank make its calls and wait as planned. Linear in the number of calls."""
+def number_threads(calls: Sequence[PlannedCall]) -> dict[int | None, int]:
+    """Number the recorded threads, in the order of their first calls."""
+    return {thread: number for number, thread in enumerate(dict.fromkeys(call.record.thread for call in calls))}
+
+
+def walk(ranks: list[RankPlan], members: dict[str, list[int]], share: Share = number_threads) -> Walk:
+    """Let every thread of every rank make its calls and wait as planned. Linear in the number of calls. Recorded
+    threads to which `share` gives one number are one thread."""
     keys = {rank.rank: keys_of(rank) for rank in ranks}
     needed = {key: takers(key, members) for mine in keys.values() for key in mine}
     arrived: Counter[Key] = Counter()
     blocked: dict[Key, list[Worker]] = defaultdict(list)
-    programs = {(rank.rank, thread): one for rank in ranks for thread, one in _programs_by_thread(rank.calls).items()}
+    programs = {(rank.rank, thread): one for rank in ranks for thread, one in _programs(rank.calls, share).items()}
     at = dict.fromkeys(programs, 0)
     stuck_at: dict[Worker, int] = {}
     """Thread that waits forever -> in which call."""
@@ -206,15 +214,15 @@ def takers(key: Key, members: dict[str, list[int]]) -> int:
     return 2 if key[0] == "p2p" else len(members[str(key[1])])
 
 
-def _programs_by_thread(calls: list[PlannedCall]) -> dict[int | None, list[tuple[int, bool]]]:
+def _programs(calls: list[PlannedCall], share: Share) -> dict[int, list[tuple[int, bool]]]:
     """Return, by thread, its calls and waits in the order of the executor: (call, whether this is its wait)."""
-    spans = launches(calls)
+    spans, numbers = launches(calls), share(calls)
     waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
     for (first, end), until in zip(spans, waited_before(calls, spans), strict=True):
         waits[until] += range(first, end)
-    programs: dict[int | None, list[tuple[int, bool]]] = defaultdict(list)
+    programs: dict[int, list[tuple[int, bool]]] = defaultdict(list)
     for (first, end), before in zip([*spans, (0, 0)], waits, strict=True):
         steps = [(other, True) for other in before] + [(index, False) for index in range(first, end)]
         for step in steps:
-            programs[calls[step[0]].record.thread].append(step)
+            programs[numbers[calls[step[0]].record.thread]].append(step)
     return programs

@@ -8,6 +8,8 @@ For one call in one pass, with arrivals a and ends e of its ranks on rank 0's cl
 * time: from the last arrival to the last end: the collective itself. If other calls of its group are unfinished, a call
   arrives when the backend is free for it. The bandwidths are algbw = S / time and busbw = algbw x factor, with S and
   the factor of nccl-tests (`crossrank.comm.OPERATIONS`).
+
+A time or completion below the resolution of the clock is unknown. It has no bandwidth, and is compared with nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ from crossrank.tools.traces.replayed import (
     ReplayRow,
 )
 
+_HOST_RESOLUTION_NS = 1
+_DEVICE_RESOLUTION_NS = 500
+"""The resolution of CUDA's events."""
+
 
 def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     """Return one row per call, rank and pass; times in ns, on one clock.
@@ -44,6 +50,7 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     - `has_rate`: its bytes and its time belong together
     - `bus_factor`: null if a bandwidth has no meaning
     - `late_end`: on some rank only the wait shows the end, so the times are upper bounds
+    - `is_known`: its time is at least the resolution of the clock
     """
     calls = _list_calls(plan, results)
     sizes = [(size, *bucket_of(size)) for size in calls["bytes"].unique()]
@@ -53,11 +60,14 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     )
     last = pl.col("began").max().over("call", "pass")
     completion = pl.col("completed") - pl.col("began")
+    time = pl.col("completed").max().over("call", "pass") - last
+    on_device = any(result.device != "cpu" for result in results)
     return rows.with_columns(
         issue=pl.col("issued") - pl.col("launched"),
         completion=completion,
         waiting=pl.min_horizontal(last - pl.col("began"), completion),
-        time=pl.col("completed").max().over("call", "pass") - last,
+        time=time,
+        is_known=time >= (_DEVICE_RESOLUTION_NS if on_device else _HOST_RESOLUTION_NS),
     )
 
 
@@ -125,8 +135,9 @@ def table(times: pl.DataFrame) -> list[ReplayRow]:
     def spread(ns: pl.Expr) -> pl.Expr:
         return pl.struct((ns.quantile(q, "linear") / 1000).round(3).alias(name) for name, q in _SHARES.items())
 
-    has_rate = pl.col("first") & pl.col("has_rate") & pl.col("bus_factor").is_not_null()
-    rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(has_rate)  # bytes/ns equals GB/s
+    moves_bytes = pl.col("first") & pl.col("has_rate") & pl.col("bus_factor").is_not_null()
+    has_rate = moves_bytes & pl.col("is_known")
+    rate = (pl.col("bytes") / pl.col("time")).filter(has_rate)  # bytes/ns equals GB/s
     once = pl.col("first") & (pl.col("pass") == 0)
 
     def rates(factor: pl.Expr | float) -> pl.Expr:
@@ -142,6 +153,7 @@ def table(times: pl.DataFrame) -> list[ReplayRow]:
         algbw_gb_per_s=rates(1.0),
         busbw_gb_per_s=rates(pl.first("bus_factor")),
         late_ends=(once & pl.col("late_end")).sum(),
+        unknown_times=(moves_bytes & ~pl.col("is_known")).sum(),
     )
     result = []
     for row in rows.to_dicts():
@@ -206,19 +218,19 @@ def compare(plan: Plan, times: pl.DataFrame, results: Sequence[RankResult]) -> C
     Compares the completion of a call on one rank, waiting time included. Compares the collective too: in the replay
     from the last arrival, in the recording the shortest completion, which is the last rank's if no rank can end before
     it arrives. So broadcasts, reduces and sends do not count. The relative error is |replayed - recorded| / recorded,
-    where the replayed time is the median over the passes.
+    where the replayed time is the median over the passes. Unknown times, recorded or replayed, do not count.
     """
     size = ("op", "size_from", "size_to")
     calls = times.group_by("call", "rank", maintain_order=True).agg(
         pl.col(*size, "record_op", "recorded").first(),
         pl.col("completion").median().alias("replayed"),
-        pl.col("time").median(),
+        pl.col("time").filter("is_known").median(),
     )
     releasing = [name for name, row in OPERATIONS.items() if row.releases_all]
     calls = calls.with_columns(members=pl.len().over("call"))
-    timed = calls.filter(pl.col("recorded") > 0)
+    timed = calls.filter((pl.col("recorded") > 0) & (pl.col("replayed") > 0))
     whole = (
-        timed.filter(pl.col("record_op").is_in(releasing))
+        timed.filter(pl.col("record_op").is_in(releasing) & pl.col("time").is_not_null())
         .group_by("call", maintain_order=True)
         .agg(pl.col(*size, "members").first(), pl.len(), pl.col("recorded").min(), replayed=pl.col("time").first())
         .filter(pl.col("len") == pl.col("members"))

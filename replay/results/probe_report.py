@@ -56,7 +56,7 @@ class ProbeReport(msgspec.Struct, kw_only=True):
     compared: int
     """Groups with enough similar groups."""
     alone: int
-    """Groups with too few similar groups, which are ignored."""
+    """Groups with too few similar groups, or without a known time, which are ignored."""
     not_judged: list[Int]
     """Ranks with too few groups for a score."""
     schema: str = "crossrank-probe 1"
@@ -83,8 +83,8 @@ def judge(
         }
     )
     alike = (pl.col("ranks").list.len(), "bytes", "across_hosts")
-    compared = groups.filter(pl.len().over(*alike) >= LEAST_ALIKE)
-    compared = compared.with_columns(base=_lower_quartile(pl.col("ns")).clip(1.0).over(*alike))
+    compared = groups.filter(pl.col("ns") > 0).filter(pl.len().over(*alike) >= LEAST_ALIKE)
+    compared = compared.with_columns(base=_lower_quartile(pl.col("ns")).over(*alike))
     hosts = [one.host for one in machines]
     kinds = _judge_ranks(compared, hosts, pl.Expr.min if probe.kind == "bisect" else _lower_quartile, tolerance)
     judged = set(kinds.select("rank", "bytes", "across_hosts").iter_rows())

@@ -188,10 +188,10 @@ def to_csv(plan: Plan, times: pl.DataFrame) -> str:
             in_us("completion", 0.5),
             in_us("completion", 0.95),
             in_us("waiting", 0.5),
-            in_us("time", 0.5),
+            time_us_p50=(pl.col("time").filter("is_known").quantile(0.5, "linear") / 1000).round(3),
             has_rate=(pl.col("has_rate") | (pl.col("bytes") == 0)).first().cast(pl.Int8),
             recorded_us=(recorded / 1000).round(3),
-            relative_error=((completion - recorded).abs() / recorded).round(4),
+            relative_error=pl.when(completion > 0).then(((completion - recorded).abs() / recorded).round(4)),
         )
         .sort("rank", "index")
     )

@@ -95,8 +95,10 @@ def _estimate_noise(replayed: Sequence[float], recorded: Sequence[float], ranks:
             return None
         # The interval of a median in order statistics: count/2 -+ 1.96 sqrt(count)/2.
         half_width = 0.98 * count**0.5 / count
+        if not median(steps):
+            return None
         low, high = np.quantile(steps, [max(0.0, 0.5 - half_width), min(1.0, 0.5 + half_width)])
-        shares.append((high - low) / 2 / (median(steps) or 1))
+        shares.append((high - low) / 2 / median(steps))
     return float(np.hypot(*shares))
 
 

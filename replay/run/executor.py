@@ -18,6 +18,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
+from contextlib import nullcontext
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
 from typing import Any
@@ -60,7 +61,7 @@ class CpuExecutor:
         positions: list[list[int]] = [[] for _ in range(count)]
         for position, bound in enumerate(program.bound):
             positions[bound.thread].append(position)
-        self._thread_work = list(zip(positions, program.last_waits, strict=True))
+        self._thread_work = list(zip(range(count), positions, program.last_waits, strict=True))
         # This thread is one of them.
         self._threads = futures.ThreadPoolExecutor(count, "crossrank-replay", self._set_device) if count > 1 else None
         if compute is not None:
@@ -111,25 +112,25 @@ class CpuExecutor:
         """Make the calls of a pass without computation."""
         program = self._program
         if self._threads is None:
-            self._run_thread(range(len(program.bound)), program.last_waits[0] if program.last_waits else ())
+            self._run_thread(0, range(len(program.bound)), program.last_waits[0] if program.last_waits else ())
             return
         self._made = {bound.follows: threading.Event() for bound in program.bound if bound.follows >= 0}
         running = [self._threads.submit(self._run_thread, *one) for one in self._thread_work]
         for one in futures.wait(running, return_when=futures.FIRST_EXCEPTION).done:
             one.result()
 
-    def _run_thread(self, positions: Iterable[int], last_waits: Sequence[int]) -> None:
-        """Make the launches and waits of one thread in a pass."""
+    def _run_thread(self, number: int, positions: Iterable[int], last_waits: Sequence[int]) -> None:
+        """Make the launches and waits of thread `number` in a pass."""
         pacer = self._pacer
         for position in positions:
             bound = self._program.bound[position]
             if pacer is not None:
-                pacer.pace(position, bound.thread)
+                pacer.pace(position, bound.recorded_thread, bound.thread)
             if bound.waits:
                 self.wait(bound.waits)
             self.launch(position)
             if pacer is not None:
-                pacer.returned(time.monotonic_ns(), bound.thread)
+                pacer.returned(bound.recorded_thread, bound.thread)
         self.wait(last_waits)
 
     def launch(self, position: int) -> None:
@@ -138,6 +139,7 @@ class CpuExecutor:
         if bound.follows >= 0 and self._made:
             self._made[bound.follows].wait()
         if self._before is not None:
+            self._finish_stream()
             with self._check_lock:
                 self._before(position)
         self.progress[0] = bound.calls[0]
@@ -167,6 +169,7 @@ class CpuExecutor:
             work, self._works[position] = self._works[position], None
             self._wait_for(position, work)
             if self._after is not None:
+                self._finish_stream()
                 with self._check_lock:
                     self._after(position)
         self.waited_ns += time.monotonic_ns() - began
@@ -185,6 +188,10 @@ class CpuExecutor:
 
     def _begin_pass(self) -> None:
         self._waited, self._signalled = self._empty_columns()
+
+    def _finish_stream(self) -> None:
+        """Wait for the calls that this thread has waited for, before a check uses their tensors. A check would wait for
+        them too, but with the lock: then a thread of another rank could wait for a call of a thread without it."""
 
     def _note_launch(self, position: int) -> None:
         """Called right before a launch."""
@@ -221,7 +228,8 @@ def begins(program: Program, launched: array[int], completed: array[int]) -> arr
 
 
 class CudaExecutor(CpuExecutor):
-    """Runs a program on one GPU. Its events are created once, and every pass uses them."""
+    """Runs a program on one GPU. Its events are created once, and every pass uses them. The first thread uses the
+    current stream, every other thread a stream of its own."""
 
     _external_events = False
     """The events are nodes of a graph."""
@@ -235,6 +243,8 @@ class CudaExecutor(CpuExecutor):
         self._ended = [torch.cuda.Event(enable_timing=True, **external) for _ in program.bound]
         self._base = torch.cuda.Event(enable_timing=True)
         self._side = {bound.lane: torch.cuda.Stream(program.device, priority=-1) for bound in program.bound}
+        # With a priority of their own, they are no side streams, and never streams that a communicator uses.
+        self._more_streams = [torch.cuda.Stream(program.device, priority=-2) for _ in program.last_waits[1:]]
 
     def _begin_pass(self) -> None:
         self._stream = torch.cuda.current_stream(self._program.device)
@@ -242,12 +252,20 @@ class CudaExecutor(CpuExecutor):
         self._base.record(self._stream)
         self._base.synchronize()
 
+    def _run_thread(self, number: int, positions: Iterable[int], last_waits: Sequence[int]) -> None:
+        with torch.cuda.stream(self._more_streams[number - 1]) if number else nullcontext():
+            super()._run_thread(number, positions, last_waits)
+
     def _note_launch(self, position: int) -> None:
         self._began[position].record(self._current_stream())
 
+    def _finish_stream(self) -> None:
+        if self._more_streams:
+            self._current_stream().synchronize()
+
     def _current_stream(self) -> torch.cuda.Stream:
         """Return the stream of the next launch."""
-        several = self._compute is not None and self._compute.streams is not None
+        several = bool(self._more_streams) or (self._compute is not None and self._compute.streams is not None)
         return torch.cuda.current_stream(self._program.device) if several else self._stream
 
     def _wait_for(self, position: int, work: Any) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from crossrank.comm import Group
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
-from crossrank.replay.plan.plan import PlannedCall
+from crossrank.replay.plan.plan import PER_THREAD, PlannedCall, Streams
 from crossrank.tools.traces.replayed import CheckResult, DataComparison, Settings
 
 
@@ -14,15 +14,38 @@ class WorkItem(msgspec.Struct, kw_only=True):
     """The work of one rank."""
 
     settings: Settings = Settings(backend="", device="")
+    """Without `OwnOptions`."""
     groups: list[Group] = []
     """All groups of the plan."""
     calls: list[PlannedCall] = []
     compute: ComputePlan | None = None
+    streams: Streams = PER_THREAD
     fits_host: bool = False
     """Some rank can fit its host time to steps without a profiler, so all ranks make the passes for it."""
     world_size: int = 0
     ends: bool = False
     """There is no more work: the process may end."""
+
+
+class OwnOptions(msgspec.Struct, kw_only=True, frozen=True):
+    """Options that a rank takes only from its own command line. They name code that it runs, and folders that it reads
+    and writes. Another process could put other names into the store."""
+
+    imports: tuple[str, ...] = ()
+    record: str | None = None
+    profile: str | None = None
+    save_data: str | None = None
+    compare_data: str | None = None
+
+    @classmethod
+    def of(cls, source: object) -> OwnOptions:
+        """Return these options of `source`, which has them as attributes."""
+        values = {name: getattr(source, name) for name in cls.__struct_fields__}
+        return cls(**values | {"imports": tuple(values["imports"])})
+
+    def put_into(self, settings: Settings) -> Settings:
+        """Return `settings` with these options instead of its own."""
+        return msgspec.structs.replace(settings, **msgspec.structs.asdict(self))
 
 
 class State(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ and the communication runs in the gap.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,36 +61,48 @@ def make_pacer(calls: list[PlannedCall], pace: Pace, device: torch.device) -> Pa
     queues = pace.busy and device.type == "cuda"
     gaps = computed_ns(first) if queues else [call.gap_ns for call in first]
     fill = make_busy(device) if pace.busy else idle
-    return Pacer([round(gap * pace.scale) for gap in gaps], [call.gap_from_return for call in first], fill)
+    return Pacer([round(gap * pace.scale) for gap in gaps], [call.gap_from_return for call in first], fill, queues)
 
 
 class Pacer:
     """Waits before each launch of one rank's program."""
 
-    def __init__(self, gaps: list[int], from_return: list[bool], fill: Callable[[int], None]) -> None:
+    def __init__(
+        self, gaps: list[int], from_return: list[bool], fill: Callable[[int], None], queues: bool = False
+    ) -> None:
         """`gaps` has ns by launch. If `from_return`, the gap starts when the rank could continue. The function `fill`
-        takes the given ns, or queues work of that duration on the device."""
-        self._gaps, self._from_return, self._fill = gaps, from_return, fill
+        takes the given ns, or `queues` work of that duration on the device."""
+        self._gaps, self._from_return, self._fill, self._queues = gaps, from_return, fill, queues
+        self._queued: Counter[int] = Counter()
+        """The work queued in this pass, in ns by thread of the replay."""
         self._launched: dict[int, int] = {}
         self._returned: dict[int, int] = {}
 
     def begin(self) -> None:
         """Begin a pass."""
+        self._queued.clear()
         self._launched.clear()
         self._returned.clear()
 
-    def pace(self, position: int, thread: int = 0) -> None:
-        """Wait for the gap before launch `position` of a thread."""
-        now = time.monotonic_ns()
+    def pace(self, position: int, recorded: int = 0, thread: int = 0) -> None:
+        """Wait for the gap before launch `position`. Its recorded thread is number `recorded`; `thread` makes it."""
+        now = self._now(thread)
         times = self._returned if self._from_return[position] else self._launched
-        left = times.get(thread, now) + self._gaps[position] - now
+        left = times.get(recorded, now) + self._gaps[position] - now
         if left > 0:
             self._fill(left)
-        self._launched[thread] = time.monotonic_ns()
+            if self._queues:
+                self._queued[thread] += left
+        self._launched[recorded] = self._now(thread)
 
-    def returned(self, now: int, thread: int = 0) -> None:
-        """Note when a thread finished its launch and the waits after it."""
-        self._returned[thread] = now
+    def returned(self, recorded: int = 0, thread: int = 0) -> None:
+        """Note that a thread finished its launch and the waits after it."""
+        self._returned[recorded] = self._now(thread)
+
+    def _now(self, thread: int) -> int:
+        """Return the time at which the queued work of a thread ends, if the device started it at once. So gaps of
+        recorded threads that overlap are not queued twice."""
+        return time.monotonic_ns() + self._queued[thread]
 
 
 def computed_ns(calls: list[PlannedCall]) -> list[int]:

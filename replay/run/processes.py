@@ -30,7 +30,7 @@ from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.probe import Machine
 from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo
-from crossrank.replay.run.messages import RankResult, State
+from crossrank.replay.run.messages import OwnOptions, RankResult, State
 from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, connect, host_store, listen
 from crossrank.replay.run.worker import leave, run_rank
 from crossrank.tools.traces.replayed import Settings
@@ -64,7 +64,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
         _start_fork_server()
     processes: list[BaseProcess] = []
     for rank in range(plan.world_size):
-        arguments = (rank, plan.world_size, store.port, key, settings.timeout_s)
+        arguments = (rank, plan.world_size, store.port, key, settings.timeout_s, OwnOptions.of(settings))
         processes.append(context.Process(target=_run_rank_process, args=arguments, name=f"rank {rank}", daemon=True))
     try:
         with _set_variables(environment or {}):
@@ -127,7 +127,7 @@ def _collect_results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> li
             raise Failed(_collect_states(rendezvous, [process.exitcode for process in processes]))
 
 
-def _run_rank_process(rank: int, world_size: int, port: int, key: bytes, timeout_s: float) -> None:
+def _run_rank_process(rank: int, world_size: int, port: int, key: bytes, timeout_s: float, own: OwnOptions) -> None:
     """The main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends all ranks
     threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
@@ -137,7 +137,7 @@ def _run_rank_process(rank: int, world_size: int, port: int, key: bytes, timeout
     timeout = timedelta(seconds=timeout_s)
     stores = (TCPStore("127.0.0.1", port, is_master=False, timeout=timeout) for _ in range(2))
     first, second = (Rendezvous(store, world_size, key=key) for store in stores)
-    code, _ = run_rank(rank, rank, first, second)
+    code, _ = run_rank(rank, rank, first, second, own)
     leave(code)
 
 
@@ -173,7 +173,8 @@ class Lead:
             sys.stdout.flush()
 
         with term_to_pipe() as term:
-            code, result = run_rank(0, self.place.local_rank, rendezvous, second, final_report, term=term, leads=True)
+            own, at = OwnOptions.of(settings), self.place.local_rank
+            code, result = run_rank(0, at, rendezvous, second, own, final_report, term=term, leads=True)
             if code or result is None:
                 time.sleep(_STATE_WAIT_S)
                 raise Failed(_collect_states(second))
@@ -216,8 +217,9 @@ class Lead:
             Path(self.place.file).unlink(missing_ok=True)
 
 
-def serve(place: RankInfo, timeout_s: float) -> int:
-    """Run any other rank: replay what rank 0 sends until there is no more. Return the exit code."""
+def serve(place: RankInfo, timeout_s: float, own: OwnOptions) -> int:
+    """Run any other rank: replay what rank 0 sends until there is no more. Its own options are those of its command
+    line. Return the exit code."""
     store = host_store(place, timeout_s)
     _make_rendezvous(place, store, 0).tell_machine(place.rank)
     turn = 0
@@ -226,7 +228,7 @@ def serve(place: RankInfo, timeout_s: float) -> int:
         second = _make_rendezvous(place, connect(place, timeout_s), turn)
         try:
             with term_to_pipe() as term:
-                code, result = run_rank(place.rank, place.local_rank, rendezvous, second, term=term)
+                code, result = run_rank(place.rank, place.local_rank, rendezvous, second, own, term=term)
         except NoPlanError:
             store.add("left", 1)
             time.sleep(_REFUSAL_S)  # rank 0 reports the reason and ends first

@@ -25,9 +25,10 @@ from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.dtype_fallback import Substitute, substitute
 from crossrank.replay.plan.memory_plan import lay_out
-from crossrank.replay.plan.plan import PlannedCall, launches, waited_before
+from crossrank.replay.plan.plan import PER_THREAD, PlannedCall, Streams, launches, waited_before
+from crossrank.replay.plan.schedule import number_threads
 from crossrank.replay.plan.shapes import tensors
-from crossrank.tools.traces.rank_trace import Interned
+from crossrank.replay.plan.streams import SHARINGS
 
 FILL = 0x3C
 """Every byte of the memory: small normal numbers in each type, since arithmetic on denormal ones is slow."""
@@ -167,7 +168,9 @@ class Bound:
     holds_host: bool
     """A wait for it blocks the host, not only the stream, also on a GPU (barriers)."""
     thread: int = 0
-    """Number of the thread that makes it."""
+    """Number of the thread that makes it. On a GPU, each thread has its own stream."""
+    recorded_thread: int = 0
+    """Number of the recorded thread, whose gaps it keeps. Several recorded threads may be one thread here."""
     follows: int = -1
     """The previous launch on its group if another thread makes that, to keep the order of the group's calls; otherwise
     -1."""
@@ -206,10 +209,11 @@ def prepare(
     timeout: timedelta,
     own: Mapping[int, OwnTensors] = MappingProxyType({}),
     barriers: bool = False,
+    streams: Streams = PER_THREAD,
 ) -> Program:
     """Bind `calls` to tensors and groups; those in `own`, by index, use tensors of operations. With `barriers`, the
-    members of a group meet before and after each collective. Raises `CrossrankError` if this torch or this machine
-    cannot run them."""
+    members of a group meet before and after each collective. `streams` decides which recorded threads are one thread.
+    Raises `CrossrankError` if this torch or this machine cannot run them."""
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
@@ -222,11 +226,12 @@ def prepare(
             "try --scale-bytes below 1"
         ) from error
     views = _make_views(block, calls, substitutes, offsets, own)
-    threads = Interned[int | None]()
-    thread_of = [threads.number(calls[first].record.thread) for first, _ in spans]
+    numbers, recorded_numbers = SHARINGS[streams](calls), number_threads(calls)
+    thread_of = [numbers[calls[first].record.thread] for first, _ in spans]
+    threads = range(len(set(thread_of)))
     waits: list[list[int]] = [[] for _ in spans]
-    last_waits: list[list[int]] = [[] for _ in threads.rows]
-    launches_of_thread: list[list[int]] = [[] for _ in threads.rows]
+    last_waits: list[list[int]] = [[] for _ in threads]
+    launches_of_thread: list[list[int]] = [[] for _ in threads]
     for position, thread in enumerate(thread_of):
         launches_of_thread[thread].append(position)
     for position, (first, _) in enumerate(spans):
@@ -268,6 +273,7 @@ def prepare(
                 has_future=record.peer is None and single and not (backend == "gloo" and record.op in _NO_FUTURE),
                 holds_host=record.op == "barrier",
                 thread=thread_of[position],
+                recorded_thread=recorded_numbers[record.thread],
                 follows=before if before >= 0 and thread_of[before] != thread_of[position] else -1,
                 barrier=_make_barrier(groups[record.pg][1], device) if barriers and record.peer is None else None,
                 lane=record.pg if record.peer is None else f"{record.pg} {record.peer} {record.op}",

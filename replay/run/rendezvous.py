@@ -5,7 +5,9 @@ Any process that can connect to it can change the replay. So if the ranks meet o
 listens only there; torch's own server would listen on every interface.
 
 Each value has an HMAC. Its key comes from the process that started the ranks, or under a launcher from the variable
-`CROSSRANK_REPLAY_KEY`. A value with a wrong HMAC ends the replay. Ranks keep their states here for reports of failures.
+`CROSSRANK_REPLAY_KEY`. A value with a wrong HMAC ends the replay. Ranks keep their states here for reports of failures;
+a state with a wrong HMAC is not shown. Without a key, every process can make a valid HMAC. So the store names no module
+and no folder (`OwnOptions`), and a small value cannot expand to a huge one.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import msgspec
 import zstandard
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from crossrank.errors import CrossrankError, one_line
+from crossrank.budget import BYTES, Budget
+from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.machine import boot_id, network_cards
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.probe import Machine
-from crossrank.replay.run.launcher import RankInfo
-from crossrank.replay.run.messages import RankResult, State, WorkItem
+from crossrank.replay.plan.streams import choose_streams
+from crossrank.replay.run.launcher import KEY, RankInfo
+from crossrank.replay.run.messages import OwnOptions, RankResult, State, WorkItem
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.replayed import Settings
 
@@ -38,6 +42,8 @@ FINISHED = "finished"
 
 _HASH = "sha256"
 _SEAL_BYTES = 32
+_MOST_STATE_BYTES = 1 << 16
+_CHUNK = 1 << 20
 _ROUNDS = 16
 """Round trips for a comparison of clocks."""
 
@@ -114,7 +120,8 @@ class Rendezvous:
     """The store, with the keys that a replay uses in it."""
 
     def __init__(self, store: Store, world_size: int, turn: int = 0, *, key: bytes = b"") -> None:
-        """`turn` numbers the replays that share a store. Without `key`, no process can put a valid value there."""
+        """`turn` numbers the replays that share a store. Only processes with the same `key` can put valid values
+        there."""
         self.store = PrefixStore(f"crossrank/{turn}", store)
         self.world_size = world_size
         self._turn = turn
@@ -122,13 +129,15 @@ class Rendezvous:
 
     def send_plan(self, plan: Plan, settings: Settings) -> None:
         """Send every rank its part."""
+        streams = choose_streams(plan, settings.device)
         fits_host = any(one.compute is not None and one.compute.own_ns is not None for one in plan.ranks)
         for rank in plan.ranks:
             item = WorkItem(
-                settings=settings,
+                settings=OwnOptions().put_into(settings),
                 groups=plan.groups,
                 calls=rank.calls,
                 compute=rank.compute,
+                streams=streams,
                 fits_host=fits_host,
                 world_size=plan.world_size,
             )
@@ -167,8 +176,14 @@ class Rendezvous:
 
     def states(self) -> dict[int, State]:
         """Return the last state of every rank that has reported one."""
-        keys = {rank: f"state/{rank}" for rank in range(self.world_size)}
-        return {rank: self._get(key, State, is_sealed=False) for rank, key in keys.items() if self.store.check([key])}
+        found = {}
+        for rank in range(self.world_size):
+            if self.store.check([f"state/{rank}"]):
+                try:
+                    found[rank] = self._get(f"state/{rank}", State, most=_MOST_STATE_BYTES)
+                except CrossrankError:
+                    found[rank] = State(phase="unknown", error="another process replaced its state in the store")
+        return found
 
     def results(self) -> list[RankResult]:
         """Wait for the results of all ranks, and return them."""
@@ -188,20 +203,38 @@ class Rendezvous:
         content = zstandard.compress(msgspec.msgpack.encode(value))
         self.store.set(key, self._seal(key, content) + content)  # type: ignore[arg-type]
 
-    def _get(self, key: str, content: type[Content], *, is_sealed: bool = True) -> Content:
-        """Return the value of `key`. Raises `CrossrankError` if no rank of this replay put it there. States are not
-        checked (`is_sealed=False`): they are only shown."""
+    def _get(self, key: str, content: type[Content], *, most: int | None = None) -> Content:
+        """Return the value of `key`, which has `most` bytes (None: as many as a file of its size may have). Raises
+        `CrossrankError` if no rank of this replay put it there."""
         found = self.store.get(key)
         seal, packed = found[:_SEAL_BYTES], found[_SEAL_BYTES:]
-        if is_sealed and not hmac.compare_digest(seal, self._seal(key, packed)):
-            raise CrossrankError(
-                f"the store of this replay holds a {key!r} that none of its ranks put there, or ranks have different "
-                "keys; give all of them one CROSSRANK_REPLAY_KEY, and start again"
-            )
-        return msgspec.msgpack.decode(zstandard.decompress(packed), type=content)
+        is_ours = hmac.compare_digest(seal, self._seal(key, packed))
+        try:
+            if is_ours:
+                return msgspec.msgpack.decode(_unpack(packed, most), type=content)
+        except (*BROKEN, zstandard.ZstdError, CrossrankError):
+            is_ours = False  # without a key, every process can seal
+        raise CrossrankError(
+            f"the store of this replay holds a {key!r} that none of its ranks put there, or ranks have different "
+            f"keys; give all of them one {KEY}, and start again"
+        )
 
     def _seal(self, key: str, content: bytes) -> bytes:
         return hmac.digest(self._key, f"{self._turn}/{key}/".encode() + content, _HASH)
+
+
+def _unpack(packed: bytes, most: int | None) -> bytes:
+    """Return the uncompressed content. Raises `CrossrankError` if it has more than `most` bytes, or far more than real
+    content of its size."""
+    budget, parts, size = Budget("the store", len(packed)), [], 0
+    with zstandard.ZstdDecompressor().stream_reader(packed) as reader:
+        while part := reader.read(_CHUNK):
+            budget.spend(BYTES, len(part))
+            size += len(part)
+            if most is not None and size > most:
+                raise CrossrankError(f"the store: a value has more than {most:,} bytes")
+            parts.append(part)
+    return b"".join(parts)
 
 
 def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:

@@ -23,6 +23,8 @@ _CHECK_S = 0.1
 """Time between two checks whether all ranks have to end. With thousands of ranks it is longer, to relieve the store."""
 _MAX_CHECK_S = 0.5
 _REPORT_S = 0.5
+_MOST_TEXT = 4000
+"""Characters of an error in a state."""
 FINAL_REPORT_S = 0.25
 """How long a rank that has to end waits for the others to report their state."""
 
@@ -102,7 +104,8 @@ class Watch(threading.Thread):
         return False
 
     def _report(self, *, error: str = "", asked_to_end: bool = False) -> None:
-        state = msgspec.structs.replace(self._state, call=self._current_call(), error=error, asked_to_end=asked_to_end)
+        call, error = self._current_call(), error[:_MOST_TEXT]
+        state = msgspec.structs.replace(self._state, call=call, error=error, asked_to_end=asked_to_end)
         self._rendezvous.put(f"state/{self._rank}", state)
 
     def _end_process(self) -> None:

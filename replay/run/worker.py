@@ -30,7 +30,7 @@ from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.saved_data import DataComparer, DataWriter, saving
 from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.executor import CpuExecutor, CudaExecutor, GraphExecutor
-from crossrank.replay.run.messages import Pass, RankResult, WorkItem
+from crossrank.replay.run.messages import OwnOptions, Pass, RankResult, WorkItem
 from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.place_launches import own_tensors
 from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
@@ -52,12 +52,14 @@ def run_rank(
     local_rank: int,
     rendezvous: Rendezvous,
     second: Rendezvous,
+    own: OwnOptions,
     final_report: Callable[[], None] = lambda: None,
     *,
     term: int | None = None,
     leads: bool = False,
 ) -> tuple[int, RankResult | None]:
-    """Replay as `rank`. Return the exit code and the result, None if there was nothing to do or the rank failed.
+    """Replay as `rank`, with its own options. Return the exit code and the result, None if there was nothing to do or
+    the rank failed.
 
     `second` is a rendezvous over its own connection for the watch, which calls `final_report` before it ends the
     process. `term` is a file that becomes readable when the launcher asks the process to end. The rank that `leads`
@@ -66,7 +68,7 @@ def run_rank(
     work = rendezvous.work_item(rank)
     if work.ends:
         return 0, None
-    settings = work.settings
+    settings = work.settings = own.put_into(work.settings)
     watch = Watch(rank, second, final_report, term, settings.timeout_s + settings.slack_s)
     watch.start()
     try:
@@ -129,6 +131,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         timeout=timeout,
         own=own_tensors(compute.plan, compute.slots, work.calls, settings.backend) if compute is not None else {},
         barriers=settings.blocking,
+        streams=work.streams,
     )
     pacer = make_pacer(work.calls, parse_pace(settings.pace), device) if compute is None else None
     executor: CpuExecutor

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tracemalloc
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zstandard
 from torch.distributed import HashStore
 
 from crossrank.errors import CrossrankError
 from crossrank.machine import memory
-from crossrank.replay.run.messages import WorkItem
+from crossrank.replay.run.messages import OwnOptions, State, WorkItem
 from crossrank.replay.run.rendezvous import Rendezvous
+from crossrank.tools.traces.replayed import Settings
 from tests.attack.operations import RECORDING, attack, save_plan
 from tests.gpu.raw_kineto import unpacked
 from tests.integration import jobs
+from tests.unit.replay.plans import plan_of, record
 
 FROM_FILE = (
     "aten::from_file(str filename, bool? shared=None, int? size=0, *, ScalarType? dtype=None, Layout? layout=None, "
@@ -132,6 +136,58 @@ def test_a_work_item_from_outside_the_job_ends_the_replay(key: bytes) -> None:
 
     stranger.put("work/0", WorkItem(world_size=2))
 
+    with pytest.raises(CrossrankError, match="holds a 'work/0' that none of its ranks put there"):
+        ours.work_item(0)
+
+
+def test_the_store_names_no_module_and_no_folder() -> None:
+    own = OwnOptions(imports=("this",), record="/a", profile="/b", save_data="/c", compare_data="/d")
+    settings = own.put_into(Settings(backend="gloo", device="cpu", repeats=7))
+    ours = Rendezvous(HashStore(), 2)
+    ours.send_plan(plan_of([record("barrier")], [record("barrier")]), settings)
+    assert ours.work_item(1).settings == Settings(backend="gloo", device="cpu", repeats=7)
+
+
+def test_a_rank_keeps_the_modules_and_folders_of_its_own_command_line() -> None:
+    own = Settings(backend="gloo", device="cpu", imports=("mine",), record="/mine")
+    named = Settings(backend="nccl", device="cuda", imports=("this",), record="/other", save_data="/other")
+    assert OwnOptions.of(own).put_into(named) == Settings(
+        backend="nccl", device="cuda", imports=("mine",), record="/mine"
+    )
+
+
+@pytest.mark.parametrize("key", [b"", b"another"])
+def test_a_state_from_outside_the_job_is_not_shown(key: bytes) -> None:
+    store = HashStore()
+    ours, stranger = Rendezvous(store, 2, key=b"secret"), Rendezvous(store, 2, key=key)
+    ours.put("state/0", State(phase="warming up"))
+    stranger.put("state/1", State(phase="in pass 7", call=1))
+    assert ours.states() == {
+        0: State(phase="warming up"),
+        1: State(phase="unknown", error="another process replaced its state in the store"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["huge", "no frame", "other content"])
+@pytest.mark.parametrize("key", [b"", b"secret"])
+def test_a_small_state_cannot_take_much_memory_or_break_the_report(kind: str, key: bytes) -> None:
+    ours = Rendezvous(HashStore(), 1, key=key)
+    huge = zstandard.compress(msgspec.msgpack.encode(State(phase="a" * (300 << 20))))
+    assert len(huge) < 40_000
+    content = {"huge": huge, "no frame": b"x" * 100, "other content": zstandard.compress(b"\x91\xc1")}[kind]
+    ours.store.set("state/0", ours._seal("state/0", content) + content)  # type: ignore[arg-type]
+    tracemalloc.start()
+    states = ours.states()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert states == {0: State(phase="unknown", error="another process replaced its state in the store")}
+    assert most < 20 << 20
+
+
+def test_a_small_work_item_cannot_expand_to_a_huge_one() -> None:
+    ours = Rendezvous(HashStore(), 1)
+    content = zstandard.compress(b"\xdd\x10\x00\x00\x00" + bytes(200 << 20))
+    ours.store.set("work/0", ours._seal("work/0", content) + content)  # type: ignore[arg-type]
     with pytest.raises(CrossrankError, match="holds a 'work/0' that none of its ranks put there"):
         ours.work_item(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,14 +15,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch.distributed as dist
+import zstandard
 
 from crossrank.comm import CommRecord, Group
-from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, save_plan
+from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, load_plan, save_plan
 from crossrank.replay.run.failure_report import Failed
-from crossrank.replay.run.launcher import LAUNCHERS
-from crossrank.replay.run.messages import State
+from crossrank.replay.run.launcher import LAUNCHERS, RankInfo
+from crossrank.replay.run.messages import OwnOptions, State, WorkItem
 from crossrank.replay.run.processes import run_local
-from crossrank.replay.run.rendezvous import Rendezvous
+from crossrank.replay.run.rendezvous import FINISHED, Rendezvous, connect, host_store
+from crossrank.replay.run.worker import run_rank
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.fork_server import ForkedProcess
@@ -93,8 +96,15 @@ def _states(pid: int) -> list[State]:
     """What the two ranks of the replay of a process have reported."""
     (listening,) = _listens_at(pid)
     port = int(listening.partition(":")[2], 16)
-    found = Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), 2).states()
-    return [found.get(rank, State(phase="")) for rank in range(2)]
+    store = Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), 2).store
+    return [_state(store, f"state/{rank}") for rank in range(2)]
+
+
+def _state(store: dist.Store, key: str) -> State:
+    """A state as it is in the store, without the key that could check its seal."""
+    if not store.check([key]):
+        return State(phase="")
+    return msgspec.msgpack.decode(zstandard.decompress(store.get(key)[32:]), type=State)
 
 
 _GLOO_THREADS = ("gloo_tcp_loop\n", "pt_gloo_runloop\n")
@@ -196,6 +206,51 @@ def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: T
     printed, of_the_other = ended(processes, 0)
     assert "Checked: all" in printed[0]
     assert of_the_other[0] == ""
+    line = f"crossrank: CROSSRANK_REPLAY_KEY is not set: other processes that can connect to 127.0.0.1:{port} can"
+    assert printed[1].splitlines()[0].startswith(line)
+    assert "CROSSRANK_REPLAY_KEY" not in of_the_other[1]
+
+
+def test_a_replay_with_a_key_prints_nothing_about_keys(two_ranks: TwoRanks) -> None:
+    recorded = two_ranks.record(callers.lists)
+    port = free_port()
+    processes = [_launch(recorded, _plain(rank, port) | {"CROSSRANK_REPLAY_KEY": "secret"}) for rank in (0, 1)]
+    printed, _ = ended(processes, 0)
+    assert "Checked: all" in printed[0]
+    assert "CROSSRANK_REPLAY_KEY" not in printed[1]
+
+
+def _plain(rank: int, port: int) -> dict[str, str]:
+    """The variables of one of two ranks on this machine."""
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+
+
+def _lead_with_other_folders(port: int, folder: Path) -> None:
+    """Rank 0 of a replay that puts its own folders into the work item of rank 1."""
+    plan = load_plan(str(folder / "plan.json.zst"))
+    place = RankInfo(rank=0, world_size=2, local_rank=0, launcher="", host="127.0.0.1", port=port, attempt="0/0")
+    ours = Rendezvous(host_store(place, 20), 2)
+    settings = Settings(backend="gloo", device="cpu", warmup=0, repeats=1, timeout_s=20)
+    others = OwnOptions(record=str(folder / "recording"), save_data=str(folder / "data"))
+    for rank, own in enumerate((OwnOptions(), others)):
+        item = WorkItem(settings=own.put_into(settings), groups=plan.groups, calls=plan.ranks[rank].calls, world_size=2)
+        ours.put(f"work/{rank}", item)
+    code, result = run_rank(0, 0, ours, Rendezvous(connect(place, 20), 2), OwnOptions(), leads=True)
+    assert (code, result is not None) == (0, True)
+    ours.results()
+    ours.store.set(FINISHED, "1")
+
+
+def test_a_rank_writes_only_into_folders_of_its_own_command_line(long_plan: Path) -> None:
+    folder, port = long_plan.parent, free_port()
+    process = launch([str(long_plan), "--timeout", "20"], _plain(1, port))
+    leader = multiprocessing.get_context("spawn").Process(target=_lead_with_other_folders, args=(port, folder))
+    leader.start()
+    leader.join(60)
+    process.kill()
+    process.communicate()
+    assert leader.exitcode == 0
+    assert sorted(one.name for one in folder.iterdir()) == ["plan.json.zst"]
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
@@ -267,5 +322,5 @@ def test_a_refusal_by_rank_0_ends_all_launched_ranks_and_is_reported_once(tmp_pa
         for rank in (0, 1)
     ]
     outputs = ended(processes, 2)
-    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: the folder is empty; give a recording")
+    assert f"crossrank: {tmp_path}: the folder is empty; give a recording" in outputs[0][1]
     assert "crossrank:" not in outputs[1][1]

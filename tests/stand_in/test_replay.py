@@ -24,6 +24,54 @@ for step in range(4):
     crossrank.step()
 """
 
+FORWARD_AND_BACKWARD = """
+pair = dist.new_group([0, 1])
+tensors = [torch.ones(1 << 10, device="cuda") for _ in range(3)]
+
+def backward():
+    torch.cuda.set_device(rank)
+    dist.all_reduce(tensors[2])  # on the stream of the main thread, which waits for this thread
+
+wake, done = threading.Semaphore(0), threading.Semaphore(0)
+
+def autograd():
+    while wake.acquire() and not finished:
+        backward()
+        done.release()
+
+finished = []
+thread = threading.Thread(target=autograd)
+thread.start()
+for step in range(6):
+    dist.all_reduce(tensors[0])
+    dist.all_reduce(tensors[1], group=pair)
+    wake.release()
+    done.acquire()
+    crossrank.step()
+finished.append(True)
+wake.release()
+thread.join()
+torch.cuda.synchronize()
+"""
+TWO_STREAMS = """
+groups = [dist.new_group([0, 1]) for _ in range(2)]
+for group in groups:
+    dist.all_reduce(torch.ones(8, device="cuda"), group=group)
+torch.cuda.synchronize()
+
+def work(number):
+    torch.cuda.set_device(rank)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(10):
+            dist.all_reduce(torch.ones(1 << 18, device="cuda"), group=groups[number])
+
+for number in (rank, 1 - rank):  # another order on each rank
+    thread = threading.Thread(target=work, args=(number,))
+    thread.start()
+    thread.join()
+torch.cuda.synchronize()
+"""
+
 
 def replay(folder: Path, *words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return crossrank(folder, "replay", *words, **variables)
@@ -47,6 +95,25 @@ def test_the_replay_of_a_recording_has_correct_results(mode: tuple[str, ...], tm
     done = replay(tmp_path, "recording", "--check", "--repeat", "2", *mode)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Checked: all" in done.stdout
+
+
+def test_threads_of_a_job_that_share_a_stream_share_one_in_its_replay(tmp_path: Path) -> None:
+    record(tmp_path, FORWARD_AND_BACKWARD)
+    done = replay(tmp_path, "recording", "--check", "--timeout", "20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Checked: all" in done.stdout
+    assert "GPU stream" not in done.stdout
+    # A graph needs one thread.
+    done = replay(tmp_path, "recording", "--graph", "--timeout", "20")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_threads_that_call_in_another_order_on_each_rank_have_streams_of_their_own(tmp_path: Path) -> None:
+    record(tmp_path, TWO_STREAMS)
+    done = replay(tmp_path, "recording", "--check", "--timeout", "20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Checked: all" in done.stdout
+    assert "calls of each thread use a GPU stream of their own" in done.stdout
 
 
 def test_the_probe_reports_a_slow_link(tmp_path: Path) -> None:

@@ -317,6 +317,8 @@ class _Group:
             operation = OPERATIONS.get(one.op)
             if operation is not None and operation.bus_factor is not None and one.bytes and one.timed == group.size:
                 rates.append(one.bytes * operation.bus_factor(group.size) / one.took)
+        # Calls at one moment, such as a single one, have no rate.
+        has_rate = bool(self.seconds) or not self.recent_calls
         per_second = 1 / self.seconds if self.seconds else 0.0
         return {
             "pg": group.pg,
@@ -324,8 +326,8 @@ class _Group:
             "size": group.size,
             "calls": self.calls,
             "bytes": self.bytes,
-            "calls_per_s": round(self.recent_calls * per_second, 1),
-            "bytes_per_s": round(self.recent_bytes * per_second),
+            "calls_per_s": round(self.recent_calls * per_second, 1) if has_rate else None,
+            "bytes_per_s": round(self.recent_bytes * per_second) if has_rate else None,
             "busbw_gb_per_s": _median(rates),
             "last_rank": last[0][0] if last else None,
             "last_share": round(last[0][1] / len(whole), 4) if last else None,

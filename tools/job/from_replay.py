@@ -36,7 +36,8 @@ class _Call(msgspec.Struct):
     bytes: Amount
     completion_us_p50: _Time
     waiting_us_p50: _Time
-    time_us_p50: _Time
+    time_us_p50: _Time | None = None
+    """None or 0: unknown."""
     has_rate: bool = True
     """Whether bytes / time is a rate. False in a batch, and if only a wait shows when the call ended."""
     seq: Amount = 0
@@ -74,7 +75,7 @@ def read_replay(path: str) -> JobTables:
         )
     found = match_collectives(Job.match(_traces(calls, report, issues.path), report.world_size))
     times = [
-        (one.rank, one.call, round(one.waiting_us_p50 * 1000), round(one.time_us_p50 * 1000), not one.has_rate)
+        (one.rank, one.call, round(one.waiting_us_p50 * 1000), _to_ns(one.time_us_p50), not one.has_rate)
         for one in calls
     ]
     schema = {"rank": pl.Int32, "id": pl.Int64, "waiting_ns": pl.Int64, "time_ns": pl.Int64, "late": pl.Boolean}
@@ -91,6 +92,11 @@ def read_replay(path: str) -> JobTables:
     )
 
 
+def _to_ns(us: float | None) -> int | None:
+    """Return ns; None if the time is unknown. A time of 0 was too short to measure."""
+    return round(us * 1000) or None if us is not None else None
+
+
 def _traces(calls: Sequence[_Call], report: ReplayReport, path: str) -> list[RankTrace]:
     sizes = {row.pg: row.ranks for row in report.rows}
     shared: dict[str, Any] = {"path": path, "source": "replay", "timed_by": "replay", "numbered_pairs": True}
@@ -104,6 +110,7 @@ def _traces(calls: Sequence[_Call], report: ReplayReport, path: str) -> list[Ran
             id=call.call, op=call.op, c10d="", pg=call.pg, bytes=call.bytes, t=0, peer=call.peer, source=call.source
         )
         number = {"p2p_seq" if is_p2p(record) else "seq": call.seq}
-        completed = max(round(call.completion_us_p50 * 1000), 1)
-        builders[call.rank].add(msgspec.structs.replace(record, **number), called=1, began=1, ended=1 + completed)
+        completed = _to_ns(call.completion_us_p50)
+        began, ended = (1, 1 + completed) if completed is not None else (0, 0)
+        builders[call.rank].add(msgspec.structs.replace(record, **number), called=1, began=began, ended=ended)
     return [one.trace for one in builders.values()]

@@ -75,7 +75,7 @@ def _counted(on_gpu: Counter[str]) -> str:
     us, flop, size = on_gpu["counted us"], on_gpu["FLOP"], on_gpu["bytes"]
     text = (
         f"FLOP counts (num_ops) exist for {on_gpu['counted']:,} of {on_gpu['nodes']:,} computations on GPUs, "
-        f"{percent(us / max(on_gpu['us'], 1))} of their time"
+        f"{percent(us / on_gpu['us'] if on_gpu['us'] else None)} of their time"
     )
     if not us:
         return text

@@ -221,6 +221,10 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
     if late:
         ops = ", ".join(dict.fromkeys(row.op for row in report.rows if row.late_ends))
         print(f"  {ops}: the end of {plural(late, 'call')} is known only from a wait, so the time is an upper bound")
+    unknown = sum(row.unknown_times for row in report.rows)
+    if unknown:
+        ops = ", ".join(dict.fromkeys(row.op for row in report.rows if row.unknown_times))
+        print(f"  {ops}: {plural(unknown, 'time')} of all passes are too short to measure, and have no bandwidth")
     for name in by:
         if found[name].rows:
             found[name].print(f"{_BLOCKS[name]}, all calls together, per pass")

@@ -23,7 +23,7 @@ _SHOWN = 24
 
 def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> None:
     """Print makespan, critical path, and busy times. `changed`: the simulated job differs from the measured one."""
-    ratio = f"{simulation.makespan_ns / max(1, simulation.measured_ns):.3f} x"
+    ratio = f"{simulation.makespan_ns / simulation.measured_ns:.3f} x" if simulation.measured_ns else "-"
     print(f"\nSimulation of window {window}")
     print_fact("simulated", f"{_ms(simulation.makespan_ns)} ms from the first start to the last end of all ranks")
     compared = ratio if changed else percent(simulation.error, signed=True)
@@ -37,12 +37,12 @@ def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> N
     print("\nWhere the simulated time goes (the critical path)")
     for category, spent in simulation.critical_ns.items():
         print(f"  {_ms(spent):>12} ms  {category}")
-    whole = max(1, simulation.makespan_ns)
+    whole = simulation.makespan_ns
     columns: Columns[tuple[tuple[int, str], int]] = (
         ("rank", lambda one: one[0][0]),
         ("thread or stream", lambda one: one[0][1]),
         ("#busy ms", lambda one: _ms(one[1])),
-        ("#share of time", lambda one: percent(one[1] / whole)),
+        ("#share of time", lambda one: percent(one[1] / whole if whole else None)),
     )
     busiest = sorted(simulation.busy_ns.items(), key=lambda one: -one[1])
     table_of(busiest, columns, limit=_BUSIEST).print("Busiest threads and streams")

@@ -29,7 +29,7 @@ _GROUPS: Columns[Row] = (
     ("#calls", lambda row: f"{row['calls']:,}"),
     ("#bytes", lambda row: amount(row["bytes"])),
     ("#calls/s", lambda row: significant(row["calls_per_s"])),
-    ("#bytes/s", lambda row: amount(row["bytes_per_s"])),
+    ("#bytes/s", lambda row: "-" if row["bytes_per_s"] is None else amount(row["bytes_per_s"])),
     ("#busbw GB/s", lambda row: significant(row["busbw_gb_per_s"])),
     ("#last rank", lambda row: "-" if row["last_rank"] is None else f"rank {row['last_rank']}"),
     ("#share", lambda row: percent(row["last_share"])),

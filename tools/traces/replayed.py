@@ -225,10 +225,12 @@ class ReplayRow(msgspec.Struct, kw_only=True):
     completion_us: Percentiles
     waiting_us: Percentiles
     algbw_gb_per_s: Percentiles | None
-    """None for a barrier, for calls of a batch, and for calls with a late end."""
+    """None for a barrier, for calls of a batch, for calls with a late end, and if all times are unknown."""
     busbw_gb_per_s: Percentiles | None
     late_ends: Amount = 0
     """Calls whose end is known only from a wait: their times are upper bounds."""
+    unknown_times: Amount = 0
+    """Times, over all calls and passes, that are shorter than the clock can show. They have no bandwidth."""
 
 
 class CheckFailure(msgspec.Struct, kw_only=True):
@@ -331,7 +333,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     calls: Amount
     """Calls of single ranks that could be compared."""
     without_time: Amount
-    """Replayed calls whose duration is not recorded."""
+    """Replayed calls whose duration is not recorded, or is unknown in the replay."""
     error_p50: float | None
     """Relative error of the completions over all compared calls."""
     error_p95: float | None

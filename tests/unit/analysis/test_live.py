@@ -10,7 +10,7 @@ import pytest
 
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.analysis.live import LiveFile, Snapshot, snapshot
-from crossrank.tools.output.watch import as_text, hang_text
+from crossrank.tools.output.watch import as_text, hang_text, tables
 from crossrank.tools.tables import ANSWERS
 from crossrank.tools.traces.growing import Growth
 
@@ -68,6 +68,14 @@ def test_groups_have_totals_rates_and_a_last_rank() -> None:
     for name, rows in (("live_groups", found.groups), ("live_ranks", found.ranks)):
         table = ANSWERS[name]
         assert table.rows(pl.DataFrame(rows, table.schema)) == rows
+
+
+def test_the_rate_of_a_single_call_is_unknown() -> None:
+    found = look(rank(0, call(1, 0)), rank(1, call(1, 3)), at_ms=1000)
+    (group,) = found.groups
+    assert (group["calls"], group["calls_per_s"], group["bytes_per_s"]) == (2, None, None)
+    (_, groups), _ = tables(found, 10)
+    assert [groups.rows[0][groups.columns.index(f"#{name}")] for name in ("calls/s", "bytes/s")] == ["-", "-"]
 
 
 def test_a_group_made_again_is_a_row_of_its_own() -> None:

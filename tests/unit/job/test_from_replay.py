@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import polars as pl
@@ -53,6 +54,24 @@ def test_the_calls_of_a_replay_have_its_measured_times_and_waits(folder: Path) -
     assert (found.collectives["ranks"].to_list(), found.collectives["expected"].to_list()) == ([2, 2, 2], [2, 2, 2])
     assert (found.clocks.count, found.clocks.note) == (1, "one clock, aligned by the replay to within 1.5 us")
     assert len(found.job.world) == 2
+
+
+@pytest.mark.parametrize("empty", ["", "0.0"])
+def test_a_time_that_was_too_short_to_measure_is_unknown(folder: Path, empty: str) -> None:
+    with (folder / CSV).open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if row["op"] == "all_reduce" and row["call"] == "0":
+            row["time_us_p50"], row["completion_us_p50"] = empty, "0.0"
+    with (folder / CSV).open("w") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    found = read_replay(str(folder))
+    assert found.collectives["time_ns"].to_list() == [None, 1000, 200]
+    rated = found.collectives["algbw_gb_per_s"].is_not_null().to_list()
+    assert rated == [False, True, True]
+    assert found.calls.filter(pl.col("ended_ns").is_null())["id"].to_list() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ No GPU is needed, and none is simulated: only what the host does when.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class Event:
 
 class Stream:
     def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.name = "side" if priority else "main"
+        self.name = {0: "main", -1: "side"}.get(priority, "second")
 
     def synchronize(self) -> None:
         pass
@@ -72,8 +73,17 @@ class Work:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    current = threading.local()
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, current.stream = getattr(current, "stream", Stream()), stream
+        yield
+        current.stream = before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: getattr(current, "stream", Stream()))
+    monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -159,6 +169,20 @@ def test_a_graph_is_captured_in_the_second_pass_and_launched_once_per_later_pass
 def test_a_blocking_barrier_cannot_be_captured() -> None:
     with pytest.raises(CrossrankError, match="a barrier blocks the host and cannot be captured; use --drop barrier"):
         GraphExecutor(program(bound(0, "barrier", blocking=True)))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_each_thread_launches_and_waits_on_a_stream_of_its_own() -> None:
+    calls = [ranks.bound(number, launch=launch(f"all_reduce {number}"), thread=number) for number in (0, 1)]
+    order = made(ranks.program(*calls, last_waits=((), ()), device=torch.device("cuda", 0)))
+    for number, stream in enumerate(("main", "second")):
+        at = order.index(f"all_reduce {number}")
+        assert f"event on {stream}" in order[:at]
+        assert f"event on {stream}" in order[order.index(f"wait for all_reduce {number}") :]
+    assert sorted(order) == sorted(
+        [f"event on {stream}" for stream in ("main", "second") * 2]
+        + [f"{what}all_reduce {number}" for number in (0, 1) for what in ("", "wait for ")]
+    )
 
 
 def test_only_the_wait_shows_the_end_of_an_asynchronous_gpu_barrier() -> None:

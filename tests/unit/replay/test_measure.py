@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from crossrank.replay.plan.plan import NOT_IN_STEPS, LeftOut, Plan
 from crossrank.replay.results.measure import compare, end_to_end_ns, measure, table
 from crossrank.replay.results.replay_report import make_report, to_csv, write_report
 from crossrank.replay.run.messages import RankResult
+from crossrank.tools.output.replay import print_report
 from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings, read_report
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv
 from tests.unit.replay.ranks import result
@@ -55,6 +58,59 @@ def test_a_send_and_its_receive_are_one_row() -> None:
     plan = plan_of(*[[isend(1 - rank, batch=0), irecv(1 - rank, batch=0)] for rank in (0, 1)])
     (row,) = table(measure(plan, [result(rank, [(0, 10, 100)] * 2) for rank in (0, 1)]))
     assert (row.op, row.calls, row.bytes, row.algbw_gb_per_s) == ("send/recv, batched", 2, 32, None)
+
+
+def two_calls(*second: int) -> tuple[Plan, list[RankResult]]:
+    """Two ranks with two all_reduces of 4,000 bytes; `second` has the time of the second one in each pass."""
+    call = record("all_reduce", inputs=[[1000]], outputs=[[1000]], bytes=4000)
+    plan = plan_of([call, call], [call, call])
+    passes = [[(1000, 1100, 2000), (3000, 3100, 3000 + took)] for took in second]
+    return plan, [result(rank, *passes) for rank in (0, 1)]
+
+
+def test_a_time_of_zero_is_unknown_and_has_no_bandwidth() -> None:
+    plan, results = two_calls(0, 0)
+    (row,) = table(measure(plan, results))
+    assert row.algbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)
+    assert row.unknown_times == 2
+    for one in results:  # both calls took no time
+        for passed in one.passes:
+            passed.completed = passed.began
+    (row,) = table(measure(plan, results))
+    assert (row.algbw_gb_per_s, row.busbw_gb_per_s, row.unknown_times) == (None, None, 4)
+
+
+def test_a_time_below_the_resolution_of_a_gpu_is_unknown() -> None:
+    plan, results = two_calls(499, 500)
+    (row,) = table(measure(plan, results))
+    assert row.unknown_times == 0
+    for one in results:
+        one.device = "NVIDIA H100"
+    (row,) = table(measure(plan, results))
+    assert row.unknown_times == 1
+    assert row.algbw_gb_per_s is not None
+    assert row.algbw_gb_per_s.p99 <= row.algbw_gb_per_s.p50 <= 4000 / 500
+
+
+def test_unknown_times_are_printed_and_have_empty_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    plan, results = two_calls(0, 0)
+    settings = Settings(backend="gloo", device="cpu", repeats=2)
+    report, measured = make_report(plan, settings, results, what_if={}, variables={})
+    print_report(report)
+    line = "  all_reduce: 2 times of all passes are too short to measure, and have no bandwidth"
+    assert line in capsys.readouterr().out.splitlines()
+    rows = csv.DictReader(to_csv(plan, measured).splitlines())
+    assert [row["time_us_p50"] for row in rows] == ["1.0", "", "1.0", ""]
+
+
+def test_a_call_without_a_known_time_is_not_compared() -> None:
+    plan, results = two_calls(0, 0)
+    for rank in plan.ranks:
+        for call in rank.calls:
+            call.took_ns = 2000
+    found = compare(plan, measure(plan, results), results)
+    assert (found.calls, found.without_time) == (2, 2)
+    assert [(row.calls, row.ratio, row.collective_replayed_us) for row in found.rows] == [(2, 0.5, 1.0)]
 
 
 def test_a_barrier_has_no_bandwidth() -> None:

@@ -111,9 +111,9 @@ class Simulation:
     """Operation without a result of `cost`, which takes its measured time -> number of calls."""
 
     @property
-    def error(self) -> float:
-        """Share by which the simulated makespan differs from the measured one."""
-        return self.makespan_ns / self.measured_ns - 1 if self.measured_ns else 0.0
+    def error(self) -> float | None:
+        """Share by which the simulated makespan differs from the measured one; None if that is unknown."""
+        return self.makespan_ns / self.measured_ns - 1 if self.measured_ns else None
 
 
 def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns: int) -> RankGraph:

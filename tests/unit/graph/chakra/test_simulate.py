@@ -25,7 +25,7 @@ from crossrank.tools.graph.chakra.simulate import (
     simulate,
 )
 from crossrank.tools.graph.linking import link
-from crossrank.tools.output.simulation import write_timeline
+from crossrank.tools.output.simulation import print_simulation, write_timeline
 from tests.unit.graph.chakra.test_convert import params, two_streams
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
@@ -58,6 +58,13 @@ def test_one_rank_is_simulated_as_measured(tmp_path: Path) -> None:
     assert simulation.critical_ns == {GPU: 270_000, "communication": 45_000, HOST: 80_000, PAUSE: 50_000}
     busy = {"thread 1": 100_000, "device 0 stream 7": 270_000, "device 0 stream 20": 45_000}
     assert simulation.busy_ns == {(0, runs_on): ns for runs_on, ns in busy.items()}
+
+
+def test_without_a_measured_time_the_error_of_a_simulation_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    simulation = Simulation(makespan_ns=5, measured_ns=0, busy_ns={(0, "thread 1"): 0}, joined=0, alone=0)
+    assert simulation.error is None
+    print_simulation(1, simulation, changed=True)
+    assert "0.000 ms; simulated is -" in capsys.readouterr().out
 
 
 def test_a_graph_has_relative_times_and_separates_communications() -> None:
