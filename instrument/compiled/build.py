@@ -20,11 +20,9 @@ import platform
 import shlex
 import shutil
 import stat
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
@@ -35,6 +33,7 @@ import torch
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.locks import lock_file
+from crossrank.instrument.unpatched import subprocess, time
 
 _HERE = Path(__file__).parent
 _PATIENCE = 180.0

@@ -4,9 +4,9 @@ Also detects whether the thread computes in one long call of C++."""
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from types import FrameType
+
+from crossrank.instrument.unpatched import threading, time
 
 _MOST_FRAMES = 64
 _FEWEST_LOOKS = 3

@@ -17,7 +17,6 @@ import hashlib
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +33,7 @@ from crossrank.instrument.hooks.exits import Closable
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
+from crossrank.instrument.unpatched import time
 from crossrank.instrument.write.flight_dump import Dumped, FlightDumps, completed
 from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SLOW, VERDICT, file_name, rank_folder
 from crossrank.text import rank_ranges
