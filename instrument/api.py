@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 from typing import TYPE_CHECKING
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument import config as configuration
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.log import log, once_per_job
+from crossrank.instrument.unpatched import threading
 from crossrank.machine import need_memory
 
 if TYPE_CHECKING:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import errno
 import fcntl
 import hashlib
 import os
-import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from crossrank.instrument.unpatched import time
+
+HeldLock = _socket.socket
+"""A lock of `take_lock`. gevent and eventlet replace the class of `socket`, and not this one below it."""
 _MOST_ASKERS = 4096
 _UNKNOWN = -1
 _TRIES, _BETWEEN = 5, 0.01
@@ -22,7 +25,7 @@ _CREDENTIALS = struct.Struct("iII")
 """Process, user and group of the other end of a socket."""
 
 
-def take_lock(name: str) -> socket.socket | None:
+def take_lock(name: str) -> HeldLock | None:
     """Take a lock that one process of this user and node holds until it closes the lock or ends. Return None while
     another process of this user has it.
 
@@ -31,7 +34,7 @@ def take_lock(name: str) -> socket.socket | None:
     such namespace, and where another user has taken the name, which every user can see. A forked child closes its
     copy.
     """
-    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    holder = HeldLock(_socket.AF_UNIX, _socket.SOCK_STREAM)
     address = f"\0crossrank-{os.geteuid()}-{hashlib.sha256(name.encode(errors='surrogateescape')).hexdigest()}"
     try:
         holder.bind(address)
@@ -46,11 +49,11 @@ def take_lock(name: str) -> socket.socket | None:
 def _holder_of(address: str) -> int | None:
     """Return the user whose process listens at an address; None if none listens. A lock of ours listens at once."""
     for _ in range(_TRIES):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asker:
+        with contextlib.closing(HeldLock(_socket.AF_UNIX, _socket.SOCK_STREAM)) as asker:
             asker.setblocking(False)
             try:
                 asker.connect(address)
-                facts = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                facts = asker.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
                 return int(_CREDENTIALS.unpack(facts)[1])
             except ConnectionRefusedError:
                 time.sleep(_BETWEEN)

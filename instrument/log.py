@@ -10,12 +10,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable
-from threading import RLock, Thread
 
 from crossrank.errors import one_line
+from crossrank.instrument.unpatched import threading, time
 
 log = logging.getLogger("crossrank")
 
@@ -33,10 +32,10 @@ class _OncePerJob(logging.Filter):
         super().__init__()
         self._held: list[logging.LogRecord] | None = None
         self._is_first: Callable[[str], bool] | None = None
-        self._asking: list[Thread] = []
+        self._asking: list[threading.Thread] = []
         self._times: Counter[str] = Counter()  # how often this rank has logged a text, in all recordings
         self.said_full = False  # whether this recording has logged that the disk is full
-        self._lock = RLock()
+        self._lock = threading.RLock()
 
     def hold(self, ranks: int) -> None:
         """Keep warnings until the job is known. `ranks`: the size of the process group, 1 if there is none."""
@@ -77,7 +76,7 @@ class _OncePerJob(logging.Filter):
         if is_first is None:
             return True
         arguments = (record, lambda: is_first(text))
-        speaker = Thread(target=self._say, args=arguments, name="crossrank-warning", daemon=True)
+        speaker = threading.Thread(target=self._say, args=arguments, name="crossrank-warning", daemon=True)
         try:
             speaker.start()
         except RuntimeError:  # the interpreter shuts down
@@ -94,7 +93,7 @@ class _OncePerJob(logging.Filter):
             except Exception:  # the store is gone
                 answers.append(True)
 
-        asker = Thread(target=ask, name="crossrank-warning", daemon=True)
+        asker = threading.Thread(target=ask, name="crossrank-warning", daemon=True)
         asker.start()
         asker.join(_PATIENCE)
         if False in answers:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -37,6 +36,7 @@ from crossrank.instrument.record.iterations import Iterations
 from crossrank.instrument.record.recorder import CallCounts, Recorder
 from crossrank.instrument.script_errors import Failures
 from crossrank.instrument.torch_private import has, require
+from crossrank.instrument.unpatched import threading
 from crossrank.instrument.write import nvtx_markers
 from crossrank.instrument.write.comms_writer import CommsWriter
 from crossrank.instrument.write.device_times import DeviceTimes

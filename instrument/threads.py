@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
 
 from crossrank.instrument.log import report
+from crossrank.instrument.unpatched import threading
 
 PREFIX = "crossrank-"
 
 
-def start(name: str, work: Callable[[], object], lost: str = "a part of the recording is lost") -> Thread | None:
+def start(
+    name: str, work: Callable[[], object], lost: str = "a part of the recording is lost"
+) -> threading.Thread | None:
     """Do `work` on a thread. Return None if Python (3.12 or later) starts no thread because the interpreter shuts down.
 
     An error is logged as one line that begins with `lost`.
@@ -22,7 +24,7 @@ def start(name: str, work: Callable[[], object], lost: str = "a part of the reco
         except Exception as error:
             report(lost, error)
 
-    thread = Thread(target=run, name=PREFIX + name, daemon=True)
+    thread = threading.Thread(target=run, name=PREFIX + name, daemon=True)
     try:
         thread.start()
     except RuntimeError:

@@ -19,12 +19,11 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
-import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
@@ -35,10 +34,13 @@ import torch
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.locks import lock_file
+from crossrank.instrument.unpatched import subprocess, threading, time
 
 _HERE = Path(__file__).parent
+PATIENCE_OF_COMMAND = 3600.0
+"""Seconds that a build may take for `crossrank build-recorder`. It takes 12 s, and minutes on a busy machine."""
 _PATIENCE = 180.0
-"""Seconds that a build may take if a process waits for it. A build in the background may take as long as a job."""
+"""Seconds that a build may take if a job waits for it. A build in the background may take as long as it needs."""
 _CUT_OFF = ("signal terminated program", "memory exhausted", "Cannot allocate memory", "No space left on device")
 """What a compiler says of a part of itself that was ended, or that lacked memory or space."""
 _MODULE = "_crossrank_recorder"
@@ -103,20 +105,26 @@ def _opened(built: Path) -> int | None:
     return descriptor
 
 
-def make(*, again: bool = False) -> Path:
-    """Build the kernel unless it is there, and wait until it is; with `again` although that failed before. Raises
-    `CrossrankError` where it cannot be built."""
+def make(*, again: bool = False, patience: float | None = None) -> Path:
+    """Build the kernel unless it is there, and wait until it is; with `again` although that failed before.
+
+    Raises `CrossrankError` where it cannot be built, and after `patience` seconds: without a number, those of a job.
+    """
+    patience = _PATIENCE if patience is None else patience
     built = _place()
     if again:
         _failure(built, _compiler()).unlink(missing_ok=True)
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + patience
     while not built.exists():
         with _lock(built) as descriptor:
             if descriptor is not None and not built.exists():
                 _refuse_known_failure(built)  # of another process that was just waited for
-                _build(built, _PATIENCE)
+                _build(built, patience)
         if time.monotonic() > deadline:
-            raise CrossrankError(f"another process has been building {built} for {_PATIENCE:.0f} s")
+            raise CrossrankError(
+                f"another process has been building {built} for {patience:.0f} s; run `crossrank build-recorder` when "
+                "the machine is less busy, or end that process first"
+            )
         if descriptor is None:
             time.sleep(0.1)
     _refuse_others_file(built, built.lstat())
@@ -318,15 +326,58 @@ def _compile(compiler: list[str], built: Path, patience: float | None) -> None:
 
 def _run(command: list[str], patience: float | None) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=patience, check=False)
+        code, errors = _run_group(command, patience)
     except subprocess.TimeoutExpired as error:
-        raise _CutOffError(one_line(error)) from error
+        raise _CutOffError(
+            f"{command[0]} did not finish within {patience:.0f} s and was ended; run `crossrank build-recorder` when "
+            "the machine is less busy, or set CXX to another compiler"
+        ) from error
     except OSError as error:
         raise CrossrankError(f"{command[0]} could not be run ({one_line(error)})") from error
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        kind = _CutOffError if done.returncode < 0 or any(text in done.stderr for text in _CUT_OFF) else CrossrankError
-        raise kind(f"{command[0]} failed with exit code {done.returncode}: {first}")
+    if code:
+        first = next((line for line in errors.splitlines() if "error" in line), errors.strip()[-200:])
+        kind = _CutOffError if code < 0 or any(text in errors for text in _CUT_OFF) else CrossrankError
+        raise kind(f"{command[0]} failed with exit code {code}: {first}")
+
+
+def _run_group(command: list[str], patience: float | None) -> tuple[int, str]:
+    """Run a compiler; return its exit code and its messages. However this ends, no process of the compiler is left: its
+    driver starts others, which do the work."""
+    started: list[subprocess.Popen[str]] = []
+    failures: list[OSError] = []
+
+    def start() -> None:
+        try:
+            started.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                )
+            )
+        except OSError as error:
+            failures.append(error)
+
+    # A handler of a signal may raise on the main thread, and would lose a process that just starts there.
+    starter = threading.Thread(target=start)
+    try:
+        starter.start()
+        starter.join()
+        if failures:
+            raise failures[0]
+        _, errors = started[0].communicate(timeout=patience)
+    except BaseException:  # Ctrl-C does not reach the other session
+        starter.join()
+        for compiler in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(compiler.pid, signal.SIGKILL)
+            compiler.communicate()
+        raise
+    return started[0].returncode, errors
 
 
 def _nvtx_options() -> list[str]:

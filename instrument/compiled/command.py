@@ -8,8 +8,8 @@ from crossrank.instrument.compiled import build
 
 
 class BuildRecorderCommand:
-    """Compile the C++ recorder for the torch and the Python that run this command. Takes about 12 s and needs a C++
-    compiler.
+    """Compile the C++ recorder for the torch and the Python that run this command. Takes about 12 s, longer on a busy
+    machine, and needs a C++ compiler. The limit is an hour.
 
     If you do not run this command, a job records in Python, which costs more per call, and compiles the recorder for
     the next job. Run this while you build an image, with the HOME or XDG_CACHE_HOME of your jobs. The image then needs
@@ -22,5 +22,5 @@ class BuildRecorderCommand:
         """Add no arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        print(build.make(again=True))
+        print(build.make(again=True, patience=build.PATIENCE_OF_COMMAND))
         return 0

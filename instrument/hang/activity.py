@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from crossrank.instrument import threads
 from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed, number_of
 from crossrank.text import writable
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ from crossrank.instrument.hang.questions import Questions
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.hooks.exits import Closable
 from crossrank.instrument.log import log
+from crossrank.instrument.unpatched import time
 from crossrank.instrument.write.flight_dump import Dumped, FlightDumps
 from crossrank.recording import COMMS, FLIGHT, MOVED, OVER, SEEN, VERDICT, file_name, rank_folder
 

@@ -7,12 +7,12 @@ are used again. A process in another namespace is not visible: this module does 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crossrank.instrument.hang.activity import cpu_of_process, stat_of
+from crossrank.instrument.unpatched import time
 from crossrank.instrument.write.rank_files import read_header
 from crossrank.machine import pid_namespace
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +19,7 @@ from crossrank.budget import BudgetError, read_small
 from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.log import log
+from crossrank.instrument.unpatched import threading, time
 from crossrank.recording import ASKED
 
 if TYPE_CHECKING:

@@ -16,8 +16,6 @@ import contextlib
 import hashlib
 import inspect
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +32,7 @@ from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
+from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed
 from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SEEN, SLOW, VERDICT
 from crossrank.text import rank_ranges

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 from crossrank.atomic_file import whole_file
 from crossrank.budget import BudgetError, read_small
 from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument.unpatched import subprocess
 from crossrank.recording import OVER, VERDICT
 
 PROVEN = ("deadlock", "mismatch", "gone")

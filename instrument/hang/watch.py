@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from crossrank.instrument import threads
+from crossrank.instrument.unpatched import time
 
 _LOOKS = 8
 """Checks per patience."""

@@ -7,7 +7,6 @@ of the latest session. `crossrank.instrument.compiled.recorder` documents each.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from crossrank.instrument.compiled.recorder import CompiledRecorder, layout
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.recorder import BATCH_CODE, Token
+from crossrank.instrument.unpatched import threading
 
 _NAMESPACE = "crossrank"
 _GROUP = "__torch__.torch.classes.c10d.ProcessGroup"

@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
@@ -31,6 +30,7 @@ from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
+from crossrank.instrument.unpatched import time
 from crossrank.recording import OF_A_BACKEND
 from crossrank.text import writable
 

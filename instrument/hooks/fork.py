@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterable
+
+from crossrank.instrument.unpatched import threading
 
 in_child: list[Callable[[], None]] = []
 """Called in every forked child."""

@@ -1,10 +1,18 @@
-"""Ends our Kineto session when the user's profiler starts.
+"""What the recorder does when the user's profiler is about to start.
 
-Two sessions at the same time crash the process when the second one to stop exports its trace.
+It ends our Kineto session: two sessions at the same time crash the process when the second one to stop exports its
+trace.
+
+It also has torch import what the first `record_function` imports. A profiler with stacks keeps the address of each
+function's name without a reference to it, and reads the name when it stops. The name of a module's code is freed after
+the import. So after an import while the profiler runs, it reads what was written there later. torch 2.13 imports
+`torch.profiler._cupti_monitor` in this way. Without a recording the freed memory usually becomes another name. With
+one it is often no valid text, and `key_averages` raises `UnicodeDecodeError`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import torch.autograd.profiler as autograd_profiler
@@ -31,6 +39,14 @@ def install(session: Windowed) -> None:
 
     def _prepare_profiler(*args: Any, **kwargs: Any) -> Any:
         windows.make_way()
+        _import_early()
         return original(*args, **kwargs)
 
     _patches.replace(autograd_profiler, "_prepare_profiler", _prepare_profiler)
+
+
+@functools.cache
+def _import_early() -> None:
+    """Have torch import what its first range needs, in any version."""
+    with autograd_profiler.record_function("crossrank: a profiler starts"):
+        pass

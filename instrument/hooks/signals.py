@@ -19,8 +19,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -29,6 +27,7 @@ from crossrank.instrument import threads
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.hooks.exits import Closable, close_quietly
 from crossrank.instrument.log import log
+from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import FlightDumps
 
 _PATIENCE = 1.0

@@ -14,8 +14,6 @@ import ctypes
 import functools
 import os
 import re
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch.distributed as dist
 
 from crossrank.errors import one_line
 from crossrank.instrument.log import log
+from crossrank.instrument.unpatched import threading, time
 
 
 @dataclass(frozen=True, kw_only=True)

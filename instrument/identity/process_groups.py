@@ -6,7 +6,6 @@ group's id and dropped with the group.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from crossrank.errors import one_line
 from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import GroupState
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.unpatched import threading
 
 _MOST_GONE = 256
 """Destroyed groups that a dump still describes."""

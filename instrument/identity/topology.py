@@ -14,8 +14,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import socket
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -26,6 +24,7 @@ from crossrank.comm import Locality
 from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.log import log
+from crossrank.instrument.unpatched import threading, time
 from crossrank.machine import boot_id
 from crossrank.rank_runs import Run, from_runs, to_runs
 from crossrank.text import rank_ranges

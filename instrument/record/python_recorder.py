@@ -10,11 +10,9 @@ import ctypes
 import functools
 import itertools
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import get_native_id
 from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
@@ -38,7 +36,10 @@ from crossrank.instrument.record.recorder import (
 )
 from crossrank.instrument.record.reductions import ReductionReader
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.unpatched import threading
 from crossrank.recording import WAITED_IN, Ran, Wait
+
+get_native_id = threading.get_native_id
 
 # (id, time, what to close after the launch)
 Launch = tuple[int, int, Token | None]

@@ -8,7 +8,6 @@ both kernels keep the addresses of the latest Works.
 from __future__ import annotations
 
 import sys
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from crossrank.instrument.record.descriptor import Descriptor, GroupState
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_dumps import nccl_dump
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.unpatched import threading
 from crossrank.instrument.write.nvtx_markers import NvtxMarkers, classic_text
 from crossrank.recording import RANGE, WAITED_IN, Ran, Wait
 

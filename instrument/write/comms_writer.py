@@ -14,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -30,6 +28,7 @@ from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import report
 from crossrank.instrument.record.recorder import Call, Recorder
+from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.device_times import DeviceTimes
 from crossrank.instrument.write.rank_files import create
 from crossrank.recording import Ran, Wait

@@ -12,10 +12,8 @@ deprecated. Our own events would have to be on streams that only NCCL's process 
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from threading import Thread
 
 import msgspec
 
@@ -25,6 +23,7 @@ from crossrank.instrument.hang.torch_recorder import SIZE, calls_kept
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call
+from crossrank.instrument.unpatched import threading, time
 from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
 from crossrank.recording import Ran
 
@@ -85,7 +84,7 @@ class DeviceTimes:
         self._in_vain = 0
         self._read_at = time.monotonic()
         self._complained = False
-        self._thread: Thread | None = None
+        self._thread: threading.Thread | None = None
         # No lock: a signal handler may interrupt the thread that has it.
         self._asked = self._answered = 0
         self._stopped = False

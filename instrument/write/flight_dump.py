@@ -19,8 +19,6 @@ import os
 import pickle
 import socket
 import sys
-import threading
-import time
 import traceback
 from types import FrameType
 from typing import Any, Protocol
@@ -37,6 +35,7 @@ from crossrank.instrument.identity.process_groups import GroupTable
 from crossrank.instrument.record.recorder import NO_CALL, Recorder
 from crossrank.instrument.torch_dumps import every_dump
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.comms_writer import CommsWriter, clock
 from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.machine import need_memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from crossrank.instrument.hooks import fork
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.torch_dumps import nccl_dump
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.unpatched import time
 
 _ALL_THREADS = "profile_all_threads"
 _OPTIONS = (_ALL_THREADS, "enable_cuda_sync_events", "trace_only")

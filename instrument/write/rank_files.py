@@ -15,8 +15,6 @@ import contextlib
 import itertools
 import os
 import re
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,8 +22,9 @@ import msgspec
 import zstandard
 
 from crossrank.errors import CrossrankError
-from crossrank.instrument.locks import take_lock
+from crossrank.instrument.locks import HeldLock, take_lock
 from crossrank.instrument.log import log
+from crossrank.instrument.unpatched import time
 from crossrank.machine import boot_id
 from crossrank.recording import (
     COMMS,
@@ -63,7 +62,7 @@ class RankFiles:
         place = os.path.realpath(os.path.expanduser(directory))
         self.recording = Path(place)
         """The folder of the whole job."""
-        self._lock: socket.socket | None = None
+        self._lock: HeldLock | None = None
         try:
             self.recording.mkdir(parents=True, exist_ok=True)
             if _is_spawned(place, rank, world_size):
@@ -152,7 +151,7 @@ def _lock_name(place: str, rank: int) -> str:
     return f"records {place}/rank-{rank}"
 
 
-def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
+def _wait_for_rank(place: str, rank: int) -> HeldLock | None:
     """Return the lock of a rank's files, once no process of this node writes them; None if one still does.
 
     Ranks may change when a process group is created again. The process that was this rank may still be finishing its
@@ -218,7 +217,7 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _take_part(recording: Path, rank: int, world_size: int) -> tuple[Path, socket.socket | None]:
+def _take_part(recording: Path, rank: int, world_size: int) -> tuple[Path, HeldLock | None]:
     """Return the first `spawned-K` in which no process has recorded this rank, and its lock."""
     for part in (recording / f"spawned-{number}" for number in itertools.count(1)):
         if (lock := take_lock(_lock_name(str(part), rank))) is None:

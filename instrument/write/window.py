@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +30,7 @@ from crossrank.instrument.identity.process_groups import process_group_config
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import FlightDumps
 from crossrank.instrument.write.kineto_session import Kineto, ends_on_any_thread, is_users_profiler_running
 from crossrank.instrument.write.nvtx_markers import NvtxMarkers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -205,6 +206,57 @@ def test_build_recorder_repeats_a_failed_build(broken_compiler: Cache) -> None:
         assert [Path(result.stdout.strip())] == broken_compiler.files("*.so")
     assert broken_compiler.files("*.failed") == []
     assert len(broken_compiler.niceness()) == 2
+
+
+ENDLESS_COMPILER = """#!/bin/sh
+sh -c 'echo started; exec sleep 1000' > "$OUTPUT" &
+wait
+"""
+"""Like g++, it has another process do the work. While that one runs, it has the pipe `OUTPUT` open."""
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> dict[str, str]:
+    """The variables with which a build never ends."""
+    compiler, output = tmp_path / "c++", tmp_path / "output"
+    compiler.write_text(ENDLESS_COMPILER)
+    compiler.chmod(0o755)
+    os.mkfifo(output)
+    return {"CXX": str(compiler), "OUTPUT": str(output), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def test_a_build_that_takes_too_long_is_ended_and_one_line_says_what_to_do(
+    endless: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in endless.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(build, "_PATIENCE", 2.0)
+    with open(os.open(endless["OUTPUT"], os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as output:
+        with pytest.raises(CrossrankError) as raised:
+            build.make()
+        assert output.read(100) in (b"started\n", b"")
+        assert output.read(100) == b""  # None while a process has it open
+    assert str(raised.value) == (
+        f"{endless['CXX']} did not finish within 2 s and was ended; run `crossrank build-recorder` when the machine is "
+        "less busy, or set CXX to another compiler"
+    )
+    assert list(Path(endless["XDG_CACHE_HOME"], "crossrank").glob("*.failed")) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_build_recorder_ends_the_compiler_with_itself(
+    number: signal.Signals, endless: dict[str, str], tmp_path: Path
+) -> None:
+    source = "import sys; from crossrank.tools.cli import main; sys.exit(main(['build-recorder']))"
+    process = jobs.start(tmp_path, source, **endless)
+    with open(endless["OUTPUT"]) as output:
+        assert output.readline() == "started\n"
+        process.send_signal(number)
+        assert output.read() == ""  # the compiler's process has ended
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert [path.suffix for path in Path(endless["XDG_CACHE_HOME"], "crossrank").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from crossrank.instrument import api
 from crossrank.instrument.identity.topology import Topology
 from tests.integration import jobs
 from tests.integration.jobs import Scripts
-from tests.integration.traces import Recorded
+from tests.integration.traces import Recorded, execution_trace_ids
 from tests.integration.world import TwoRanks
 
 KINDS = ("comms.jsonl.zst", "flight.json.zst")
@@ -305,6 +305,46 @@ def _one_rank_is_off(rank: int, directory: str) -> float:
     with crossrank.enable(tracing="ALL" if rank == 0 else "NONE", directory=directory):
         dist.all_reduce(torch.ones(1))
     return time.monotonic() - started
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_recorder_has_threads_although_another_library_replaces_them(when: str, scripts: Scripts) -> None:
+    """With gevent a thread runs only while the others wait in Python's functions. Here such a function ends the
+    process."""
+    scripts.python(
+        f"""
+        import _thread, traceback
+
+        def of_another_library(original):
+            def replacement(*arguments, **keywords):
+                if sys._getframe(1).f_globals["__name__"].partition(".")[0] in ("crossrank", "threading"):
+                    traceback.print_stack()
+                    os._exit(7)
+                return original(*arguments, **keywords)
+            return replacement
+
+        def replace():
+            for module, names in {{
+                _thread: ("start_new_thread", "start_joinable_thread"),
+                threading: ("_start_new_thread", "_start_joinable_thread", "Lock", "RLock", "Event", "Condition"),
+                time: ("sleep",),
+            }}.items():
+                for name in names:
+                    if hasattr(module, name):
+                        setattr(module, name, of_another_library(getattr(module, name)))
+
+        {"replace()" if when == "before" else ""}
+        crossrank.enable()
+        {"replace()" if when == "after" else ""}
+        with crossrank.window():
+            for _ in range(3):
+                dist.all_reduce(torch.ones(4))
+        crossrank.disable()
+        """
+    )
+    comms = scripts.recorded().without_error()
+    assert (comms.ids, comms.end["reason"]) == ([0, 1, 2], "disable")
+    assert set(execution_trace_ids(scripts.load("et"))) == {0, 1, 2}
 
 
 def test_a_rank_without_recording_blocks_no_rank(two_ranks: TwoRanks) -> None:

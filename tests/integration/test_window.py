@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import threading
 import warnings
@@ -20,6 +21,7 @@ import crossrank
 from crossrank.instrument import api
 from crossrank.recording import list_recording
 from crossrank.tools.graph.linking import link
+from tests.integration import jobs
 from tests.integration.traces import execution_trace_ids, kineto_ids, load, process_groups
 from tests.integration.world import TwoRanks
 
@@ -156,6 +158,23 @@ def test_a_profiler_started_in_a_window_gets_all_its_events(two_ranks: TwoRanks)
     assert two_ranks.run(_users_profiler_starts_inside) == [1, 1]
     assert set(kineto_ids(two_ranks.load("kineto"))) == {0}  # up to there
     assert set(execution_trace_ids(two_ranks.load("et"))) == {0, 1}
+
+
+def test_a_user_profiler_with_stacks_has_no_names_from_freed_memory(tmp_path: Path) -> None:
+    """torch keeps no reference to the name of a module's code, which is freed when the module has been imported."""
+    script = jobs.write_script(
+        tmp_path,
+        jobs.ONE_RANK
+        + """
+with crossrank.enable(), torch.profiler.profile(with_stack=True) as profiler:
+    with torch.profiler.record_function("step"):
+        dist.all_reduce(torch.ones(1))
+names = [event.name for event in profiler.events()]
+print("step" in names, [name for name in names if ".py(0): " in name])
+""",
+    )
+    result = jobs.run([sys.executable, script], tmp_path)  # a new process: a fork has imported too much
+    assert (result.returncode, result.stdout) == (0, "True []\n"), result.stderr
 
 
 def _users_profiler_starts_inside_and_outlives(rank: int) -> int:

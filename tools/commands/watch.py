@@ -21,6 +21,8 @@ from crossrank.tools.output.watch import SILENT, Metrics, as_text, hang_text
 from crossrank.tools.traces.growing import GrowingFile
 
 _CLEAR = "\x1b[H\x1b[2J"
+_MOST_LOOKS = 16
+"""Maximum looks at a file per update, each at up to 64 MiB of content. The next update continues there."""
 
 
 class WatchCommand:
@@ -91,9 +93,14 @@ class _Job:
             )
         for growing, rank in self._files.values():
             try:
-                rank.take(growing.look())
+                for _ in range(_MOST_LOOKS):
+                    rank.take(growth := growing.look())
+                    if not growth.goes_on:
+                        break
                 self.problems.pop(growing.path, None)
-            except (OSError, BudgetError) as error:
+            except BudgetError as error:
+                self.problems[growing.path] = str(error)
+            except OSError as error:
                 self.problems[growing.path] = f"{growing.path}: {one_line(error)}"
         contents = {rank: file.content for rank, (_, file) in self._files.items()}
         return snapshot(self.folder, contents, time.time(), self._hang())

@@ -72,6 +72,43 @@ def test_a_small_file_with_huge_content_is_refused(tmp_path: Path) -> None:
         GrowingFile(str(path)).look()
 
 
+def test_a_frame_that_expands_to_more_than_the_recorder_writes_is_refused(tmp_path: Path) -> None:
+    """Random bytes between long runs: the file may have that much content, but not in one frame."""
+    path = tmp_path / "rank-0.comms.jsonl.zst"
+    head = frame(b"head\n")
+    runs = b"".join(os.urandom(10_000).replace(b"\n", b" ") + bytes(800_000) for _ in range(120))
+    path.write_bytes(head + frame(runs))
+    file = GrowingFile(str(path))
+    growth = file.look()
+    assert (growth.goes_on, *looked(growth)) == (True, b"head\n", b"")
+    for _ in range(2):
+        with pytest.raises(BudgetError) as raised:
+            file.look()
+        assert str(raised.value) == (
+            f"{path}: is refused from byte {len(head)} on: a part there has more than 67,108,864 bytes of content, far "
+            "more than the recorder writes at once; `crossrank inspect` reads the whole file"
+        )
+
+
+def test_a_look_returns_limited_content_and_the_next_one_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing, "_MOST_CONTENT", 25)
+    path = tmp_path / "rank-0.comms.jsonl.zst"
+    path.write_bytes(b"".join(frame(b"%9d\n" % number) for number in range(5)))
+    file = GrowingFile(str(path))
+    found = [(growth.goes_on, growth.settled.split(), growth.recent.split()) for growth in (file.look(), file.look())]
+    assert found == [(True, [b"0", b"1"], []), (True, [b"2", b"3"], [])]
+    assert looked(file.look()) == (b"", b"%9d\n" % 4)
+
+
+def test_a_small_file_with_very_many_lines_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.comms.jsonl.zst"
+    path.write_bytes(frame(b"\n" * 1_000_000))
+    with pytest.raises(BudgetError, match="131,072 lines"):
+        GrowingFile(str(path)).look()
+
+
 def test_a_missing_file_raises_the_system_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         GrowingFile(str(tmp_path / "rank-0.comms.jsonl.zst")).look()
