@@ -33,8 +33,9 @@ EXIT_CODE = 79
 _LEAST_BETWEEN = 1.0
 _OF_LIMIT = 0.1
 """Shortest time between two looks, in seconds, and as a share of the limit."""
-_ENDS_AFTER = 2.0
-"""Seconds from the decision to the end of all ranks. They end together: the end of one raises an error in others."""
+_CLOSES_AFTER, _ENDS_AFTER = 1.5, 2.5
+"""Seconds from the decision to the end of the recording, and to the end of all processes. They end together: the end of
+one raises an error in others."""
 _LATEST_END = 15.0
 """Longest time to close the files, in seconds."""
 
@@ -90,7 +91,7 @@ class Answers:
             self._look_again_at = None
             self._write_sights()
         if self._asked_at and self._session.facts.config.on_hang == "abort":
-            self._announce_movement()
+            self.announce_movement()
             self._obey()
 
     def _answer(self, first: Look) -> None:
@@ -130,7 +131,7 @@ class Answers:
         """Return whether this rank has communicated since its last answer, or during it."""
         return self._still != activity.progress(self._session.recorder)
 
-    def _announce_movement(self) -> None:
+    def announce_movement(self) -> None:
         """Tell the others once that this rank moves, if its last answer said that it does not."""
         if self._still is not None and self.has_moved():
             self._still = None
@@ -157,18 +158,16 @@ class Answers:
             *(rank, EXIT_CODE, found.reason()),
         )
         asked_at = self._asked_at
-        while not self._session.closing:
-            self._announce_movement()
-            if self.anyone_moved(found.ends, asked_at):
+        while time.time() < given / 1e9 + _CLOSES_AFTER:
+            self.announce_movement()
+            if self._session.closing or self.anyone_moved(found.ends, asked_at):
                 log.warning("crossrank: rank %d does not end: a rank of the hang moves again", rank)
                 return
-            if time.time() >= given / 1e9 + _ENDS_AFTER:
-                break
             time.sleep(0.05)
-        self._end()
+        self._end(given / 1e9 + _ENDS_AFTER)
 
-    def _end(self) -> None:
-        """Close the files and end this process."""
+    def _end(self, at: float) -> None:
+        """Close the files and end this process at a time, in seconds since 1970, or when the files are closed."""
         # A script that continues and ends meanwhile gets this exit code too: it is logged, and the other ranks end.
         exits.end_with(EXIT_CODE, _LATEST_END)
         # One thread each: a disk may be stuck, and a thread that hangs may have the lock of a stream.
@@ -177,6 +176,7 @@ class Answers:
         until = time.monotonic() + _LATEST_END
         for thread in ending:
             thread.join(max(0.0, until - time.monotonic()))
+        time.sleep(min(max(0.0, at - time.time()), _ENDS_AFTER))
         os._exit(EXIT_CODE)
 
 

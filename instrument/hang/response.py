@@ -27,7 +27,7 @@ from crossrank.errors import CrossrankError
 from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.answers import Answers, Watched, between_looks, change_time
 from crossrank.instrument.hang.questions import Questions
-from crossrank.instrument.hang.verdict import Verdict
+from crossrank.instrument.hang.verdict import NO_VERDICT, Verdict
 from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
@@ -126,6 +126,8 @@ class Hangs:
 
     def end_well(self) -> None:
         """The script of this rank has ended without an exception: what it waited for has come."""
+        if self._answers is not None:
+            self._answers.announce_movement()
         if self._said is not None:
             self._take_back()
 
@@ -234,7 +236,7 @@ class _Silence:
     def may_go_on(self) -> bool:
         """Whether the verdict says that the job may continue, or that evidence is missing."""
         found = verdict.read(self._folder / VERDICT)
-        return found is not None and not found.is_hang and found.verdict != OVER
+        return found is not None and not found.is_hang and found.verdict not in (OVER, NO_VERDICT)
 
     def ends_late(self) -> list[float]:
         """Return after how many seconds a job ends whose ranks wait for one that runs, and for one that does not."""
@@ -301,15 +303,15 @@ class _Silence:
     def _report(self) -> bool:
         """Diagnose the job and print new findings; return whether there is a verdict."""
         session, folder = self._session, self._folder
-        self._wait_for_answers()
-        if self._is_over():
-            return False
         path = folder / VERDICT
         since = self._asked_at - round(self._seconds * 1e9)
         earlier = verdict.read(path) if (change_time(path) or 0) > since else None
         silence = f"no communication on rank {session.facts.rank} for {self._seconds:.3g} s"
         try:
             self._refuse_part_of_job()
+            self._wait_for_answers()
+            if self._is_over():
+                return False
             text, content = verdict.diagnose(folder, session.facts.world_size)
             found = verdict.parse(content)
             verdict.publish(path, content)

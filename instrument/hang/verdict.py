@@ -19,6 +19,8 @@ from crossrank.recording import OVER, VERDICT
 
 PROVEN = ("deadlock", "mismatch", "gone")
 """What proves that no rank can release those that wait."""
+NO_VERDICT = "none"
+"""`verdict` in the file if the job could not be diagnosed."""
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
 _FEW_RANKS = 64
@@ -83,7 +85,7 @@ def parse(content: bytes) -> Verdict:
 def write_none(path: Path) -> None:
     """Tell the other ranks of this folder that there is no diagnosis, so that they do not try."""
     with contextlib.suppress(OSError):
-        _write(path, msgspec.json.encode(Verdict(verdict="none")))
+        _write(path, msgspec.json.encode(Verdict(verdict=NO_VERDICT)))
 
 
 def replace(path: Path, verdict: str) -> bool:
