@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from crossrank.tools.analysis.diagnosis.call_history import has_gone_past, is_new, is_usual
-from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text, rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text, late_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
@@ -21,6 +21,7 @@ from crossrank.tools.analysis.diagnosis.states import (
     members_in_making,
     polls_only,
     state_of,
+    waits_for_thread,
 )
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.traces.ending import ANSWERS, LEFT, Ending
@@ -163,8 +164,13 @@ def _may_wait_unseen(search: Search, op: StuckOp, absent: set[int]) -> bool:
 
 def _how_they_stopped(search: Search, op: StuckOp, absent: set[int]) -> tuple[str, str | None]:
     """Return (text on ranks that have not made a call and do not wait, their first exception)."""
-    stopped = ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent})
-    text = "; ".join(f"{rank_text(those)} {how}" for how, those in stopped.items())
+    known = {rank for rank in absent if search.is_known(rank)}
+    stopped = ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent - known})
+    texts = [f"{rank_text(those)} {how}" for how, those in stopped.items()]
+    if known:
+        states = [state_of(rank, search.job.ranks[rank].ending, op.group.name) for rank in sorted(known)]
+        texts.insert(0, f"this call was not {'answered' if op.is_p2p else 'made'} by {late_text(states)}")
+    text = "; ".join(texts)
     return text, next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
 
 
@@ -172,8 +178,6 @@ def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
     """Return a text on a rank that has not made a call, or left others in it, and does not wait."""
     trace, ranks = search.job.ranks[rank], search.job.ranks.values()
     ending = trace.ending
-    if ending.activity is not None or ending.seen is not None:
-        return f"never made this call: it {state_of(rank, ending, op.group.name).text}"
     if ending.reason in LEFT or ending.ended:
         why = error_text(ending.error) or ending.reason or "its recording ended"
         how = "while others were in" if rank in op.passed else "without answering" if op.is_p2p else "without making"
@@ -190,6 +194,8 @@ def _exception_of(search: Search, rank: int) -> str | None:
     ending = search.job.ranks[rank].ending
     if ending.has_raised:
         return ending.error
+    if ending.activity is not None and not waits_for_thread(ending):
+        return None  # it ended long ago, and the rank trained on without it
     return next((f"{one.error} (thread {one.thread})" for one in ending.of_threads), None)
 
 
@@ -379,13 +385,12 @@ def find_standstill(search: Search) -> None:
     polls = polls and all(polls_only(ranks[one.rank].ending) for one in running)
     left = [state_of(rank, one.ending) for rank, one in sorted(search.job.ranks.items()) if one.ending.ended_well]
     left = left if not running and len(left) * 2 < len(search.job.ranks) else []
-    texts = ranks_by({one.rank: one.text for one in (*states, *left)})
     finding = finding_on(
         search.world,
         "no_progress",
         culprit_ranks=[one.rank for one in (standing if polls else left)],
         waiting_ranks=[one.rank for one in running] if polls else [],
-        text="; ".join(f"{rank_text(those)} {text}" for text, those in texts.items()),
+        text=late_text([*states, *left]),
         proof="late" if polls else "not_known",
         late_ranks=standing if polls else [],
     )

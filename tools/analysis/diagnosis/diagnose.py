@@ -13,8 +13,9 @@ from crossrank.tools.analysis.diagnosis.findings import (
     Diagnosis,
     Finding,
     call_text,
+    late_text,
     rank_text,
-    ranks_by,
+    ranks_text,
 )
 from crossrank.tools.analysis.diagnosis.job_state import JobState, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import find_mismatches
@@ -124,12 +125,11 @@ def _verdict(job: JobState, roots: Collection[Finding]) -> str:
 
 def _summary(root: Finding) -> str:
     """Return who waits for whom, in a sentence."""
-    call, waiting = call_text(root.op, root.collective_seq_id or root.p2p_seq_id), rank_text(root.waiting_ranks)
+    call, many = call_text(root.op, root.collective_seq_id or root.p2p_seq_id), len(root.waiting_ranks) > 1
     if not root.waiting_ranks:
         return root.text
-    text = f"{waiting} waits in {call}" if call else f"{waiting} waits"
-    ranks_of = ranks_by({one.rank: one.text for one in root.late_ranks})
-    late = " and ".join(f"{rank_text(ranks)}, which {text}" for text, ranks in ranks_of.items())
+    text = f"{ranks_text(root.waiting_ranks)} {'wait' if many else 'waits'}{f' in {call}' if call else ''}"
+    late = late_text(root.late_ranks)
     return f"{text} for {late}" if late else f"{text}: {root.text}"
 
 

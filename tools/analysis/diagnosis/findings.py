@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from crossrank.text import rank_ranges
+from crossrank.text import percent, rank_ranges
 
 
 class Kind(NamedTuple):
@@ -140,6 +140,16 @@ def rank_text(ranks: Iterable[int]) -> str:
     return f"rank {rank_ranges(list(ranks))}"
 
 
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as the subject of a sentence.
+
+    >>> ranks_text({3}), ranks_text({0, 1, 3})
+    ('rank 3', 'ranks 0-1,3')
+    """
+    those = sorted(ranks)
+    return f"{'rank' if len(those) == 1 else 'ranks'} {rank_ranges(those)}"
+
+
 def error_text(error: str | None) -> str:
     """Return the first line of an exception; empty without one. CUDA and NCCL add debugging advice after it.
 
@@ -192,8 +202,41 @@ class LateRank(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`runs`, `idle`, `stopped`, `native`, `gone` or `silent`."""
     text: str
+    """What it does, after `which`."""
+    cpu: float | None = None
+    """Share of a CPU that its thread, or what this waits for, uses; None if unknown."""
     place: str = ""
     """The user's line that it is in, if that is known."""
+    host: str = ""
+
+
+def late_text(late: Sequence[LateRank]) -> str:
+    """Return ranks and what they do; empty without ranks.
+
+    >>> late_text([LateRank(rank=rank, state="runs", text="runs in f", cpu=cpu) for rank, cpu in ((1, 0.5), (2, 1))])
+    'ranks 1-2, which run in f, with 50.0 % to 100.0 % of a CPU'
+    """
+    texts = []
+    for text in dict.fromkeys(one.text for one in late):
+        those = [one for one in late if one.text == text]
+        shares = list(dict.fromkeys(percent(one.cpu) for one in sorted(those, key=_cpu_of) if one.cpu is not None))
+        cpu = f", with {' to '.join(dict.fromkeys((shares[0], shares[-1])))} of a CPU" if shares else ""
+        verb = text if len(those) == 1 else _plural_of(text)
+        texts.append(f"{ranks_text(one.rank for one in those)}, which {verb}{cpu}")
+    return "; ".join(texts)
+
+
+def _cpu_of(one: LateRank) -> float:
+    return one.cpu or 0.0
+
+
+def _plural_of(text: str) -> str:
+    """Return what several ranks do, from what one of them does: its first word is a verb."""
+    verb, blank, rest = text.partition(" ")
+    return _PLURALS.get(verb, verb.removesuffix("s")) + blank + rest
+
+
+_PLURALS = {"is": "are", "has": "have", "does": "do"}
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

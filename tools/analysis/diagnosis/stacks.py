@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, error_text, group_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.main_threads import is_users, line_of
-from crossrank.tools.analysis.diagnosis.states import first_thread, worker_of
+from crossrank.tools.analysis.diagnosis.states import first_thread, waits_for_thread, worker_of
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER
 from crossrank.tools.traces.flight.dump import Frame
@@ -46,7 +46,7 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     if ending.has_raised and ending.traceback:
         what = f"where it raised {error_text(ending.error)}"
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ending.traceback))]
-    if is_culprit and ending.of_threads:
+    if is_culprit and ending.of_threads and (ending.activity is None or waits_for_thread(ending)):
         ended = ending.of_threads[0]
         what = f"where thread {ended.thread} raised {error_text(ended.error)}"
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from crossrank.text import percent, plural
+from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
 from crossrank.tools.analysis.diagnosis.main_threads import is_users, main_stack
 from crossrank.tools.traces.activity import RankActivity, Seen, ThreadActivity
@@ -35,6 +35,7 @@ _SHARE = 0.005
 _POLLS = 0.1
 """Share of a CPU up to which a thread that runs may only poll."""
 _NS = 1e9
+_UNKNOWN = "does not wait in another one"
 
 
 def worker_of(ending: Ending, pg: str | None = None) -> OwnStack | None:
@@ -52,69 +53,70 @@ def place_text(frames: Sequence[Frame]) -> str:
 
 def state_of(rank: int, ending: Ending, pg: str | None = None) -> LateRank:
     """Return what a rank does that has not made a call on a group."""
-    state, text = _gone(ending) or _seen(ending.seen) or _active(ending, pg)
+    state, text, cpu = _gone(ending) or _seen(ending.seen) or _active(ending, pg)
     stack = worker_of(ending, pg)
-    return LateRank(rank=rank, state=state, text=text, place=place_text(stack.frames) if stack is not None else "")
+    place = place_text(stack.frames) if stack is not None else ""
+    return LateRank(rank=rank, state=state, text=text, cpu=cpu, place=place)
 
 
-def _gone(ending: Ending) -> tuple[str, str] | None:
+State = tuple[str, str, "float | None"]
+"""Name of a state, what the rank does, share of a CPU"""
+
+
+def _gone(ending: Ending) -> State | None:
     if ending.reason in LEFT or ending.ended:
         why = error_text(ending.error) or ending.reason or "its recording ended"
-        return GONE, f"left the job ({why})"
-    return (GONE, f"ended ({error_text(ending.error)})") if ending.error is not None else None
+        return GONE, f"has left the job ({why})", None
+    return (GONE, f"has ended ({error_text(ending.error)})", None) if ending.error is not None else None
 
 
-def _seen(seen: Seen | None) -> tuple[str, str] | None:
+def _seen(seen: Seen | None) -> State | None:
     if seen is None:
         return None
     process = f"process {seen.process}"
     if seen.state == "X":
-        return GONE, f"has ended without an error message ({process})"
+        return GONE, f"has ended without an error message ({process})", None
     if seen.frozen or seen.state in "Tt":
-        return STOPPED, f"is stopped ({process} is {'frozen' if seen.frozen else 'in state T'})"
+        return STOPPED, f"is stopped ({process} is {'frozen' if seen.frozen else 'in state T'})", None
     if seen.cpu_ns:
-        share = percent(min(seen.cpu_ns / _NS / max(seen.seconds, 0.01), 1))
-        return NATIVE, f"runs in C code that keeps the interpreter's lock: {process} uses {share} of a CPU"
-    return IDLE, f"does not answer, and {process} uses no CPU"
+        cpu = min(seen.cpu_ns / _NS / max(seen.seconds, 0.01), 1.0)
+        return NATIVE, f"runs C code that keeps the interpreter's lock ({process})", cpu
+    return IDLE, f"does not answer ({process} uses no CPU)", None
 
 
-def _active(ending: Ending, pg: str | None) -> tuple[str, str]:
+def _active(ending: Ending, pg: str | None) -> State:
     activity = ending.activity
     if activity is None:
-        return SILENT, "does not wait in another one" if ending.reason else "shows no sign of life"
+        return SILENT, _UNKNOWN if ending.reason else "shows no sign of life", None
     stack = worker_of(ending, pg) if pg else first_thread(ending)
     thread = next((one for one in activity.threads if stack is not None and one.id == stack.number), None)
+    calls = f"makes {plural(activity.calls, 'other call')} in {activity.seconds:.1f} s" if activity.calls > 0 else ""
     if thread is None:
-        return (RUNS, "makes other calls") if activity.has_communicated else (SILENT, "does not wait in another one")
+        return (RUNS, calls or "finishes calls", None) if activity.has_communicated else (SILENT, _UNKNOWN, None)
     place = place_text(stack.frames) if stack is not None else ""
     at = f" in {place}" if place else ""
     if thread.cpu_ns > _LEAST_NS:
-        calls = (
-            f", and makes {plural(activity.calls, 'call')} in {activity.seconds:.1f} s" if activity.calls > 0 else ""
-        )
-        return RUNS, f"runs{at}, with {_share(thread.cpu_ns, activity)} of a CPU{calls}"
-    if helper := _helper(thread, activity):
-        return RUNS, f"waits{at} for {helper}"
+        text = f"runs{at} and {calls}" if calls else f"runs{at}"
+        return RUNS, text, _share(thread.cpu_ns, activity)
+    if (helper := _helper(thread, activity)) is not None:
+        return RUNS, f"waits{at} for {helper[0]}", helper[1]
     where = f" in {thread.blocked_in}()" if thread.blocked_in else ""
-    return IDLE, f"is blocked{where}{at}"
+    return IDLE, f"is blocked{where}{at}", None
 
 
-def _helper(thread: ThreadActivity, activity: RankActivity) -> str:
-    """Return what works while a thread is blocked that may wait for it."""
-    if thread.blocked_in not in _BY_THREADS:
-        return ""
+def _helper(thread: ThreadActivity, activity: RankActivity) -> tuple[str, float] | None:
+    """Return what works while a thread is blocked that may wait for it, and its share of a CPU."""
     least = _SHARE * activity.seconds * _NS
-    for child in sorted(activity.children, key=lambda one: -one.cpu_ns):
-        if child.cpu_ns > least:
-            return f"process {child.id} ({child.name}), with {_share(child.cpu_ns, activity)} of a CPU"
-    for other in sorted(activity.threads, key=lambda one: -one.cpu_ns):
-        if other.id != thread.id and other.cpu_ns > least and not other.name.startswith(_BACKGROUND):
-            return f"thread {other.name}, with {_share(other.cpu_ns, activity)} of a CPU"
-    return ""
+    working = [(child.cpu_ns, f"process {child.id} ({child.name})") for child in activity.children]
+    others = (one for one in activity.threads if one.id != thread.id and not one.name.startswith(_BACKGROUND))
+    working += [(other.cpu_ns, f"thread {other.name}") for other in others]
+    cpu_ns, name = max(working, default=(0, ""))
+    is_helped = thread.blocked_in in _BY_THREADS and cpu_ns > least
+    return (name, _share(cpu_ns, activity)) if is_helped else None
 
 
-def _share(cpu_ns: int, activity: RankActivity) -> str:
-    return percent(min(cpu_ns / _NS / max(activity.seconds, 0.01), 1))
+def _share(cpu_ns: int, activity: RankActivity) -> float:
+    return min(cpu_ns / _NS / max(activity.seconds, 0.01), 1.0)
 
 
 def is_moving(trace: RankTrace) -> bool:
@@ -146,6 +148,11 @@ def _blocked_in(ending: Ending) -> str:
     stack, activity = first_thread(ending), ending.activity
     threads = activity.threads if activity is not None else []
     return next((one.blocked_in for one in threads if stack is not None and one.id == stack.number), "")
+
+
+def waits_for_thread(ending: Ending) -> bool:
+    """Return whether the thread that a rank's progress depends on is blocked in what another thread can end."""
+    return _blocked_in(ending) in _BY_THREADS
 
 
 def lock_holder(ending: Ending, pg: str) -> int | None:

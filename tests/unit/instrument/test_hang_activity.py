@@ -1,0 +1,138 @@
+"""Two looks at this process tell a thread that works from one that is blocked, and say in what it is blocked."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from crossrank.instrument.hang import activity
+from crossrank.instrument.hang.activity import Communicated
+
+CALLS = {"made": 0}
+RECORDER: Any = SimpleNamespace(calls=lambda: CALLS["made"], waits_under_way=lambda: [(7, os.getpid())])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "completed", lambda: 3)
+
+
+def thread_between_looks(work: Callable[[threading.Event], object], name: str = "worker") -> dict[str, Any]:
+    """What a thread did between two looks; `work` ends when the event that it is given is set."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=(over,), name=name)
+    thread.start()
+    try:
+        first = activity.look(RECORDER)
+        deadline = time.monotonic() + 30
+        while True:
+            found = activity.between(first, activity.look(RECORDER))
+            described: dict[str, Any] = next(one for one in found["threads"] if one["id"] == thread.native_id)
+            if described["cpu_ns"] or described["blocked_in"] or time.monotonic() > deadline:
+                return described
+    finally:
+        over.set()
+        thread.join()
+
+
+def spin(over: threading.Event) -> None:
+    while not over.is_set():
+        sum(range(1000))
+
+
+def test_a_thread_that_works_uses_cpu_time() -> None:
+    found = thread_between_looks(spin, "spins")
+    assert found["cpu_ns"] > 0
+    assert found["name"] == "spins"
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def test_a_thread_that_waits_for_an_event_is_blocked_in_a_futex() -> None:
+    assert thread_between_looks(threading.Event.wait)["blocked_in"] == "futex"
+
+
+def test_a_thread_that_polls_a_pipe_is_blocked_in_poll() -> None:
+    with pipe() as (reading, writing):
+        poller = select.poll()
+        poller.register(reading, select.POLLIN)
+
+        def wait(over: threading.Event) -> None:
+            threading.Thread(target=lambda: (over.wait(), os.write(writing, b"x"))).start()
+            poller.poll()
+
+        assert thread_between_looks(wait)["blocked_in"] == "poll"
+
+
+def test_a_wait_that_lasts_from_one_look_to_the_other_is_held_and_calls_are_counted() -> None:
+    first = activity.look(RECORDER)
+    CALLS["made"] += 2
+    found = activity.between(first, activity.look(RECORDER))
+    assert (found["calls"], found["completed"]) == (2, 0)
+    assert found["held"] == [{"id": 7, "thread": os.getpid()}]
+
+
+def test_progress_is_equal_while_nothing_is_communicated() -> None:
+    before = activity.progress(RECORDER)
+    assert before == activity.progress(RECORDER) == Communicated(CALLS["made"], 3, frozenset({(7, os.getpid())}))
+    CALLS["made"] += 1
+    assert before != activity.progress(RECORDER)
+
+
+def test_the_cpu_time_of_a_child_process_is_measured() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        try:
+            first = activity.look(RECORDER)
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                children = activity.between(first, activity.look(RECORDER))["children"]
+                used = {one["id"]: one["cpu_ns"] for one in children}
+                if used.get(child.pid, 0) > 0:
+                    break
+            assert used[child.pid] > 0
+        finally:
+            child.kill()
+
+
+def test_the_holder_of_a_file_lock_is_known_to_a_thread_that_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    program = (
+        f"import fcntl; f = open({str(path)!r}); fcntl.flock(f, fcntl.LOCK_EX); print('has it', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as holder:  # type: ignore[call-overload]
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        waiting = [sys.executable, "-c", f"import fcntl; fcntl.flock(open({str(path)!r}), fcntl.LOCK_EX)"]
+        with subprocess.Popen(waiting) as waiter:
+            try:
+                deadline = time.monotonic() + 30
+                while waiter.pid not in activity._lock_holders() and time.monotonic() < deadline:
+                    pass
+                assert activity._lock_holders()[waiter.pid] == holder.pid
+            finally:
+                waiter.kill()
+                holder.kill()
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,58 @@
+"""A question of one rank is heard by all, over the store of the job or the folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from crossrank.instrument.hang.questions import Questions
+from crossrank.recording import list_recording
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[Questions, Questions]]:
+    """Two ranks that share a store; each writes to a folder that the other does not see."""
+    store = dist.HashStore()
+    ranks = tuple(Questions(tmp_path, 2, lambda: store) for _ in range(2))
+    for number, one in enumerate(ranks):
+        one._path = tmp_path / str(number) / one._path.name
+        one._path.parent.mkdir()
+        one.start()
+        assert until(one._is_alive)
+    yield ranks[0], ranks[1]
+    for one in ranks:
+        one.stop()
+
+
+def test_a_question_is_heard_once_over_the_store(two: tuple[Questions, Questions]) -> None:
+    asks, hears = two
+    assert not hears.hear()
+    asks.ask()
+    assert until(hears.hear)
+    assert not hears.hear()
+    assert asks.hear()
+
+
+def test_a_question_is_heard_through_the_folder_where_there_is_no_store(tmp_path: Path) -> None:
+    asks, hears = (Questions(tmp_path, 2, lambda: None) for _ in range(2))
+    assert (hears.hear(), hears.asked_at()) == (False, 0)
+    asks.ask()
+    assert (hears.hear(), hears.hear(), asks.hear()) == (True, False, True)
+    assert hears.asked_at() > 0
+    assert not list_recording(str(tmp_path)).unrecognized  # the question is no file of the job
+
+
+def test_a_question_from_before_this_rank_began_is_not_heard(tmp_path: Path) -> None:
+    Questions(tmp_path, 2, lambda: None).ask()
+    assert not Questions(tmp_path, 2, lambda: None).hear()
