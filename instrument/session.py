@@ -301,6 +301,7 @@ class Session:
 
     def _on_look(self) -> None:
         """What is checked a few times a second, outside training's threads."""
+        self.recorder.beat()
         self.gpu.read()
         if self.facts.config.flight:
             self._recorder_check.look()

@@ -18,6 +18,16 @@ int crossrank_offset(crossrank_frame *frame);
 /* Its local variable with that index, borrowed; NULL if it is not set. */
 void *crossrank_local(crossrank_frame *frame, int index);
 
+
+typedef struct {
+  char name[1024], file[1024]; /* ASCII */
+  int line;
+} crossrank_place;
+
+/* Copies up to `most` frames of a thread state of Python, innermost first, without the interpreter's lock, and returns
+ * how many. Only one thread of the process may call it. The frames may be those of no single moment. */
+int crossrank_copy_frames(void *thread, int most, crossrank_place *into);
+
 #ifdef __cplusplus
 }
 #endif

@@ -11,6 +11,7 @@
 
 #include <pthread.h>
 
+#include "answer.h"
 #include "flight.h"
 #include "kernel.h"
 
@@ -435,6 +436,40 @@ PyObject *nccl_recorder(PyObject *, PyObject *) {
   return PyBytes_FromStringAndSize(found.data(), static_cast<Py_ssize_t>(found.size()));
 }
 
+// answer_for(asked, answer, head, main): from now on a thread answers for this rank while Python does not run. `asked`
+// changes when a rank asks, `answer` is the file to write, `head` are its first fields, and `main` is Python's number of
+// the main thread. Empty paths end it.
+PyObject *answer_for(PyObject *, PyObject *args) {
+  const char *asked, *answer, *head;
+  unsigned long main;
+  if (!PyArg_ParseTuple(args, "sssk", &asked, &answer, &head, &main)) return nullptr;
+  PyThreadState *thread = PyInterpreterState_ThreadHead(PyInterpreterState_Main());
+  while (thread != nullptr && thread->thread_id != main) thread = PyThreadState_Next(thread);
+  std::lock_guard<std::mutex> guard(answering.lock);
+  answering.asked = asked, answering.answer = answer, answering.head = head;
+  answering.main_thread = thread;
+  answering.answered = changed_at(asked);
+  answering.active = *asked != '\0';
+  if (answering.active && !answering.started) {
+    std::thread(answer_for_python).detach();
+    answering.started = true;
+  }
+  Py_RETURN_NONE;
+}
+
+// beat(): Python runs.
+PyObject *beat(PyObject *, PyObject *) {
+  answering.beats.fetch_add(1);
+  Py_RETURN_NONE;
+}
+
+// note_answer(asked_at): Python has answered the question that was asked at this time, in ns since 1970.
+PyObject *note_answer(PyObject *, PyObject *moment) {
+  answering.answered = PyLong_AsLongLong(moment);
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
 // Wraps a function for Python: a C++ exception becomes a Python exception.
 template <PyObject *(*function)(PyObject *, PyObject *)>
 PyObject *entry(PyObject *self, PyObject *arguments) {
@@ -474,6 +509,9 @@ PyMethodDef methods[] = {
     {"nccl_recorder", entry<nccl_recorder>, METH_NOARGS, nullptr},
     {"note_work", entry<note_work>, METH_VARARGS, nullptr},
     {"watch_backward", entry<watch_backward>, METH_O, nullptr},
+    {"answer_for", entry<answer_for>, METH_VARARGS, nullptr},
+    {"beat", entry<beat>, METH_NOARGS, nullptr},
+    {"note_answer", entry<note_answer>, METH_O, nullptr},
     {"state", entry<state>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -481,7 +519,8 @@ PyMethodDef methods[] = {
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_crossrank_recorder", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
 // A thread that forks holds these locks, because the child has no thread that would release them.
-std::mutex *const held_by_fork[] = {&to.lock, &dropped_lock, &call_of_work.lock, &call_of_storage.lock};
+std::mutex *const held_by_fork[] = {&to.lock, &dropped_lock, &call_of_work.lock, &call_of_storage.lock,
+                                    &answering.lock};
 
 void before_fork() {
   for (auto *lock : held_by_fork) lock->lock();
@@ -497,6 +536,7 @@ void in_child() {
   to.spans = nullptr;
   for (auto &place : waits_under_way) place.call = WaitOfThread::kFree;
   generation.fetch_add(1);
+  forget_answering();
   after_fork();
 }
 

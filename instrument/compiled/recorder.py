@@ -12,8 +12,10 @@ The kernel calls Python through torch operations in the namespace `crossrank`, w
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -29,6 +31,7 @@ from crossrank.instrument.record.op_schema import LONG, CallKey, Reader
 from crossrank.instrument.record.recorder import Call, CallCounts, Recorded, Recorder, Token, span_of
 from crossrank.instrument.record.reductions import name_of_code
 from crossrank.instrument.script_errors import raised_by_script
+from crossrank.instrument.unpatched import threading
 from crossrank.recording import Ran, Wait
 
 _END_OF_ARGUMENT = -1
@@ -120,6 +123,17 @@ class CompiledRecorder(Recorder):
     def waits_under_way(self) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = self.native.waits()
         return found
+
+    def answer_for_python(self, asked: Path | None, answer: Path, rank: int) -> None:
+        paths = ("" if asked is None else os.fspath(asked), os.fspath(answer))
+        main = threading.main_thread().ident or 0
+        self.native.answer_for(*paths, f'{{"rank":{rank},"by":{rank}', main)
+
+    def beat(self) -> None:
+        self.native.beat()
+
+    def note_answer(self, asked_at: int) -> None:
+        self.native.note_answer(asked_at)
 
     def nccl_recorder(self) -> bytes:
         content: bytes = self.native.nccl_recorder()  # without the interpreter's lock

@@ -26,7 +26,7 @@ from crossrank.instrument.hooks.exits import Closable
 from crossrank.instrument.log import log
 from crossrank.instrument.unpatched import time
 from crossrank.instrument.write.flight_dump import Dumped, FlightDumps
-from crossrank.recording import COMMS, FLIGHT, MOVED, OVER, SEEN, VERDICT, file_name, rank_folder
+from crossrank.recording import ASKED, COMMS, FLIGHT, MOVED, OVER, SEEN, VERDICT, file_name, rank_folder
 
 EXIT_CODE = 79
 """Exit code of a process that `TRACING_ON_HANG=abort` ended: the first one after those of sysexits.h."""
@@ -77,10 +77,17 @@ class Answers:
         self._look_again_at: float | None = None
         """When to look again at the ranks of this node that have not answered."""
         self._obeyed = 0
+        rank, plain = session.facts.rank, file_name(SEEN, session.facts.rank).removesuffix(".zst")
+        with session.failures.reported("this rank answers no question while its Python does not run"):
+            session.recorder.answer_for_python(folder / ASKED, self.file(SEEN, rank).with_name(plain), rank)
+
+    def stop(self) -> None:
+        self._session.recorder.answer_for_python(None, self.folder, self._session.facts.rank)
 
     def look(self, limit: float) -> None:
         """Do what is due: hear a question, answer it, look at the neighbours, announce a movement, obey a decision."""
         now, pause = time.monotonic(), between_looks(limit)
+        self._session.recorder.beat()
         if self._questions.hear():
             self._asked_at, self.heard_at = self._questions.asked_at(), now
             self._first = self._first or activity.look(self._session.recorder)
@@ -97,6 +104,7 @@ class Answers:
     def _answer(self, first: Look) -> None:
         """Write a dump. The second look comes first, so that what happens meanwhile counts as movement."""
         last = activity.look(self._session.recorder)
+        self._session.recorder.note_answer(self._asked_at)
         self._still = last.progress if last.progress == first.progress else None
         self._session.dumps.write("hang" if self._still else "asked", activity=activity.between(first, last))
 

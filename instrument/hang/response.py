@@ -123,6 +123,8 @@ class Hangs:
             self._watch.stop()
         if self._questions is not None:
             self._questions.stop()
+        if self._answers is not None:
+            self._answers.stop()
 
     def end_well(self) -> None:
         """The script of this rank has ended without an exception: what it waited for has come."""

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
@@ -263,6 +264,13 @@ class PythonRecorder(Recorder):
         if record_id == NO_CALL:
             return redispatch(keys, tensor)
         return self._record_wait(record_id, _IN_TENSOR, redispatch, keys, tensor)
+
+    def answer_for_python(self, asked: Path | None, answer: Path, rank: int) -> None:
+        """Do nothing: this kernel does not run without the interpreter's lock."""
+
+    def beat(self) -> None: ...
+
+    def note_answer(self, asked_at: int) -> None: ...
 
     def waits_under_way(self) -> list[tuple[int, int]]:
         return [(call, thread) for thread, call in list(self._under_way.items())]

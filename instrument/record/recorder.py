@@ -11,6 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
@@ -134,6 +135,21 @@ class Recorder(ABC):
     @abstractmethod
     def waits_under_way(self) -> list[tuple[int, int]]:
         """Return the current waits of all threads as (id of the call, thread); the id is -1 if unknown."""
+
+    @abstractmethod
+    def answer_for_python(self, asked: Path | None, answer: Path, rank: int) -> None:
+        """From now on, answer for this rank while its Python does not run, where the kernel can do that.
+
+        `asked` changes when a rank asks; None ends it. `answer` is the file to write.
+        """
+
+    @abstractmethod
+    def beat(self) -> None:
+        """Note that Python runs."""
+
+    @abstractmethod
+    def note_answer(self, asked_at: int) -> None:
+        """Note that this rank has answered the question that was asked at this time, in ns since 1970."""
 
     def nccl_recorder(self) -> bytes:
         """Return torch's flight recorder of NCCL calls as JSON; empty if this torch has none."""

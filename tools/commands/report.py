@@ -26,11 +26,11 @@ from crossrank.tools.job import sources
 from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_fact, print_json
 from crossrank.tools.parallel import map_ranks
-from crossrank.tools.traces.activity import Seen
 from crossrank.tools.traces.discover import FoundFile, discover
 from crossrank.tools.traces.kept import files_kept
 from crossrank.tools.traces.rank_trace import RankTrace
 from crossrank.tools.traces.replayed import JSON, ReplayReport, read_report
+from crossrank.tools.traces.seen import Seen
 
 if TYPE_CHECKING:
     from crossrank.tools.analysis.figures import Figures

@@ -1,4 +1,4 @@
-"""What a rank did while others waited: its own account between two looks, and what a neighbour saw of it."""
+"""What a rank did between two looks, while others waited: its own account."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from crossrank.comm import Int, Number
-from crossrank.errors import BROKEN
+from crossrank.comm import Number
 from crossrank.privacy import Privacy
-from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.traces.flight.entries import MANY, Text
 
 Seconds = Annotated[float, msgspec.Meta(ge=0), Privacy.NUMBER]
@@ -60,29 +58,3 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_communicated(self) -> bool:
         return bool(self.calls or self.completed)
-
-
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What another rank of the node saw of a process that does not answer: `rank-N.seen.json.zst`."""
-
-    rank: Number
-    by: Number
-    """The rank that looked."""
-    time_ns: Annotated[Int, Privacy.WALL]
-    seconds: Seconds
-    """Time between two looks."""
-    process: Number
-    state: Annotated[str, msgspec.Meta(max_length=1), Privacy.WORD]
-    """A letter of `/proc/PID/stat`: `T` = stopped, `X` = it has ended; else it lives."""
-    cpu_ns: Number = 0
-    """CPU time between the looks, in ticks of the system (10 ms)."""
-    frozen: bool = False
-    """Its control group is frozen."""
-
-
-def read_seen(path: str) -> Seen | None:
-    """Return what was seen of a rank; None if the file cannot be used."""
-    try:
-        return msgspec.json.decode(b"".join(read_chunks(path, ReadIssues(path))), type=Seen)
-    except (OSError, *BROKEN):
-        return None

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from crossrank.comm import CommRecord
 from crossrank.recording import OF_A_BACKEND
-from crossrank.tools.traces.activity import RankActivity, Seen
+from crossrank.tools.traces.activity import RankActivity
 from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised, WaitUnderWay
+from crossrank.tools.traces.seen import Seen
 
 CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
 """Reasons of crossrank's dumps that end a rank at any point, so its last call may be unfinished. `abort` comes from

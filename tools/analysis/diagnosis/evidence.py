@@ -24,14 +24,14 @@ from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, r
 from crossrank.tools.job.groups import Members
 from crossrank.tools.job.one_run import facts_of, several_runs
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.activity import Seen, read_seen
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
-from crossrank.tools.traces.ending import CUT_SHORT
+from crossrank.tools.traces.ending import CUT_SHORT, MAIN_THREAD
 from crossrank.tools.traces.flight.calls import SAME_TIME, UNRECORDED, read_flight
-from crossrank.tools.traces.flight.dump import NoDumpError
+from crossrank.tools.traces.flight.dump import NoDumpError, OwnStack
 from crossrank.tools.traces.growing import last_call_at
 from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace, TraceBuilder, sort_by_time
+from crossrank.tools.traces.seen import Seen, read_seen
 
 NEWER = 5_000_000_000
 """A comms file replaces the dumps only if it continues for more ns after all dumps of its recording."""
@@ -151,11 +151,13 @@ def put_together(
 
 def _add_seen(evidence: Evidence, seen: Sequence[Seen]) -> None:
     """Give each rank what its neighbours saw of it, unless it has answered or ended its recording since."""
-    of_rank = {one.rank: one for one in sorted(seen, key=lambda one: one.time_ns)}
+    of_rank = {one.rank: one for one in sorted(seen, key=lambda one: (bool(one.frames), one.time_ns))}
     for trace in evidence.ranks:
         found, ending = of_rank.get(trace.rank if trace.rank is not None else -1), trace.ending
         if found is not None and not ending.ended and (ending.unseen or (ending.taken_at or 0) < found.time_ns):
             ending.seen = found
+            if found.frames:
+                ending.stacks = [OwnStack(thread=MAIN_THREAD, number=found.process, frames=found.frames)]
 
 
 def read_candidate(candidate: FoundFile, last: int | None = None) -> RankTrace | Failure | Seen:

@@ -13,10 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
 from crossrank.tools.analysis.diagnosis.main_threads import is_users, main_stack
-from crossrank.tools.traces.activity import RankActivity, Seen, ThreadActivity
+from crossrank.tools.traces.activity import RankActivity, ThreadActivity
 from crossrank.tools.traces.ending import ANSWERS, LEFT, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace
+from crossrank.tools.traces.seen import Seen
 
 RUNS, IDLE, STOPPED, NATIVE, GONE, SILENT = "runs", "idle", "stopped", "native", "gone", "silent"
 MOVING = (RUNS, NATIVE)
@@ -26,12 +27,24 @@ _BY_THREADS = ("futex", "poll", "select", "epoll_wait", "read", "wait4", "waitid
 """System calls that another thread or a child process can end; empty: unknown."""
 _BY_SOCKET = ("poll", "select", "epoll_wait", "recvfrom", "recvmsg")
 """System calls in which a thread waits for data of a socket, such as an answer of the store."""
-_BACKGROUND = ("pt_nccl_", "pt_gloo_", "gloo_", "pt_tcpstore", "cuda-", "pt_elastic", "pt_autograd_idle", "tqdm")
+_BACKGROUND = (
+    "crossrank",
+    "pt_nccl_",
+    "pt_gloo_",
+    "gloo_",
+    "pt_tcpstore",
+    "cuda-",
+    "pt_elastic",
+    "pt_autograd_idle",
+    "tqdm",
+)
 """First parts of the names of threads that use CPU time all the time."""
 _LEAST_NS = 10_000
 """CPU time from which the thread itself counts as running."""
 _SHARE = 0.005
 """Share of a CPU from which another thread, or a child process, counts as working."""
+_LEAST_OF_PROCESS = 0.05
+"""Share of a CPU from which a process works: threads that ask for the interpreter's lock use some."""
 _POLLS = 0.1
 """Share of a CPU up to which a thread that runs may only poll."""
 _NS = 1e9
@@ -56,6 +69,7 @@ def state_of(rank: int, ending: Ending, pg: str | None = None) -> LateRank:
     state, text, cpu = _gone(ending) or _seen(ending.seen) or _active(ending, pg)
     stack = worker_of(ending, pg)
     place = place_text(stack.frames) if stack is not None else ""
+    text += f" in {place}" if place and ending.seen is not None and ending.seen.frames else ""
     return LateRank(rank=rank, state=state, text=text, cpu=cpu, place=place)
 
 
@@ -78,10 +92,10 @@ def _seen(seen: Seen | None) -> State | None:
         return GONE, f"has ended without an error message ({process})", None
     if seen.frozen or seen.state in "Tt":
         return STOPPED, f"is stopped ({process} is {'frozen' if seen.frozen else 'in state T'})", None
-    if seen.cpu_ns:
-        cpu = min(seen.cpu_ns / _NS / max(seen.seconds, 0.01), 1.0)
+    cpu = min(seen.cpu_ns / _NS / max(seen.seconds, 0.01), 1.0)
+    if cpu >= _LEAST_OF_PROCESS:
         return NATIVE, f"runs C code that keeps the interpreter's lock ({process})", cpu
-    return IDLE, f"does not answer ({process} uses no CPU)", None
+    return IDLE, f"does not answer ({process} is alive and does nothing)", None
 
 
 def _active(ending: Ending, pg: str | None) -> State:
