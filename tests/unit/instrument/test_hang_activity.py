@@ -29,8 +29,10 @@ def _nothing_completes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activity, "completed", lambda: 3)
 
 
-def thread_between_looks(work: Callable[[threading.Event], object], name: str = "worker") -> dict[str, Any]:
-    """What a thread did between two looks; `work` ends when the event that it is given is set."""
+def thread_between_looks(
+    work: Callable[[threading.Event], object], until: Callable[[dict[str, Any]], object], name: str = "worker"
+) -> dict[str, Any]:
+    """What a thread did between two looks, as soon as this is so; `work` ends when its event is set."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), name=name)
     thread.start()
@@ -40,11 +42,15 @@ def thread_between_looks(work: Callable[[threading.Event], object], name: str = 
         while True:
             found = activity.between(first, activity.look(RECORDER))
             described: dict[str, Any] = next(one for one in found["threads"] if one["id"] == thread.native_id)
-            if described["cpu_ns"] or described["blocked_in"] or time.monotonic() > deadline:
+            if until(described) or time.monotonic() > deadline:
                 return described
     finally:
         over.set()
         thread.join()
+
+
+def is_in(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda thread: thread["blocked_in"] == name
 
 
 def spin(over: threading.Event) -> None:
@@ -53,7 +59,7 @@ def spin(over: threading.Event) -> None:
 
 
 def test_a_thread_that_works_uses_cpu_time() -> None:
-    found = thread_between_looks(spin, "spins")
+    found = thread_between_looks(spin, lambda one: one["cpu_ns"], "spins")
     assert found["cpu_ns"] > 0
     assert found["name"] == "spins"
 
@@ -69,7 +75,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def test_a_thread_that_waits_for_an_event_is_blocked_in_a_futex() -> None:
-    assert thread_between_looks(threading.Event.wait)["blocked_in"] == "futex"
+    assert thread_between_looks(threading.Event.wait, is_in("futex"))["blocked_in"] == "futex"
 
 
 def test_a_thread_that_polls_a_pipe_is_blocked_in_poll() -> None:
@@ -81,7 +87,7 @@ def test_a_thread_that_polls_a_pipe_is_blocked_in_poll() -> None:
             threading.Thread(target=lambda: (over.wait(), os.write(writing, b"x"))).start()
             poller.poll()
 
-        assert thread_between_looks(wait)["blocked_in"] == "poll"
+        assert thread_between_looks(wait, is_in("poll"))["blocked_in"] == "poll"
 
 
 def test_a_wait_that_lasts_from_one_look_to_the_other_is_held_and_calls_are_counted() -> None:
@@ -118,7 +124,7 @@ def test_the_holder_of_a_file_lock_is_known_to_a_thread_that_waits_for_it(tmp_pa
     path = tmp_path / "lock"
     path.touch()
     program = (
-        f"import fcntl; f = open({str(path)!r}); fcntl.flock(f, fcntl.LOCK_EX); print('has it', flush=True); input()"
+        f"import fcntl; f = open({str(path)!r}); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as holder:  # type: ignore[call-overload]

@@ -73,9 +73,11 @@ def has_skipped(
 
 
 def _left_out(job: JobState, rank: int, row: int) -> list[Token]:
-    """Return the calls that a rank left out since it made the call at `row` the last time, of those that it made in
-    both rounds before: a batch has no order."""
+    """Return the calls that a rank left out since it made the collective at `row` the last time, of those that it made
+    in both rounds before: a batch has no order."""
     *before, this = _history(job, rank, row)
+    if this[2] is not None:  # between sends and receives, the rounds of a pipeline may differ
+        return []
     places = [at for at, one in enumerate(before) if one == this][-3:]
     if len(places) < 3:
         return []

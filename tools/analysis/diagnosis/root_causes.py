@@ -491,9 +491,10 @@ def find_cycles(search: Search) -> None:
         p2p = [op for op in ops if op.is_p2p]
         op, text = ops[0], _chain(graph, cycle, edges)
         odd: list[int] = []
-        skipped = next(((one, ranks) for one in ops if (ranks := _skipped_by(search, one, cycle))), None)
-        if skipped is not None:
-            op, odd = skipped
+        skipped = {tuple(ranks): one for one in ops if (ranks := _skipped_by(search, one, cycle))}
+        if len(skipped) == 1:  # if several ranks went past calls of others, each may be the first
+            (those, op), *_ = skipped.items()
+            odd = list(those)
             kind, stuck = "p2p_unmatched" if op.is_p2p else MISSING, op.waiting
             text = f"{rank_text(odd)} skipped it: {text}"
         elif len(p2p) == len(ops):
