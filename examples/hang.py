@@ -1,8 +1,7 @@
-"""A job that hangs, and says why while it hangs: the last part of `make demo`.
+"""A job in which ranks wait for another one, and that says so while they wait: the last part of `make demo`.
 
 Four gloo ranks train; in the third step rank 2 does something else instead of joining the others' all_reduce. Two
-seconds later every rank has written down where it is, and the verdict is in the log. Then rank 2 joins, and the job
-ends.
+seconds later every rank has answered what it does, and the verdict is in the log. Then rank 2 joins, and the job ends.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_another_process_of_the_same_number_is_not_taken_for_the_rank(tmp_path: 
     wait_for_state(comms, "X")
 
 
-def test_nothing_is_said_of_a_process_in_another_namespace(tmp_path: Path) -> None:
+def test_a_process_in_another_namespace_is_not_visible(tmp_path: Path) -> None:
     comms = tmp_path / "rank-1.comms.jsonl"
     write_header(comms, os.getpid(), 1)
     assert neighbours.see(comms) is None

@@ -44,7 +44,7 @@ def test_a_question_is_heard_once_over_the_store(two: tuple[Questions, Questions
     assert asks.hear()
 
 
-def test_a_question_is_heard_through_the_folder_where_there_is_no_store(tmp_path: Path) -> None:
+def test_ranks_without_a_store_hear_a_question_through_the_folder(tmp_path: Path) -> None:
     asks, hears = (Questions(tmp_path, 2, lambda: None) for _ in range(2))
     assert (hears.hear(), hears.asked_at()) == (False, 0)
     asks.ask()

@@ -47,7 +47,7 @@ def find_silent_ranks(search: Search) -> None:
     silent = search.silent - ended_by_others - search.may_wait_for_a_thread.keys()
     for op, absent in search.by_most_waited_for(silent):
         culprits, exception = absent, None
-        states = [state_of(rank, ranks[rank].ending, op.group.name) for rank in sorted(absent)]
+        states = [state_of(ranks[rank], op.group.name) for rank in sorted(absent)]
         proof = _proof_by(search, states)
         if op.is_p2p:
             kind, text, exception = "p2p_unmatched", *_how_they_stopped(search, op, absent)
@@ -168,7 +168,7 @@ def _how_they_stopped(search: Search, op: StuckOp, absent: set[int]) -> tuple[st
     stopped = ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent - known})
     texts = [f"{rank_text(those)} {how}" for how, those in stopped.items()]
     if known:
-        states = [state_of(rank, search.job.ranks[rank].ending, op.group.name) for rank in sorted(known)]
+        states = [state_of(search.job.ranks[rank], op.group.name) for rank in sorted(known)]
         texts.insert(0, f"this call was not {'answered' if op.is_p2p else 'made'} by {late_text(states)}")
     text = "; ".join(texts)
     return text, next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
@@ -249,7 +249,7 @@ def find_unrecorded_waits(search: Search) -> None:
         waiting_ranks=sorted(waiting.union(*(op.waiting for op in stuck)) - culprits),
         text=text + (f"; {rank_text(silent)} does not wait" if silent else ""),
         proof=proof,
-        late_ranks=[state_of(rank, ranks[rank].ending) for rank in sorted(culprits & silent)],
+        late_ranks=[state_of(ranks[rank]) for rank in sorted(culprits & silent)],
     )
     search.add_root(finding, stuck)
 
@@ -376,14 +376,14 @@ def find_standstill(search: Search) -> None:
     if search.roots or search.graph.blocked:
         return
     ranks = {rank: one for rank, one in search.job.ranks.items() if one.ending.reason in ANSWERS}
-    states = [state_of(rank, one.ending) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
+    states = [state_of(one) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
     standing = [one for one in states if one.state in (IDLE, STOPPED)]
     if not standing:
         return
     running = [one for one in states if one.state == RUNS]
     polls = len(running) > len(standing) and len({one.place for one in running}) == 1
     polls = polls and all(polls_only(ranks[one.rank].ending) for one in running)
-    left = [state_of(rank, one.ending) for rank, one in sorted(search.job.ranks.items()) if one.ending.ended_well]
+    left = [state_of(one) for _, one in sorted(search.job.ranks.items()) if one.ending.ended_well]
     left = left if not running and len(left) * 2 < len(search.job.ranks) else []
     finding = finding_on(
         search.world,

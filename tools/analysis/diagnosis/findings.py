@@ -321,6 +321,8 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     """Ranks whose dumps were used."""
     suspect_ranks: list[int]
     """Culprits of the root findings. Ranks without evidence are included only if there are no others."""
+    hosts: dict[str, str] = {}
+    """Rank of `suspect_ranks` -> its host, if that is known."""
     findings: list[Finding]
     consequences: list[Finding]
     advisory: list[Finding]

@@ -64,13 +64,14 @@ def place_text(frames: Sequence[Frame]) -> str:
     return "" if frame is None else f"{frame.name} ({frame.filename}:{frame.line})"
 
 
-def state_of(rank: int, ending: Ending, pg: str | None = None) -> LateRank:
+def state_of(trace: RankTrace, pg: str | None = None) -> LateRank:
     """Return what a rank does that has not made a call on a group."""
+    ending = trace.ending
     state, text, cpu = _gone(ending) or _seen(ending.seen) or _active(ending, pg)
     stack = worker_of(ending, pg)
     place = place_text(stack.frames) if stack is not None else ""
     text += f" in {place}" if place and ending.seen is not None and ending.seen.frames else ""
-    return LateRank(rank=rank, state=state, text=text, cpu=cpu, place=place)
+    return LateRank(rank=trace.rank or 0, state=state, text=text, cpu=cpu, place=place, host=trace.host)
 
 
 State = tuple[str, str, "float | None"]
@@ -101,7 +102,7 @@ def _seen(seen: Seen | None) -> State | None:
 def _active(ending: Ending, pg: str | None) -> State:
     activity = ending.activity
     if activity is None:
-        return SILENT, _UNKNOWN if ending.reason else "shows no sign of life", None
+        return SILENT, "shows no sign of life" if ending.unseen else _UNKNOWN, None
     stack = worker_of(ending, pg) if pg else first_thread(ending)
     thread = next((one for one in activity.threads if stack is not None and one.id == stack.number), None)
     calls = f"makes {plural(activity.calls, 'other call')} in {activity.seconds:.1f} s" if activity.calls > 0 else ""
@@ -153,7 +154,7 @@ def is_moving(trace: RankTrace) -> bool:
 def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) -> bool:
     """Return whether some ranks are all at one line where they poll, or wait for data of a socket: they may wait for
     other ranks there, in a way that is not recorded."""
-    states = [state_of(rank, ranks[rank].ending) for rank in those]
+    states = [state_of(ranks[rank]) for rank in those]
     waits = (polls_only(ranks[rank].ending) or _blocked_in(ranks[rank].ending) in _BY_SOCKET for rank in those)
     return len({one.place for one in states}) == 1 and bool(states[0].place) and all(waits)
 

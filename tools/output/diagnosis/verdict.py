@@ -11,6 +11,7 @@ from itertools import zip_longest
 from crossrank.text import milliseconds, percent, plural, printable, rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import (
     KINDS,
+    PROOFS,
     Diagnosis,
     Finding,
     GroupStragglers,
@@ -18,6 +19,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
     call_text,
     group_text,
     rank_text,
+    ranks_by,
 )
 from crossrank.tools.analysis.diagnosis.main_threads import is_library
 from crossrank.tools.output.console import Table, print_fact, print_notes, table_of
@@ -66,7 +68,7 @@ class Filter:
 
 
 def facts(finding: Finding) -> Iterator[tuple[str, str]]:
-    """Yield (name, value): the call, the culprits, the waiting ranks, what happened, the next step."""
+    """Yield (name, value): the call, the culprits, the waiting ranks, what happened, its proof, the next step."""
     yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", rank_text(finding.culprit_ranks)
@@ -81,6 +83,8 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
         yield "waiting", rank_text(finding.waiting_ranks)
     if finding.text:
         yield "what", finding.text
+    if finding.proof in PROOFS:
+        yield "proof", f"{finding.proof}: {PROOFS[finding.proof]}"
     yield "next", next_step(finding)
 
 
@@ -146,7 +150,7 @@ def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     chosen = chosen or Filter()
     print_fact("verdict", f"{diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
     if diagnosis.suspect_ranks:
-        print_fact("culprit", f"rank {rank_ranges(diagnosis.suspect_ranks)}")
+        print_fact("culprit", _with_hosts(diagnosis))
     shown = {index for index, finding in enumerate(diagnosis.findings) if chosen.takes_finding(finding)}
     shown |= {
         one.because_of for one in diagnosis.consequences if one.because_of is not None and chosen.takes_finding(one)
@@ -169,6 +173,13 @@ def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     if stragglers:
         print_fact("waits", WAITS)
         print_fact("clocks", clocks_text(diagnosis))
+
+
+def _with_hosts(diagnosis: Diagnosis) -> str:
+    """Return the culprits, each with its host if that is known."""
+    hosts = {rank: diagnosis.hosts.get(str(rank), "") for rank in diagnosis.suspect_ranks}
+    names = (f"rank {rank_ranges(ranks)}{f' on {host}' if host else ''}" for host, ranks in ranks_by(hosts).items())
+    return printable(", ".join(names))
 
 
 def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
