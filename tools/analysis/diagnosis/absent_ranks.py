@@ -378,7 +378,8 @@ def find_standstill(search: Search) -> None:
     ranks = {rank: one for rank, one in search.job.ranks.items() if one.ending.reason in ANSWERS}
     states = [state_of(one) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
     standing = [one for one in states if one.state in (IDLE, STOPPED)]
-    if not standing:
+    activities = [one.ending.activity for one in ranks.values() if one.ending.activity is not None]
+    if not standing or any(one.has_communicated for one in activities):
         return
     running = [one for one in states if one.state == RUNS]
     polls = len(running) > len(standing) and len({one.place for one in running}) == 1

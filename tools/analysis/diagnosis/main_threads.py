@@ -10,8 +10,14 @@ from pathlib import PurePath
 from crossrank.tools.traces.ending import ANSWERS, MAIN_THREAD, RECORDER, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
 
+_OF_TORCH = (
+    r"[/\\]torch[/\\](_\w+[/\\.]|(functional|serialization|storage|overrides|library|hub|random)\.py$|"
+    r"(amp|ao|autograd|backends|compiler|cpu|cuda|distributed|distributions|export|fft|func|futures|fx|jit|linalg|masked|mps|"
+    r"multiprocessing|nested|nn|onnx|optim|package|profiler|quantization|sparse|special|testing|utils|xpu)[/\\])"
+)
+"""Paths in a source tree of torch. A folder of the user may also be called torch."""
 _LIBRARY = re.compile(
-    r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |[/\\]torch[/\\]", re.IGNORECASE
+    rf"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |{_OF_TORCH}", re.IGNORECASE
 )
 """Paths of code that is not the user's: torch and other packages, and Python's own."""
 _WAITS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|c10d_logger|rendezvous)\.py$")
@@ -44,7 +50,11 @@ def is_users(frame: Frame) -> bool:
 
 
 def is_library(text: str) -> bool:
-    """Return whether a path, or a frame as text, is of a package or of Python's own library."""
+    """Return whether a path, or a frame as text, is of a package or of Python's own library.
+
+    >>> is_library("/job/torch/train.py"), is_library("/src/pytorch/torch/nn/modules/module.py")
+    (False, True)
+    """
     return _LIBRARY.search(text) is not None
 
 

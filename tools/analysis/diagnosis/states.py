@@ -187,7 +187,8 @@ def polls_only(ending: Ending) -> bool:
     """Return whether a rank that runs uses so little CPU time that it only looks for something now and then."""
     stack, activity = first_thread(ending), ending.activity
     used = [one.cpu_ns for one in activity.threads if stack is not None and one.id == stack.number] if activity else []
-    return bool(activity and used) and max(used) < _POLLS * max(activity.seconds if activity else 0, 0.01) * _NS
+    most = _POLLS * max(activity.seconds if activity else 0, 0.01) * _NS
+    return bool(used) and _LEAST_NS < max(used) < most
 
 
 def first_thread(ending: Ending) -> OwnStack | None:

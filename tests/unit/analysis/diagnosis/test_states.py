@@ -1,0 +1,237 @@
+"""What a rank does that others wait for follows from the CPU time of its threads, its neighbours and its end; and what
+that proves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import Evidence
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis, LateRank, late_text
+from crossrank.tools.analysis.diagnosis.states import state_of
+from crossrank.tools.traces.activity import ChildActivity, HeldWait, RankActivity, ThreadActivity
+from crossrank.tools.traces.flight.dump import Frame, OwnStack, WaitUnderWay
+from crossrank.tools.traces.rank_trace import RETIRED, SCHEDULED, RankTrace
+from crossrank.tools.traces.seen import Seen
+from tests.unit.analysis.diagnosis.ranks import call, rank, world
+
+MAIN, OTHER, SECOND = 100, 101, 10**9
+LINE = Frame("evaluate", "/job/eval.py", 29)
+AT = "evaluate (/job/eval.py:29)"
+
+
+def thread(number: int = MAIN, cpu_ns: int = 0, blocked_in: str = "", **facts: Any) -> ThreadActivity:
+    return ThreadActivity(id=number, cpu_ns=cpu_ns, blocked_in=blocked_in, **facts)
+
+
+def stack(number: int = MAIN, frame: Frame = LINE, **facts: Any) -> OwnStack:
+    name = "MainThread" if number == MAIN else f"thread-{number}"
+    return OwnStack(thread=name, number=number, frames=[frame], **facts)
+
+
+def answer(*threads: ThreadActivity, **facts: Any) -> dict[str, Any]:
+    """The ending of a rank that answered two looks, a second apart."""
+    names = {
+        name: facts.pop(name) for name in ("stacks", "callers", "waits", "process", "groups_made") if name in facts
+    }
+    activity = RankActivity(seconds=1.0, threads=list(threads), **facts)
+    return {"reason": "hang", "taken_at": 100 * SECOND, "activity": activity, "stacks": [stack()], "waits": []} | names
+
+
+def seen(state: str, cpu_ns: int = 0, **facts: Any) -> dict[str, Any]:
+    what = Seen(rank=0, by=1, time_ns=0, seconds=1.0, process=7, state=state, cpu_ns=cpu_ns, **facts)
+    return {"unseen": True, "seen": what}
+
+
+CHILD = ChildActivity(id=8, name="gzip", cpu_ns=SECOND // 2)
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "text", "cpu"),
+    [
+        pytest.param(answer(thread(cpu_ns=SECOND // 2)), "runs", f"runs in {AT}", 0.5, id="computes"),
+        pytest.param(answer(thread(cpu_ns=20_000)), "runs", f"runs in {AT}", 2e-5, id="polls"),
+        pytest.param(
+            answer(thread(cpu_ns=SECOND), calls=3),
+            "runs",
+            f"runs in {AT} and makes 3 other calls in 1.0 s",
+            1.0,
+            id="calls",
+        ),
+        pytest.param(
+            answer(thread(blocked_in="read")), "idle", f"is blocked in read() in {AT}", None, id="blocked in a read"
+        ),
+        pytest.param(answer(thread()), "idle", f"is blocked in {AT}", None, id="blocked, the system call is unknown"),
+        pytest.param(
+            answer(thread(blocked_in="wait4"), children=[CHILD]),
+            *("runs", f"waits in {AT} for process 8 (gzip)", 0.5),
+            id="waits for a process that works",
+        ),
+        pytest.param(
+            answer(thread(blocked_in="futex"), thread(OTHER, cpu_ns=SECOND // 4, name="saver")),
+            *("runs", f"waits in {AT} for thread saver", 0.25),
+            id="waits for a thread that works",
+        ),
+        pytest.param(
+            answer(thread(blocked_in="open"), thread(OTHER, cpu_ns=SECOND)),
+            *("idle", f"is blocked in open() in {AT}", None),
+            id="another thread cannot end a system call of the disk",
+        ),
+        pytest.param(
+            answer(thread(blocked_in="futex"), thread(OTHER, cpu_ns=SECOND, name="pt_nccl_watchdg")),
+            *("idle", f"is blocked in futex() in {AT}", None),
+            id="torch's own threads are no work of the rank",
+        ),
+        pytest.param(
+            answer(
+                thread(blocked_in="futex"),
+                thread(OTHER, cpu_ns=SECOND),
+                stacks=[stack(frame=Frame("join", "/job/main.py", 1)), stack(OTHER)],
+                callers={"0": OTHER},
+            ),
+            *("runs", f"runs in {AT}", 1.0),
+            id="trains in a thread",
+        ),
+        pytest.param(seen("T"), "stopped", "is stopped (process 7 is in state T)", None, id="stopped"),
+        pytest.param(seen("S", frozen=True), "stopped", "is stopped (process 7 is frozen)", None, id="frozen"),
+        pytest.param(seen("X"), "gone", "has ended without an error message (process 7)", None, id="killed"),
+        pytest.param(
+            seen("R", SECOND // 2), "native", "runs C code that keeps the interpreter's lock (process 7)", 0.5, id="GIL"
+        ),
+        pytest.param(
+            seen("R", SECOND // 100),
+            "idle",
+            "does not answer (process 7 is alive and does nothing)",
+            None,
+            id="GIL, idle",
+        ),
+        pytest.param({"unseen": True}, "silent", "shows no sign of life", None, id="no sign of life"),
+        pytest.param({"reason": "exit"}, "gone", "has left the job (exit)", None, id="has ended"),
+        pytest.param({}, "silent", "does not wait in another one", None, id="a dump of torch"),
+    ],
+)
+def test_a_rank_is_in_the_state_that_the_evidence_shows(
+    ending: dict[str, Any], state: str, text: str, cpu: float | None
+) -> None:
+    found = state_of(rank(0, ending=ending), "0")
+    assert (found.state, found.text, found.cpu) == (state, text, cpu)
+
+
+def test_ranks_that_do_one_thing_are_told_in_one_sentence() -> None:
+    late = [LateRank(rank=number, state="idle", text="is blocked in f (a.py:3)") for number in (1, 2, 3)]
+    late.append(LateRank(rank=5, state="gone", text="has left the job (exit)"))
+    assert late_text(late) == "ranks 1-3, which are blocked in f (a.py:3); rank 5, which has left the job (exit)"
+
+
+# --- what it proves --------------------------------------------------------------------------------------------------
+
+
+def waiting(number: int, *, size: int = 2, **facts: Any) -> RankTrace:
+    """A rank that has waited in all_reduce #2 between two looks."""
+    ending = answer(thread(blocked_in="futex"), held=[HeldWait(1, MAIN)], callers={"0": MAIN}, **facts)
+    ending["waits"] = [WaitUnderWay(id=1, thread="MainThread", number=MAIN)]
+    calls = (
+        call(number=1, state=RETIRED, id=0, called=SECOND),
+        call(number=2, state=SCHEDULED, id=1, called=2 * SECOND),
+    )
+    trace = rank(number, *calls, groups=(world(size),), ending=ending, backend="gloo", host="node7")
+    trace.awaited = {1}
+    return trace
+
+
+def absent(number: int, ending: dict[str, Any], *, size: int = 2) -> RankTrace:
+    made = call(number=1, state=RETIRED, id=0, called=SECOND)
+    return rank(number, made, groups=(world(size),), ending=ending, backend="gloo", host="node7")
+
+
+def diagnosed(*ranks: RankTrace) -> Diagnosis:
+    return diagnose(Evidence(ranks=list(ranks)))[0]
+
+
+@pytest.mark.parametrize(
+    ("ending", "verdict", "proof"),
+    [
+        (answer(thread(cpu_ns=SECOND)), "slow", "late"),
+        (answer(thread(blocked_in="read")), "error", "late"),
+        (seen("T"), "error", "late"),
+        (seen("R", SECOND), "slow", "late"),
+        (seen("X"), "error", "gone"),
+        ({"reason": "exit", "ended": True, "error": "ValueError: x"}, "error", "gone"),
+    ],
+)
+def test_a_verdict_says_whether_the_awaited_rank_may_still_come(
+    ending: dict[str, Any], verdict: str, proof: str
+) -> None:
+    found = diagnosed(waiting(0), absent(1, ending))
+    assert (found.verdict, found.proof, found.suspect_ranks) == (verdict, proof, [1])
+    assert found.hosts == {"1": "node7"}
+
+
+def test_one_rank_that_came_first_is_not_accused() -> None:
+    reads = answer(thread(blocked_in="read"))
+    found = diagnosed(waiting(0, size=3), *(absent(number, reads, size=3) for number in (1, 2)))
+    assert found.summary == f"rank 0 waits in all_reduce #2 for ranks 1-2, which are blocked in read() in {AT}"
+    assert found.suspect_ranks == [1, 2]
+
+
+def test_nobody_is_named_if_most_ranks_wait_for_data_of_a_socket_at_one_line() -> None:
+    polls = answer(thread(blocked_in="poll"))
+    found = diagnosed(waiting(0, size=3), *(absent(number, polls, size=3) for number in (1, 2)))
+    assert (found.suspect_ranks, found.proof) == ([], "late")
+    assert [one.rank for one in found.findings[0].late_ranks] == [1, 2]
+
+
+def test_a_rank_that_moves_in_its_wait_is_not_stuck() -> None:
+    training = waiting(0)
+    assert training.ending.activity is not None
+    training.ending.activity = RankActivity(seconds=1.0, calls=4, threads=[thread(cpu_ns=SECOND)])
+    assert diagnosed(training, absent(1, answer(thread(blocked_in="read")))).findings == []
+
+
+def test_a_file_lock_of_a_waiting_rank_proves_a_deadlock() -> None:
+    locked = answer(thread(blocked_in="flock", lock_of=50), callers={"0": MAIN})
+    found = diagnosed(waiting(0, process=50), absent(1, locked))
+    (finding,) = found.findings
+    assert (finding.kind, finding.proof, finding.culprit_ranks, finding.waiting_ranks) == (
+        "holds_lock",
+        "deadlock",
+        [0],
+        [1],
+    )
+
+
+def test_ranks_that_do_nothing_while_others_poll_are_named() -> None:
+    polls = answer(thread(cpu_ns=50_000))
+    found = diagnosed(
+        *(absent(number, polls, size=3) for number in (0, 1)), absent(2, answer(thread(blocked_in="read")), size=3)
+    )
+    (finding,) = found.findings
+    assert (found.verdict, finding.kind, finding.culprit_ranks) == ("error", "no_progress", [2])
+
+
+def test_a_silent_job_whose_ranks_all_run_is_healthy() -> None:
+    runs = answer(thread(cpu_ns=SECOND))
+    assert diagnosed(absent(0, runs), absent(1, runs)).verdict == "ok"
+
+
+def test_a_silent_job_whose_ranks_all_do_nothing_is_incomplete_and_names_nobody() -> None:
+    sleeps = answer(thread(blocked_in="nanosleep"))
+    found = diagnosed(absent(0, sleeps), absent(1, sleeps))
+    assert (found.verdict, found.proof, found.suspect_ranks) == ("incomplete", "not_known", [])
+    assert found.summary == f"ranks 0-1, which are blocked in nanosleep() in {AT}"
+
+
+def test_a_rank_that_makes_another_group_than_the_others_is_named() -> None:
+    c10d = Frame("new_group", "/opt/torch/distributed/distributed_c10d.py", 5)
+
+    def making(number: int, *members: int) -> RankTrace:
+        made = stack(frame=c10d, makes_group=list(members))
+        frames = OwnStack(thread="MainThread", number=MAIN, frames=[c10d, LINE], makes_group=made.makes_group)
+        return absent(number, answer(thread(blocked_in="poll"), stacks=[frames]), size=3)
+
+    found = diagnosed(making(0, 0, 1), making(1, 0, 1), making(2, 1, 2))
+    (finding,) = found.findings
+    assert (finding.kind, finding.proof, finding.culprit_ranks) == ("opposite_order", "mismatch", [2])
+    assert finding.text == "rank 0-1 makes a group of rank 0-1; rank 2 makes a group of rank 1-2"
