@@ -43,7 +43,7 @@ from crossrank.instrument.write.device_times import DeviceTimes
 from crossrank.instrument.write.flight_dump import FlightDumps
 from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.instrument.write.window import Windows
-from crossrank.recording import COMMS, file_name
+from crossrank.recording import ASKED, COMMS, SEEN, file_name
 
 _PATIENCE = 1.0
 """Seconds that training waits for the folder of the recording, and so does the end of a process that dies."""
@@ -238,6 +238,9 @@ class Session:
                 files = RankFiles(config.directory, rank, facts.world_size, is_wanted=lambda: self._opening is writer)
                 if self._opening is writer:
                     self.files = files
+                    self.recorder.answer_for_python(
+                        files.recording / ASKED, files.path(file_name(SEEN, rank).removesuffix(".zst")), rank
+                    )
                     return files.path(file_name(COMMS, rank))
                 files.abandon()  # the recording has ended meanwhile
                 return None
@@ -280,6 +283,7 @@ class Session:
                 }
                 writer.close(lambda: end | self._counts(writer), timeout=10.0 if is_open else _PATIENCE)
         self._opening = None
+        self._attempt("questions are answered", lambda: self.recorder.answer_for_python(None, Path(), self.facts.rank))
         self._attempt("the files of a window are unfinished", lambda: self.windows.finish(dies=dies))
         if self.files is not None:
             self._attempt("its folder stays locked", self.files.close)

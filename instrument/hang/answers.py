@@ -26,13 +26,15 @@ from crossrank.instrument.hooks.exits import Closable
 from crossrank.instrument.log import log
 from crossrank.instrument.unpatched import time
 from crossrank.instrument.write.flight_dump import Dumped, FlightDumps
-from crossrank.recording import ASKED, COMMS, FLIGHT, MOVED, OVER, SEEN, VERDICT, file_name, rank_folder
+from crossrank.recording import COMMS, FLIGHT, MOVED, OVER, SEEN, VERDICT, file_name, rank_folder
 
 EXIT_CODE = 79
 """Exit code of a process that `TRACING_ON_HANG=abort` ended: the first one after those of sysexits.h."""
 _LEAST_BETWEEN = 1.0
 _OF_LIMIT = 0.1
 """Shortest time between two looks, in seconds, and as a share of the limit."""
+_OF_PAUSE = 0.4
+"""Share of this time after which a rank answers that moves: more cannot change the answer."""
 _CLOSES_AFTER, _ENDS_AFTER = 1.5, 2.5
 """Seconds from the decision to the end of the recording, and to the end of all processes. They end together: the end of
 one raises an error in others."""
@@ -77,12 +79,6 @@ class Answers:
         self._look_again_at: float | None = None
         """When to look again at the ranks of this node that have not answered."""
         self._obeyed = 0
-        rank, plain = session.facts.rank, file_name(SEEN, session.facts.rank).removesuffix(".zst")
-        with session.failures.reported("this rank answers no question while its Python does not run"):
-            session.recorder.answer_for_python(folder / ASKED, self.file(SEEN, rank).with_name(plain), rank)
-
-    def stop(self) -> None:
-        self._session.recorder.answer_for_python(None, self.folder, self._session.facts.rank)
 
     def look(self, limit: float) -> None:
         """Do what is due: hear a question, answer it, look at the neighbours, announce a movement, obey a decision."""
@@ -91,7 +87,7 @@ class Answers:
         if self._questions.hear():
             self._asked_at, self.heard_at = self._questions.asked_at(), now
             self._first = self._first or activity.look(self._session.recorder)
-        if self._first is not None and now - self._first.at >= pause:
+        if self._first is not None and now - self._first.at >= (pause * _OF_PAUSE if self._moves() else pause):
             self._answer(self._first)
             self._first, self._sights, self._look_again_at = None, self._see_neighbours(), now + pause
         elif self._look_again_at is not None and now >= self._look_again_at:
@@ -100,6 +96,13 @@ class Answers:
         if self._asked_at and self._session.facts.config.on_hang == "abort":
             self.announce_movement()
             self._obey()
+
+    def _moves(self) -> bool:
+        """Return whether this rank has communicated since the first look, and no thread waited all the time."""
+        if self._first is None:
+            return False
+        first, now = self._first.progress, activity.progress(self._session.recorder)
+        return first != now and first.waits.isdisjoint(now.waits)
 
     def _answer(self, first: Look) -> None:
         """Write a dump. The second look comes first, so that what happens meanwhile counts as movement."""

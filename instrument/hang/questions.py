@@ -1,6 +1,6 @@
 """Carries a question from one rank to all: "what do you do at this moment?".
 
-The job's store counts the questions. Every rank reads this number about once a second. It has its own connection for
+The job's store counts the questions. Every rank reads this number once a second. It has its own connection for
 that: a client of `TCPStore` is one socket with a lock, and a thread that waits for a key keeps the lock. The store may
 be gone with the rank that serves it, or may not answer. So a question is also written to a file in the recording, and
 a rank whose store does not answer reads this file.
@@ -25,10 +25,9 @@ from crossrank.recording import ASKED
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_PAUSE = 0.75
+_PAUSE, _PAUSE_IN_SILENCE = 1.0, 0.5
 _PAUSE_PER_RANK = 4e-4
 """Seconds between two looks at the store: together, all ranks ask it at most 2,500 times per second."""
-_GLANCE = 0.25
 _SILENT = 2.5
 """Seconds without an answer of the store after which the file is read."""
 _STORE_ANSWERS = 3.0
@@ -38,11 +37,14 @@ _STORE_ANSWERS = 3.0
 class Questions:
     """The questions of one job."""
 
-    def __init__(self, folder: Path, world_size: int, store: Callable[[], Store | None]) -> None:
-        """`store` returns the store of the job; None if it has none."""
+    def __init__(
+        self, folder: Path, world_size: int, store: Callable[[], Store | None], calls: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`store` returns the store of the job; None if it has none. A rank whose `calls` grow trains."""
         self._path = folder / ASKED
         self._key = f"crossrank/asked/{hashlib.sha256(str(folder).encode(errors='replace')).hexdigest()}"
-        self._pause = max(_PAUSE, world_size * _PAUSE_PER_RANK)
+        self._least_pause = world_size * _PAUSE_PER_RANK
+        self._calls = calls
         self._find_store = store
         self._store: Store | None = None
         self._at_store = threading.Lock()
@@ -109,9 +111,10 @@ class Questions:
             del store  # it may host the job's rendezvous, and would block the next process group
             self._add(0)
             self._heard_in_store = self._in_store
+            before = -1
             while not self._stopped:
-                if time.monotonic() - self._answered >= self._pause:
-                    self._add(0)
-                time.sleep(_GLANCE)
+                trains, before = self._calls() != before, self._calls()
+                time.sleep(max(_PAUSE if trains else _PAUSE_IN_SILENCE, self._least_pause))
+                self._add(0)
         except Exception as error:  # the rank that serves the store may be gone
             log.info("crossrank: questions about hangs come through the folder from here on: %s", one_line(error))

@@ -123,8 +123,6 @@ class Hangs:
             self._watch.stop()
         if self._questions is not None:
             self._questions.stop()
-        if self._answers is not None:
-            self._answers.stop()
 
     def end_well(self) -> None:
         """The script of this rank has ended without an exception: what it waited for has come."""
@@ -153,7 +151,9 @@ class Hangs:
         if files is not None and (self._answers is None or self._answers.folder != files.recording):
             if self._questions is not None:
                 self._questions.stop()
-            self._questions = Questions(files.recording, session.facts.world_size, session.store_of_world)
+            self._questions = Questions(
+                files.recording, session.facts.world_size, session.store_of_world, session.recorder.calls
+            )
             self._questions.start()
             self._answers = Answers(session, files.recording, self._questions)
         return self._answers
@@ -189,6 +189,7 @@ class Hangs:
             log.info("crossrank: rank %s announced a pause, so no hang is reported", rank_ranges(pausing))
             return COUNT_ANEW
         if not self._takes_part():  # the waiting ranks make the verdict
+            session.dumps.write("hang")
             return None
         self._ask(seconds if self._responded_at is None else time.monotonic() - self._responded_at)
         self._responded_at = time.monotonic()
@@ -228,6 +229,10 @@ class _Silence:
         self._folder = answers.folder
         self._asked_at = asked_at
         self._seconds = seconds
+        # The clock of the folder, which may be that of a file server, is known at the moment of the question.
+        heard_before = time.monotonic() - answers.heard_at if answers.heard_at else 0.0
+        self._since = asked_at + round((heard_before - seconds) * 1e9)
+        """When this rank communicated last, in ns since 1970 on the clock of the folder."""
         self._limit = limit
         self._calls, self._completed = session.recorder.calls(), completed()
         self._look = max(_LOOK, session.facts.world_size * _LOOK_PER_RANK)
@@ -306,8 +311,7 @@ class _Silence:
         """Diagnose the job and print new findings; return whether there is a verdict."""
         session, folder = self._session, self._folder
         path = folder / VERDICT
-        since = self._asked_at - round(self._seconds * 1e9)
-        earlier = verdict.read(path) if (change_time(path) or 0) > since else None
+        earlier = verdict.read(path) if (change_time(path) or 0) > self._since else None
         silence = f"no communication on rank {session.facts.rank} for {self._seconds:.3g} s"
         try:
             self._refuse_part_of_job()

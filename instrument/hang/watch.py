@@ -9,7 +9,7 @@ from crossrank.instrument.unpatched import time
 
 _LOOKS = 8
 """Checks per patience."""
-_LONGEST_PAUSE = 0.5
+_LONGEST_PAUSE, _LONGEST_IN_SILENCE = 0.5, 0.25
 """Longest time between two checks, in seconds: the patience may become shorter."""
 
 
@@ -63,11 +63,12 @@ class HangWatch:
         completed: int | None = None
         reported, is_early, again = False, False, None
         waits: set[tuple[int, int]] = set()
+        trains = True
         while not self._stopped:
             patience = self._patience()
-            time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
+            time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE if trains else _LONGEST_IN_SILENCE))
             now = time.monotonic()
-            if self._calls() != calls:
+            if trains := self._calls() != calls:
                 self._on_calls()
                 calls, since, completed, reported, is_early = self._calls(), now, None, False, False
                 waits.clear()

@@ -16,7 +16,6 @@ from crossrank.instrument.hang import response, verdict
 from crossrank.instrument.hang.answers import Answers
 from crossrank.instrument.hang.questions import Questions
 from crossrank.instrument.hang.response import _Silence
-from crossrank.instrument.script_errors import Failures
 from crossrank.recording import list_recording
 from tests.unit.analysis.diagnosis.moments import Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Programs, SimulatedJob
@@ -27,8 +26,7 @@ def silence(rank: int, places: dict[int, str] | None, folder: Path) -> _Silence:
     known = {other: (node, None) for other, node in (places or {}).items()}
     topology: Any = None if places is None else SimpleNamespace(places=known)
     facts = Facts(config=Config(), rank=rank, world_size=4, topology=topology)
-    recorder = SimpleNamespace(calls=lambda: 0, answer_for_python=lambda *paths: None)
-    session: Any = SimpleNamespace(facts=facts, recorder=recorder, failures=Failures())
+    session: Any = SimpleNamespace(facts=facts, recorder=SimpleNamespace(calls=lambda: 0))
     return _Silence(session, Answers(session, folder, Questions(folder, 4, lambda: None)), 0, 1.0, 1.0)
 
 

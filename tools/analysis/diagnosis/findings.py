@@ -233,7 +233,7 @@ def _cpu_of(one: LateRank) -> float:
 def _plural_of(text: str) -> str:
     """Return what several ranks do, from what one of them does: its first word is a verb."""
     verb, blank, rest = text.partition(" ")
-    return _PLURALS.get(verb, verb.removesuffix("s")) + blank + rest
+    return _PLURALS.get(verb, verb.removesuffix("s")) + blank + rest.replace(" and makes ", " and make ")
 
 
 _PLURALS = {"is": "are", "has": "have", "does": "do"}
