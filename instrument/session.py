@@ -157,8 +157,7 @@ class Session:
             return
         dies = reason not in ("disable", "exit")
         try:
-            if not dies and not exits.exceptions(reason):
-                self._attempt("a verdict of a hang is kept", self.hangs.end_well)
+            self._attempt("a verdict of a hang is kept", lambda: self._withdraw_verdict(reason))
             if dist.is_initialized() and self.writer is None:
                 self._attempt("nothing was recorded", self.begin)
             self.recorder.active = False
@@ -170,6 +169,11 @@ class Session:
             self._attempt("hang detection continues", self.hangs.stop)
             self._attempt("changes to torch and Python stay", lambda: registry.uninstall(self.failures))
             self._attempt("warnings may be missing", once_per_job.leave)
+
+    def _withdraw_verdict(self, reason: str) -> None:
+        """If the script ends well, what it waited for has come."""
+        if reason in ("disable", "exit") and not exits.exceptions(reason):
+            self.hangs.end_well()
 
     def _attempt(self, consequence: str, work: Callable[[], object]) -> None:
         """Do a part of the work on which no other part depends."""

@@ -442,7 +442,7 @@ PyObject *nccl_recorder(PyObject *, PyObject *) {
 PyObject *answer_for(PyObject *, PyObject *args) {
   const char *asked, *answer, *head;
   unsigned long main;
-  if (!PyArg_ParseTuple(args, "sssk", &asked, &answer, &head, &main)) return nullptr;
+  if (!PyArg_ParseTuple(args, "yysk", &asked, &answer, &head, &main)) return nullptr;
   PyThreadState *thread = PyInterpreterState_ThreadHead(PyInterpreterState_Main());
   while (thread != nullptr && thread->thread_id != main) thread = PyThreadState_Next(thread);
   std::lock_guard<std::mutex> guard(answering.lock);

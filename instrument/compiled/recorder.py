@@ -125,7 +125,7 @@ class CompiledRecorder(Recorder):
         return found
 
     def answer_for_python(self, asked: Path | None, answer: Path, rank: int) -> None:
-        paths = ("" if asked is None else os.fspath(asked), os.fspath(answer))
+        paths = (b"" if asked is None else os.fsencode(asked), os.fsencode(answer))
         main = threading.main_thread().ident or 0
         self.native.answer_for(*paths, f'{{"rank":{rank},"by":{rank}', main)
 

@@ -205,7 +205,7 @@ def test_a_hang_is_dumped_before_the_shortest_group_timeout(scripts: Scripts, tm
     errors = "".join(process.communicate(timeout=40)[1] for process in ranks)
     assert ranks[0].returncode == 1
     late = (
-        r"crossrank: rank 0 waits in all_reduce #1 for rank 1, which is blocked in nanosleep\(\) in <module> \(\S+\): "
+        r"crossrank: rank 0 waits in all_reduce #2 for rank 1, which is blocked in nanosleep\(\) in <module> \(\S+\): "
     )
     assert re.search(rf"{late}no communication on rank \d+ for (8|9|1[0-5])(\.\d+)? s\. ", errors)
     assert "Timed out" in errors
