@@ -1,6 +1,6 @@
 """Carries a question from one rank to all: "what do you do at this moment?".
 
-The job's store counts the questions. Every rank reads this number once a second. It has its own connection for
+The store of torchrun counts the questions. Every rank reads this number once a second. It has its own connection for
 that: a client of `TCPStore` is one socket with a lock, and a thread that waits for a key keeps the lock. The store may
 be gone with the rank that serves it, or may not answer. So a question is also written to a file in the recording, and
 a rank whose store does not answer reads this file.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _PAUSE, _PAUSE_IN_SILENCE = 1.0, 0.5
 _PAUSE_PER_RANK = 4e-4
-"""Seconds between two looks at the store: together, all ranks ask it at most 2,500 times per second."""
+"""Seconds between two looks at the store, or the file: together, all ranks ask it at most 2,500 times per second."""
 _SILENT = 2.5
 """Seconds without an answer of the store after which the file is read."""
 _STORE_ANSWERS = 3.0
@@ -40,7 +40,8 @@ class Questions:
     def __init__(
         self, folder: Path, world_size: int, store: Callable[[], Store | None], calls: Callable[[], int] = lambda: 0
     ) -> None:
-        """`store` returns the store of the job; None if it has none. A rank whose `calls` grow trains."""
+        """`store` returns the store of the job, None if it has none that outlives its process groups: torch logs a
+        warning with a C++ stack for each connection to a store that has ended. A rank whose `calls` grow trains."""
         self._path = folder / ASKED
         self._key = f"crossrank/asked/{hashlib.sha256(str(folder).encode(errors='replace')).hexdigest()}"
         self._least_pause = world_size * _PAUSE_PER_RANK
@@ -53,6 +54,7 @@ class Questions:
         self._answered = -_SILENT
         """When the store answered last, on the monotonic clock."""
         self._stopped = False
+        self._read_at = 0.0
         self._in_store = 0
         self._heard_in_store = 0
         self._heard_in_file = self._read()
@@ -68,7 +70,9 @@ class Questions:
 
     def hear(self) -> bool:
         """Return whether a question was asked since the last time."""
-        in_store, in_file = self._in_store, self._heard_in_file if self._is_alive() else self._read()
+        in_store, in_file = self._in_store, self._heard_in_file
+        if not self._is_alive() and time.monotonic() - self._read_at >= max(_PAUSE, self._least_pause):
+            in_file = self._read()
         is_new = (in_store, in_file) != (self._heard_in_store, self._heard_in_file)
         self._heard_in_store, self._heard_in_file = in_store, in_file
         return is_new
@@ -77,6 +81,7 @@ class Questions:
         """Ask all ranks, this one too. A rank that asks hears itself at once."""
         with contextlib.suppress(OSError), whole_file(self._path) as part:
             part.write_text(str(time.time_ns()))
+        self._read_at = 0.0
         if self._is_alive():
             with contextlib.suppress(RuntimeError):
                 self._add(1)
@@ -92,6 +97,7 @@ class Questions:
         return time.monotonic() - self._answered < _SILENT
 
     def _read(self) -> bytes:
+        self._read_at = time.monotonic()
         with contextlib.suppress(OSError, BudgetError):
             return read_small(self._path)
         return b""

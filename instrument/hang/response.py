@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +40,8 @@ from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SEEN, 
 from crossrank.text import rank_ranges
 
 _INITIALIZES = inspect.unwrap(dist.init_process_group).__code__
+_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
+"""Variable that torchrun sets to `True` if its own process serves the store."""
 _LOOK = 0.1
 _LOOK_PER_RANK = 4e-4
 """Seconds between two looks at the folder: together, all ranks look at most 2,500 times per second."""
@@ -151,9 +155,9 @@ class Hangs:
         if files is not None and (self._answers is None or self._answers.folder != files.recording):
             if self._questions is not None:
                 self._questions.stop()
-            self._questions = Questions(
-                files.recording, session.facts.world_size, session.store_of_world, session.recorder.calls
-            )
+            lasts = os.environ.get(_STORE_OF_LAUNCHER) == "True"  # else rank 0 serves it, and may end first
+            find_store = session.store_of_world if lasts else lambda: None
+            self._questions = Questions(files.recording, session.facts.world_size, find_store, session.recorder.calls)
             self._questions.start()
             self._answers = Answers(session, files.recording, self._questions)
         return self._answers
@@ -245,11 +249,11 @@ class _Silence:
         found = verdict.read(self._folder / VERDICT)
         return found is not None and not found.is_hang and found.verdict not in (OVER, NO_VERDICT)
 
-    def ends_late(self) -> list[float]:
+    def ends_late(self) -> tuple[float, float]:
         """Return after how many seconds a job ends whose ranks wait for one that runs, and for one that does not."""
         timeout, own = self._session.groups.shortest_timeout(), self._session.facts.config.late_seconds
-        found = [timeout * _OF_TIMEOUT] if timeout is not None else []
-        return [*found, own if own else found[0]] if own or found else []
+        runs = math.inf if timeout is None else timeout * _OF_TIMEOUT
+        return runs, own or runs
 
     def respond(self) -> None:
         """Make or await the verdict."""
@@ -364,8 +368,8 @@ class _Silence:
         verdict.publish(self._folder / VERDICT, content, ends=ranks)
 
     def _end_of_late(self, found: Verdict) -> float:
-        runs, stands = self.ends_late() or [float("inf")] * 2
-        return runs if found.verdict == SLOW else stands
+        runs, does_nothing = self.ends_late()
+        return runs if found.verdict == SLOW else does_nothing
 
     def _refuse_part_of_job(self) -> None:
         """Raise an error if other nodes write to their own folders: their ranks would seem to be missing."""
