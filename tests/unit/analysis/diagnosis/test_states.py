@@ -119,7 +119,7 @@ def test_a_rank_is_in_the_state_that_the_evidence_shows(
     assert (found.state, found.text, found.cpu) == (state, text, cpu)
 
 
-def test_ranks_that_do_one_thing_are_told_in_one_sentence() -> None:
+def test_ranks_that_do_one_thing_share_a_sentence() -> None:
     late = [LateRank(rank=number, state="idle", text="is blocked in f (a.py:3)") for number in (1, 2, 3)]
     late.append(LateRank(rank=5, state="gone", text="has left the job (exit)"))
     assert late_text(late) == "ranks 1-3, which are blocked in f (a.py:3); rank 5, which has left the job (exit)"
@@ -176,7 +176,7 @@ def test_one_rank_that_came_first_is_not_accused() -> None:
     assert found.suspect_ranks == [1, 2]
 
 
-def test_nobody_is_named_if_most_ranks_wait_for_data_of_a_socket_at_one_line() -> None:
+def test_no_rank_is_named_if_most_ranks_wait_for_data_of_a_socket_at_one_line() -> None:
     polls = answer(thread(blocked_in="poll"))
     found = diagnosed(waiting(0, size=3), *(absent(number, polls, size=3) for number in (1, 2)))
     assert (found.suspect_ranks, found.proof) == ([], "late")
@@ -216,7 +216,7 @@ def test_a_silent_job_whose_ranks_all_run_is_healthy() -> None:
     assert diagnosed(absent(0, runs), absent(1, runs)).verdict == "ok"
 
 
-def test_a_silent_job_whose_ranks_all_do_nothing_is_incomplete_and_names_nobody() -> None:
+def test_a_silent_job_whose_ranks_all_do_nothing_is_incomplete_and_names_no_rank() -> None:
     sleeps = answer(thread(blocked_in="nanosleep"))
     found = diagnosed(absent(0, sleeps), absent(1, sleeps))
     assert (found.verdict, found.proof, found.suspect_ranks) == ("incomplete", "not_known", [])
