@@ -21,7 +21,7 @@ from tests.gpu.machine import CUDA, Way
 from tests.gpu.raw_kineto import unpacked
 from tests.gpu.results import keep_recording
 
-_ACCUSED = re.compile(r"^culprit +rank 1$", re.MULTILINE)
+_ACCUSED = re.compile(r"^culprit +rank 1 on ", re.MULTILINE)
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> bool:
