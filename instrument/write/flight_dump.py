@@ -116,14 +116,11 @@ class FlightDumps:
         calls, over, waits = self._at_hang
         if recorder.calls() != calls:
             # torch's watchdog aborts a hung call of NCCL, and the script may make another one: that is no progress.
-            return cuda_is_in_use() and 0 <= completed() <= over
+            return cuda_is_in_use() and over > 0 and _stands_still(over)
         if reason not in ("exit", "disable") or exits.exceptions(reason):
             return True
         if cuda_is_in_use():
-            until = time.monotonic() + _NOTICED
-            while completed() <= over and time.monotonic() < until:
-                time.sleep(_NOTICED / 20)
-            return completed() <= over
+            return _stands_still(over)
         return not recorder.follows_waits or not set(waits).isdisjoint(recorder.waits_under_way())
 
     def _moment(self, reason: str, activity: dict[str, Any] | None) -> dict[str, Any]:
@@ -168,6 +165,14 @@ def dump(moment: dict[str, Any]) -> bytes:
         has("flight recorder")
         contents = [{"version": _VERSION, "entries": []}]
     return orjson.dumps(_merged(contents) | {"crossrank": moment}, default=msgspec.to_builtins)
+
+
+def _stands_still(over: int) -> bool:
+    """Return whether no more than `over` calls finish. torch notices an end a moment later."""
+    until = time.monotonic() + _NOTICED
+    while completed() <= over and time.monotonic() < until:
+        time.sleep(_NOTICED / 20)
+    return completed() <= over
 
 
 def completed() -> int:

@@ -134,6 +134,20 @@ def computes_for_long_in_a_backward_pass(rank: int) -> None:
         request.wait()
 
 
+def receives_tags_in_another_order(rank: int) -> None:
+    """Rank 1 receives the second message first, and the first one when it has computed."""
+    messages = [torch.full((8,), float(tag)) for tag in (1, 2)]
+    if rank == 0:
+        for request in [dist.isend(message, 1, tag=tag) for tag, message in enumerate(messages, 1)]:
+            request.wait()
+    elif rank == 1:
+        received = [torch.zeros(8), torch.zeros(8)]
+        dist.recv(received[1], 0, tag=2)
+        evaluate()
+        dist.recv(received[0], 0, tag=1)
+        assert [one[0].item() for one in received] == [1, 2]
+
+
 def reduced() -> dist.Work:
     work: dist.Work | None = dist.all_reduce(torch.ones(8), async_op=True)
     assert work is not None
@@ -415,6 +429,7 @@ WITH_GLOO = (
     is_waited_for_in_a_monitored_barrier,  # NCCL has none
     joins_with_uneven_data,  # a stand-in for a GPU computes no loss
     receives_a_batch_early,  # a deadlock: NCCL's sends wait behind the receives
+    receives_tags_in_another_order,  # tags mean nothing there
     # A stream waits, and nothing tells whether its host will need it soon.
     begins_a_call_one_after_the_other,
     listens_on_a_thread_while_it_sleeps,

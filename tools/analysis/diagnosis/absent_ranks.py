@@ -375,7 +375,8 @@ def find_standstill(search: Search) -> None:
     """
     if search.roots or search.graph.blocked:
         return
-    ranks = {rank: one for rank, one in search.job.ranks.items() if one.ending.reason in ANSWERS}
+    answered = {rank: one for rank, one in search.job.ranks.items() if one.ending.reason in ANSWERS}
+    ranks = {rank: one for rank, one in answered.items() if not one.ending.went_on}
     states = [state_of(one) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
     standing = [one for one in states if one.state in (IDLE, STOPPED)]
     activities = [one.ending.activity for one in ranks.values() if one.ending.activity is not None]

@@ -26,7 +26,7 @@ from crossrank.tools.job.one_run import facts_of, several_runs
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
-from crossrank.tools.traces.ending import CUT_SHORT, MAIN_THREAD
+from crossrank.tools.traces.ending import ANSWERS, CUT_SHORT, MAIN_THREAD
 from crossrank.tools.traces.flight.calls import SAME_TIME, UNRECORDED, read_flight
 from crossrank.tools.traces.flight.dump import NoDumpError, OwnStack
 from crossrank.tools.traces.growing import last_call_at
@@ -98,6 +98,7 @@ def put_together(
     """Return the evidence of each rank: the best of its files, completed from the others."""
     evidence = Evidence()
     dumps: dict[int, list[RankTrace]] = defaultdict(list)
+    is_over = any(isinstance(one, RankTrace) and one.ending.ended for one in results)
     comms_files: dict[int, list[RankTrace]] = defaultdict(list)
     for candidate, result in zip(candidates, results, strict=True):
         if isinstance(result, RankTrace) and result.rank is None:
@@ -118,7 +119,7 @@ def put_together(
         comms = max(comms_files[rank], key=_by_age, default=None)
         kept = sorted((comms_files if use_comms else dumps)[rank], key=_by_age)
         best = kept.pop() if kept else None
-        if comms is not None and (best is None or _went_on(best, comms)):
+        if comms is not None and (best is None or _went_on(best, comms, is_over=is_over)):
             why = "has no dump" if best is None else "made calls after its dump"
             if best is None and comms.filtered and not len(comms):
                 evidence.notes.append(f"rank {rank} has no dump, and its comms file has no call between nodes")
@@ -130,6 +131,7 @@ def put_together(
                 _complete(best, comms)
             elif comms is not None and best is not comms:
                 best.ending.was_ended = comms.ending.reason in CUT_SHORT
+                best.ending.went_on = best.ending.reason in ANSWERS and _has_ended_well(comms)
             evidence.ranks.append(best)
             evidence.skipped += [
                 f"{other.path}: skipped; {best.path} of the same rank {rank} is newer" for other in kept
@@ -154,7 +156,11 @@ def _add_seen(evidence: Evidence, seen: Sequence[Seen]) -> None:
     of_rank = {one.rank: one for one in sorted(seen, key=lambda one: (bool(one.frames), one.time_ns))}
     for trace in evidence.ranks:
         found, ending = of_rank.get(trace.rank if trace.rank is not None else -1), trace.ending
-        if found is not None and not ending.ended and (ending.unseen or (ending.taken_at or 0) < found.time_ns):
+        if (
+            found is not None
+            and not (ending.ended or ending.went_on)
+            and (ending.unseen or (ending.taken_at or 0) < found.time_ns)
+        ):
             ending.seen = found
             if found.frames:
                 ending.stacks = [OwnStack(thread=MAIN_THREAD, number=found.process, frames=found.frames)]
@@ -227,13 +233,22 @@ def _by_age(trace: RankTrace) -> tuple[int, str]:
     return _last_time(trace), trace.path
 
 
-def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
-    """Return whether a rank made calls after its dump, and ended before it wrote the next one."""
+def _has_ended_well(comms: RankTrace) -> bool:
+    """Return whether a rank ended its recording itself, without an exception."""
+    ending = comms.ending
+    return ending.ended and ending.reason in ("exit", "disable") and ending.error is None
+
+
+def _went_on(dump: RankTrace, comms: RankTrace, *, is_over: bool) -> bool:
+    """Return whether a rank made calls after its dump, and ended before it wrote the next one. `is_over`: a rank of the
+    job has ended."""
     taken_at = dump.ending.taken_at
     if comms is dump or taken_at is None or comms.filtered:
         return False
-    # An answer shows what a rank does that makes more calls: it counts until it is old.
-    return max(comms.calls.called, default=0) > taken_at + (SAME_TIME if dump.ending.activity is None else NEWER)
+    # While the job runs, or a thread waits, an answer shows what a rank does that makes more calls, until it is old.
+    activity = dump.ending.activity
+    counts = activity is not None and not comms.ending.ended and (bool(activity.held) or not is_over)
+    return max(comms.calls.called, default=0) > taken_at + (NEWER if counts else SAME_TIME)
 
 
 # --- a dump and a comms file of one rank ------------------------------------------------------------------------------
@@ -273,7 +288,7 @@ def _complete(dump: RankTrace, comms: RankTrace) -> None:
     if ending.error is None:
         ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
     ending.of_threads = ending.of_threads or other.of_threads
-    ending.went_on = ending.reason == "hang" and other.has_left
+    ending.went_on = ending.reason in ANSWERS and (other.has_left or _has_ended_well(comms))
     has_p2p = any(map(is_p2p, dump.signatures))
     builder, before = TraceBuilder(dump), len(dump)
     counts: Counter[tuple[str, str]] = Counter()

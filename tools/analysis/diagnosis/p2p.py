@@ -102,11 +102,10 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
         pairs = list(zip(send.rows, receive.rows))  # noqa: B905
     else:
         pairs = _from_the_end(send, receive, pairing)
+    pairs, unlike = _by_tag(job, send, receive, pairs)
+    pairing.tags_differ += [((send.rank, row), (receive.rank, other_row)) for row, other_row in unlike]
     for row, other_row in pairs:
         sent, received = job.signature(send.rank, row), job.signature(receive.rank, other_row)
-        if sent.tag is not None and received.tag is not None and sent.tag != received.tag:
-            pairing.tags_differ.append(((send.rank, row), (receive.rank, other_row)))
-            continue
         a, b = (send.rank, row), (receive.rank, other_row)
         pairing.partner[a], pairing.partner[b] = b, a
         if not _same_size(sent, received):
@@ -135,6 +134,31 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
             else:
                 end.leave_alone(row, pairing)
         _end_in_order(end, pairing)
+
+
+def _by_tag(job: JobState, send: _End, receive: _End, pairs: Pairs) -> tuple[Pairs, Pairs]:
+    """Return (pairs with equal tags, pairs of which no other call has the tag).
+
+    Calls with different tags may be made in different orders: of those, each send belongs to the first receive with its
+    tag.
+    """
+    tag_of = {end.rank: {row: job.signature(end.rank, row).tag for row in end.rows} for end in (send, receive)}
+    tags = [(tag_of[send.rank][row], tag_of[receive.rank][other_row]) for row, other_row in pairs]
+    odd = [pair for pair, (a, b) in zip(pairs, tags, strict=True) if a is not None and b is not None and a != b]
+    if not odd:
+        return pairs, []
+    found = [pair for pair in pairs if pair not in odd]
+    sends, receives = (
+        [row for row in end.rows if row not in {pair[side] for pair in found}]
+        for side, end in enumerate((send, receive))
+    )
+    for row in list(sends):
+        other_row = next((one for one in receives if tag_of[receive.rank][one] == tag_of[send.rank][row]), None)
+        if other_row is not None:
+            found.append((row, other_row))
+            sends.remove(row)
+            receives.remove(other_row)
+    return sorted(found), [pair for pair in odd if pair[0] in sends and pair[1] in receives]
 
 
 def _end_in_order(end: _End, pairing: Pairing) -> None:

@@ -88,7 +88,7 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
     """Find every rank's blocked call and what it waits for."""
     blocked: dict[int, int] = {}
     missed_ends: dict[int, int] = {}
-    has_ended_well = all(one.ending.went_on or one.ending.ended_well for one in job.ranks.values())
+    has_ended_well = len(job.ranks) == len(job.world) and all(_has_ended_well(job, rank) for rank in job.ranks)
     for rank, trace in job.ranks.items() if not has_ended_well else ():
         if trace.ending.has_raised or is_moving(trace) or job.waits_for_none(rank):
             continue  # not in a call
@@ -106,6 +106,12 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
         elif rank == op.waiting[0]:
             _place_members(job, graph, op)
     return graph
+
+
+def _has_ended_well(job: JobState, rank: int) -> bool:
+    """Return whether a rank ended by itself. The end of a host does not show that its GPU finished its last calls."""
+    trace = job.ranks[rank]
+    return trace.ending.ended_well or (trace.ending.went_on and (trace.backend == GLOO or not job.open_rows[rank]))
 
 
 # --- blocked calls ---------------------------------------------------------------------------------------------------

@@ -120,6 +120,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     if moment is not None and not len(dump.entries) and _was_off(moment):
         _take_recorded(trace, dump, moment)
         return trace
+    if moment is not None and not trace.backend and {group.backend for group in moment.groups} == {GLOO}:
+        trace.backend = GLOO  # a job with sends and receives alone, which torch's recorder does not record there
     reading = _Reading(dump, trace)
     reading.read()
     reading.join_progress()
