@@ -139,6 +139,7 @@ def receives_tags_in_another_order(rank: int) -> None:
     messages = [torch.full((8,), float(tag)) for tag in (1, 2)]
     if rank == 0:
         for request in [dist.isend(message, 1, tag=tag) for tag, message in enumerate(messages, 1)]:
+            assert request is not None
             request.wait()
     elif rank == 1:
         received = [torch.zeros(8), torch.zeros(8)]

@@ -56,6 +56,12 @@ ENDED = [recv(number, COMPLETED, ended=1) for number in (1, 2)]
         pytest.param(sends(0), [], COMMS, Pairing(alone={(0, 0)}), id="counted from 0"),
         pytest.param([], [recv(peer=None)], {}, Pairing(), id="from any source"),
         pytest.param(
+            [send(tag=1), send(2, tag=2)],
+            [recv(tag=2), recv(2, tag=1)],
+            *({}, Pairing(pairs((0, 1), (1, 0)))),
+            id="tags in another order",
+        ),
+        pytest.param(
             [send(tag=1)], [recv(tag=2)], {}, Pairing({}, both(0), tags_differ=DIFFER.sizes_differ), id="tags differ"
         ),
         pytest.param([send(tag=1)], [recv()], {}, Pairing(pairs((0, 0))), id="a tag that one does not know"),
