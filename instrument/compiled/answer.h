@@ -75,7 +75,9 @@ inline void write_answer(const std::string &path, const std::string &head, void 
   int length = snprintf(rest, sizeof rest,
                         ",\"time_ns\":%" PRId64 ",\"seconds\":%.3f,\"process\":%d,\"state\":\"R\",\"cpu_ns\":%" PRId64,
                         read_clock(CLOCK_REALTIME), static_cast<double>(ns) / 1e9, getpid(), cpu_ns);
-  std::string content = head + std::string(rest, static_cast<size_t>(length)), temporary = path + ".part";
+  std::string content = head + std::string(rest, static_cast<size_t>(length));
+  size_t name = path.rfind('/') + 1;  // as `temporary_name` of crossrank/recording.py
+  std::string temporary = path.substr(0, name) + "." + path.substr(name) + ".part";
   content += ",\"frames\":[" + frames_as_json(thread) + "]}\n";
   unlink(temporary.c_str());
   int file = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644);

@@ -30,7 +30,7 @@ from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.answers import Answers, Watched, between_looks, change_time
 from crossrank.instrument.hang.questions import Questions
 from crossrank.instrument.hang.verdict import NO_VERDICT, Verdict
-from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch
+from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch, Wait
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
@@ -76,8 +76,9 @@ class Hangs:
         self._pauses: list[float] = []
         """End of each announced pause of this rank, in seconds since 1970."""
         self._was_pausing = False
-        self._said: tuple[Path, int, int] | None = None
-        """Path of the verdict that this rank has printed, and the numbers of calls made and finished at that time."""
+        self._said: tuple[Path, int, int, Wait | None] | None = None
+        """Path of the verdict that this rank has printed, the numbers of calls made and finished at that time, and the
+        wait that it is about if the rank communicates beside it."""
 
     def watch(self) -> None:
         """Start to watch, if the settings ask for it."""
@@ -182,8 +183,9 @@ class Hangs:
             frame = frame.f_back
         return frame is not None
 
-    def _on_hang(self, seconds: float) -> float | None:
-        """Respond to `seconds` without communication. Return after how many seconds to respond again, if ever."""
+    def _on_hang(self, seconds: float, wait: Wait | None) -> float | None:
+        """Respond to `seconds` without communication, or to a wait of this length beside other communication. Return
+        after how many seconds to respond again, if ever."""
         session, answers = self._session, self._find_answers()
         if session.files is None or answers is None or self._questions is None:
             return COUNT_ANEW if session.writer is not None else None
@@ -197,17 +199,19 @@ class Hangs:
             return None
         self._ask(seconds if self._responded_at is None else time.monotonic() - self._responded_at)
         self._responded_at = time.monotonic()
-        silence = _Silence(session, answers, self._questions.asked_at(), seconds, self._patience())
+        silence = _Silence(session, answers, self._questions.asked_at(), seconds, self._patience(), wait)
         silence.respond()
         if silence.has_said:
-            self._said = answers.folder / VERDICT, session.recorder.calls(), completed()
+            self._said = answers.folder / VERDICT, session.recorder.calls(), completed(), wait
         again = seconds * _AGAIN
         return min([again, *(one for one in silence.ends_late() if one > seconds)]) if silence.may_go_on else None
 
     def _on_calls(self) -> None:
         self._responded_at = None
         if self._said is not None:
-            _, calls, over = self._said
+            _, calls, over, wait = self._said
+            if wait is not None and wait in self._session.recorder.waits_under_way():
+                return
             # A failed call looks completed, and so may the calls with which the script handles it.
             if self._session.recorder.calls() - calls >= _FEW_CALLS and completed() - over >= _FEW_CALLS:
                 self._take_back()
@@ -225,10 +229,19 @@ class Hangs:
 
 
 class _Silence:
-    """One period in which this rank makes no progress."""
+    """One period in which this rank, or one of its waits, makes no progress."""
 
-    def __init__(self, session: Watched, answers: Answers, asked_at: int, seconds: float, limit: float) -> None:
+    def __init__(
+        self,
+        session: Watched,
+        answers: Answers,
+        asked_at: int,
+        seconds: float,
+        limit: float,
+        wait: Wait | None = None,
+    ) -> None:
         self._session = session
+        self._wait = wait
         self._answers = answers
         self._folder = answers.folder
         self._asked_at = asked_at
@@ -304,8 +317,14 @@ class _Silence:
         return _AFTER_NODE_0 + _AFTER_NODE * min(before, _MOST_NODES)
 
     def _is_over(self) -> bool:
-        """Return whether this rank makes calls again or the recording has ended."""
-        return self._session.closing or self._session.recorder.calls() != self._calls
+        """Return whether this rank makes calls again, its wait is over, or the recording has ended."""
+        recorder = self._session.recorder
+        if self._wait is not None:
+            return self._session.closing or self._wait not in recorder.waits_under_way()
+        return self._session.closing or recorder.calls() != self._calls
+
+    def _has_moved(self) -> bool:
+        return self._is_over() or (self._wait is None and completed() != self._completed)
 
     def _has_verdict(self) -> bool:
         changed = change_time(self._folder / VERDICT)
@@ -316,7 +335,8 @@ class _Silence:
         session, folder = self._session, self._folder
         path = folder / VERDICT
         earlier = verdict.read(path) if (change_time(path) or 0) > self._since else None
-        silence = f"no communication on rank {session.facts.rank} for {self._seconds:.3g} s"
+        what = "no communication" if self._wait is None else "a thread waits"
+        silence = f"{what} on rank {session.facts.rank} for {self._seconds:.3g} s"
         try:
             self._refuse_part_of_job()
             self._wait_for_answers()
@@ -333,10 +353,11 @@ class _Silence:
             )
             verdict.write_none(path)
             return False
-        is_over = self._is_over() or completed() != self._completed
+        is_over = self._has_moved()
         if earlier is None or not found.says_as(earlier):
             self._print(found, silence, text, is_over=is_over)
-        if session.facts.config.on_hang == "abort" and not is_over:
+        # A rank that communicates beside its wait could not withdraw the decision.
+        if session.facts.config.on_hang == "abort" and not is_over and self._wait is None:
             self._decide(found, content)
         return True
 
@@ -345,8 +366,8 @@ class _Silence:
         if found.is_hang:
             state = "hung, and continues" if is_over else "hangs"
             log.warning("crossrank: the job %s: %s. Verdict (%s):\n%s", state, silence, path, text, extra=ONE_RANK)
-        elif is_over:
-            return
+        elif is_over or (self._wait is not None and found.proof != "late"):
+            return  # a thread may listen for long while its rank trains
         elif found.proof == "late":
             log.warning("crossrank: %s: %s. Verdict (%s):\n%s", found.summary, silence, path, text, extra=ONE_RANK)
         else:
@@ -362,7 +383,7 @@ class _Silence:
         if not found.is_hang and not (found.proof == "late" and self._seconds >= self._end_of_late(found)):
             return
         ranks = found.involved()
-        if self._answers.anyone_moved(ranks, self._asked_at) or self._is_over() or completed() != self._completed:
+        if self._answers.anyone_moved(ranks, self._asked_at) or self._has_moved():
             log.warning("crossrank: the job is not ended, because a rank of the hang moves again", extra=ONE_RANK)
             return
         verdict.publish(self._folder / VERDICT, content, ends=ranks)

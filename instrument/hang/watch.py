@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 from crossrank.instrument import threads
@@ -17,12 +18,17 @@ COUNT_ANEW = 0.0
 """Result of `on_hang` if the time without calls so far is not a hang: the count starts again."""
 
 
+Wait = tuple[int, int]
+"""(id of a call, thread that waits for it)"""
+
+
 class HangWatch:
-    """Calls `on_hang(seconds)` when this rank has made no progress for `patience()` seconds.
+    """Calls `on_hang(seconds, None)` when this rank has made no progress for `patience()` seconds.
 
     A thread checks a few times per patience whether a call has started. After half of the patience without one, it also
     asks torch how many calls have finished. If neither number changes for all of it, the hang is reported, once until
     the next call. `on_early(seconds)` is called `early()` seconds before that, or after half of the patience.
+    A thread may wait while others make calls. Then `on_hang(seconds, wait)` is called when its wait has lasted so long.
     The thread calls `on_look` at each check, and `on_calls` if calls have started since the last one.
     Every rank of a hung job does this independently, also the rank that the others wait for and a rank that never makes
     a call. The patience may change: a group with a shorter timeout may be created. The thread ends after `stop`.
@@ -34,7 +40,7 @@ class HangWatch:
         *,
         calls: Callable[[], int],
         completed: Callable[[], int],
-        on_hang: Callable[[float], float | None],
+        on_hang: Callable[[float, Wait | None], float | None],
         waits: Callable[[], Iterable[tuple[int, int]]] = lambda: (),
         on_calls: Callable[[], None] = lambda: None,
         on_look: Callable[[], None] = lambda: None,
@@ -50,6 +56,8 @@ class HangWatch:
         self._on_look = on_look
         self._early = early
         self._on_early = on_early
+        self._held: dict[Wait, tuple[float, float]] = {}
+        """Wait under way -> when it began, and after how many seconds to report it next."""
         self._stopped = False  # no Event: a signal handler may interrupt the thread that has its lock
 
     def start(self) -> None:
@@ -73,7 +81,9 @@ class HangWatch:
                 calls, since, completed, reported, is_early = self._calls(), now, None, False, False
                 waits.clear()
                 self._on_look()
+                self._look_at_waits(now, patience)
                 continue
+            self._held.clear()
             self._on_look()
             if reported and not waits.issuperset(self._waits()):
                 since, completed, reported, is_early = now, None, False, False
@@ -89,6 +99,16 @@ class HangWatch:
                 self._on_early(now - since)
             if now - since >= patience and not self._stopped:
                 reported, is_early, waits = True, False, waits.union(self._waits())
-                again = self._on_hang(now - since)
+                again = self._on_hang(now - since, None)
                 if again == COUNT_ANEW:
                     since, completed, reported, again = time.monotonic(), None, False, None
+
+    def _look_at_waits(self, now: float, patience: float) -> None:
+        """Report the waits that last although other threads make calls."""
+        held = {wait: self._held.get(wait, (now, patience)) for wait in self._waits()}
+        for wait, (began, due) in held.items():
+            if now - began >= due and not self._stopped:
+                again = self._on_hang(now - began, wait)
+                held[wait] = (now, patience) if again == COUNT_ANEW else (began, again or math.inf)
+                break
+        self._held = held

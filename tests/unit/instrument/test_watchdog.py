@@ -37,7 +37,7 @@ class Job:
         self.end = seconds
         self._watch.start()
 
-    def _on_hang(self, seconds: float) -> float | None:
+    def _on_hang(self, seconds: float, wait: watch.Wait | None) -> float | None:
         self.hangs.append(self.now)
         return self._again if seconds < 3 * PATIENCE else None
 
@@ -73,6 +73,16 @@ def end(job: Job) -> None:
     job.completed += 1
 
 
+def wait_beside_calls(job: Job) -> None:
+    job.calls += 1
+    job.waits = [(5, 1)] if job.now >= 20 else []
+
+
+def short_waits_beside_calls(job: Job) -> None:
+    job.calls += 1
+    job.waits = [(round(job.now / 2), 1)]
+
+
 def wait_at_20_s(job: Job) -> None:
     job.waits = [(5, 1)] if job.now >= 20 else []
 
@@ -82,6 +92,10 @@ def wait_at_20_s(job: Job) -> None:
     [
         pytest.param(Job(does=call_at_20_s), [PATIENCE, 20 + PATIENCE], id="once, until a call is made"),
         pytest.param(Job(does=call), [], id="not while calls are made"),
+        pytest.param(
+            Job(does=wait_beside_calls), [20 + PATIENCE], id="once, if a thread waits while others make calls"
+        ),
+        pytest.param(Job(does=short_waits_beside_calls), [], id="not if the waits of a thread end"),
         pytest.param(Job(does=end), [], id="not while calls end"),
         pytest.param(Job(calls=0), [PATIENCE], id="before the first call"),
         pytest.param(Job(does=wait_at_20_s), [PATIENCE, 20 + PATIENCE], id="again when a thread begins to wait"),
