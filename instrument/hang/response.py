@@ -184,7 +184,7 @@ class Hangs:
         return frame is not None
 
     def _on_hang(self, seconds: float, wait: Wait | None) -> float | None:
-        """Respond to `seconds` without communication, or to a wait of this length beside other communication. Return
+        """Respond to `seconds` without communication, or to a wait of this length during other communication. Return
         after how many seconds to respond again, if ever."""
         session, answers = self._session, self._find_answers()
         if session.files is None or answers is None or self._questions is None:
@@ -317,7 +317,7 @@ class _Silence:
         return _AFTER_NODE_0 + _AFTER_NODE * min(before, _MOST_NODES)
 
     def _is_over(self) -> bool:
-        """Return whether this rank makes calls again, its wait is over, or the recording has ended."""
+        """Return whether this rank makes calls again, its wait has ended, or the recording has ended."""
         recorder = self._session.recorder
         if self._wait is not None:
             return self._session.closing or self._wait not in recorder.waits_under_way()
@@ -356,7 +356,7 @@ class _Silence:
         is_over = self._has_moved()
         if earlier is None or not found.says_as(earlier):
             self._print(found, silence, text, is_over=is_over)
-        # A rank that communicates beside its wait could not withdraw the decision.
+        # A rank that communicates during its wait could not withdraw the decision.
         if session.facts.config.on_hang == "abort" and not is_over and self._wait is None:
             self._decide(found, content)
         return True

@@ -137,10 +137,10 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
 
 
 def _by_tag(job: JobState, send: _End, receive: _End, pairs: Pairs) -> tuple[Pairs, Pairs]:
-    """Return (pairs with equal tags, pairs of which no other call has the tag).
+    """Return (pairs with equal tags, pairs whose tags no other call has).
 
-    Calls with different tags may be made in different orders: of those, each send belongs to the first receive with its
-    tag.
+    Two ranks may make calls with different tags in different orders. Then each send belongs to the first receive with
+    its tag.
     """
     tag_of = {end.rank: {row: job.signature(end.rank, row).tag for row in end.rows} for end in (send, receive)}
     tags = [(tag_of[send.rank][row], tag_of[receive.rank][other_row]) for row, other_row in pairs]
