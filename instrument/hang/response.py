@@ -78,7 +78,7 @@ class Hangs:
         self._was_pausing = False
         self._said: tuple[Path, int, int, Wait | None] | None = None
         """Path of the verdict that this rank has printed, the numbers of calls made and finished at that time, and the
-        wait that it is about if the rank communicates beside it."""
+        wait that it is about if the rank communicates during it."""
 
     def watch(self) -> None:
         """Start to watch, if the settings ask for it."""

@@ -195,6 +195,16 @@ PROOFS = {
 """What is known of the ranks that wait, the strongest first."""
 
 
+NEXT_STEPS = {
+    "runs": "rank {ranks} may come by itself; if it does not, look at the line that it runs",
+    "idle": "look at the line where rank {ranks} is blocked: a lock, a file system, a server or an input",
+    "stopped": "find out what stopped rank {ranks}; `kill -CONT` with its process number continues it",
+    "native": "rank {ranks} may come by itself; the C code that its line calls does not release the interpreter's lock",
+    "gone": "read the log and the exit code of rank {ranks}; the kernel's log (dmesg) shows a process that it killed",
+}
+"""State of a late rank -> the next step for the user. Other states have that of the kind of the finding."""
+
+
 class LateRank(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that others wait for, and what it does."""
 

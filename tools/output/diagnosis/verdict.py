@@ -11,6 +11,7 @@ from itertools import zip_longest
 from crossrank.text import milliseconds, percent, plural, printable, rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import (
     KINDS,
+    NEXT_STEPS,
     PROOFS,
     Diagnosis,
     Finding,
@@ -90,6 +91,9 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
 
 def next_step(finding: Finding) -> str:
     """Return the next step for a finding."""
+    states = {one.state for one in finding.late_ranks}
+    if finding.exception is None and len(states) == 1 and (step := NEXT_STEPS.get(next(iter(states)), "")):
+        return step.format(ranks=rank_ranges([one.rank for one in finding.late_ranks]))
     kind = KINDS[finding.kind]
     step = kind.next_step
     if kind.without_gpu and finding.exception is not None:
