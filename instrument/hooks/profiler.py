@@ -39,7 +39,8 @@ def install(session: Windowed) -> None:
 
     def _prepare_profiler(*args: Any, **kwargs: Any) -> Any:
         windows.make_way()
-        _import_early()
+        if not windows.traces_execution:  # the range would be in our execution trace, whose steps have ranges anyway
+            _import_early()
         return original(*args, **kwargs)
 
     _patches.replace(autograd_profiler, "_prepare_profiler", _prepare_profiler)

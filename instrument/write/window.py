@@ -131,6 +131,11 @@ class Windows:
             with self._reported("a process group is missing in the execution trace"):
                 self._note_process_groups()
 
+    @property
+    def traces_execution(self) -> bool:
+        """Whether an execution trace of ours is being written."""
+        return self._observed is not None
+
     def make_way(self) -> None:
         """A profiler of the user's is about to start: end the Kineto session that is ours, if any."""
         if self._is_open and self._kineto.runs:
