@@ -8,8 +8,9 @@ From Python:
 
     diagnosis, job = diagnose(read_evidence(find_candidates(["/data/run1"]), Fleet(jobs=4)))
 
-Read `diagnose` first, which names all steps: `evidence` reads files; `job_state` is how far ranks came (with
-`main_threads`, where their hosts were); `mismatches` and `p2p` compare their calls; `wait_for_graph` finds what each
-rank is stuck in; `root_causes` and `absent_ranks` (with `call_history` and `stacks`) tell causes from what follows;
-`stragglers` measures who is late. `findings` comes out.
+Read `diagnose` first, which names all steps: `evidence` reads files; `job_state` is how far ranks came, `states` what
+they did when they were asked, and `main_threads` where their hosts were; `mismatches` and `p2p` compare their calls;
+`wait_for_graph` finds what each rank is stuck in. A `search` tells causes from what follows: `unequal_calls`,
+`root_causes`, `absent_ranks` and `outside_calls` (with `call_history` and `stacks`). `stragglers` measures who is late.
+`findings` comes out.
 """

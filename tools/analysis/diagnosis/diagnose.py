@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from crossrank.recording import SLOW
-from crossrank.tools.analysis.diagnosis import absent_ranks, root_causes
+from crossrank.tools.analysis.diagnosis import absent_ranks, outside_calls, root_causes, unequal_calls
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import (
     PROOFS,
@@ -20,7 +20,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
 from crossrank.tools.analysis.diagnosis.job_state import JobState, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import find_mismatches
 from crossrank.tools.analysis.diagnosis.p2p import pair_up
-from crossrank.tools.analysis.diagnosis.root_causes import Search
+from crossrank.tools.analysis.diagnosis.search import Search
 from crossrank.tools.analysis.diagnosis.stacks import add_places
 from crossrank.tools.analysis.diagnosis.states import MOVING
 from crossrank.tools.analysis.diagnosis.stragglers import find_stragglers
@@ -86,22 +86,22 @@ def diagnose(
 def _find_causes(search: Search) -> None:
     """Run all steps. A cause that an early step finds explains faults that a later step would find."""
     root_causes.set_aside_what_just_began(search)
-    root_causes.find_misfits(search, find_mismatches(search.job))
-    root_causes.find_unequal_pairs(search)
-    root_causes.find_unequal_tags(search)
+    unequal_calls.find_misfits(search, find_mismatches(search.job))
+    unequal_calls.find_unequal_pairs(search)
+    unequal_calls.find_unequal_tags(search)
     root_causes.find_closed_ops(search)
     root_causes.find_cycles(search)
-    absent_ranks.find_lock_holders(search)
+    outside_calls.find_lock_holders(search)
     absent_ranks.find_silent_ranks(search)
     absent_ranks.find_stale_ranks(search)
-    absent_ranks.find_unrecorded_waits(search)
+    outside_calls.find_unrecorded_waits(search)
     absent_ranks.find_lacking_ranks(search)
     root_causes.explain_the_rest(search)
     absent_ranks.find_raised_exceptions(search)
     absent_ranks.find_unended_calls(search)
-    absent_ranks.find_unknown_ends(search)
-    absent_ranks.find_unknown_waits(search)
-    absent_ranks.find_standstill(search)
+    outside_calls.find_unknown_ends(search)
+    outside_calls.find_unknown_waits(search)
+    outside_calls.find_standstill(search)
     # Sort roots by time: an earlier fault is more likely the cause of a later one.
     order = sorted(range(len(search.roots)), key=search.began.__getitem__)
     search.roots = [search.roots[index] for index in order]

@@ -1,0 +1,140 @@
+"""Find ranks that wait in something else than a recorded call: for a new group, a file lock or the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossrank.tools.analysis.diagnosis.findings import late_text, rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.job_state import ends_unknown
+from crossrank.tools.analysis.diagnosis.mismatches import MISSING
+from crossrank.tools.analysis.diagnosis.search import Search, finding_of, finding_on
+from crossrank.tools.analysis.diagnosis.states import (
+    IDLE,
+    RUNS,
+    STOPPED,
+    lock_holder,
+    members_in_making,
+    polls_only,
+    state_of,
+)
+from crossrank.tools.traces.ending import ANSWERS, Ending
+
+
+def find_unrecorded_waits(search: Search) -> None:
+    """Find ranks that wait outside of calls: for example, for a new group or a key of the store.
+
+    A group that is made waits for all its members. Ranks that make groups with other members at the same time wait for
+    each other. In all other cases, the files do not show which rank they wait for; if exactly one rank does not wait,
+    it is the culprit.
+    """
+    waiting, silent, ranks = search.waiting_unrecorded, search.silent, search.job.ranks
+    if not waiting or search.roots:
+        return
+    making = {rank: one for rank in sorted(waiting) if (one := members_in_making(ranks[rank].ending)) is not None}
+    whats = {rank: f"{_members_text(one)}{_place_text(ranks[rank].ending)}" for rank, one in making.items()}
+    ranks_of = sorted(ranks_by(whats).items(), key=_by_size)
+    awaited = silent.intersection(*(one or search.job.world for one in making.values())) if making else silent
+    culprits = awaited if making or len(silent) == 1 else set()
+    stuck = [op for op in search.left() if op.awaited & (waiting | silent)]
+    kind, proof = (MISSING, "late") if silent else ("opposite_order", "not_known")
+    text = f"{rank_text(waiting)} waits inside torch.distributed, but not in a call; for example, it creates a group"
+    if making:
+        text = "; ".join(f"{rank_text(those)} makes a group of {members}" for members, those in ranks_of)
+    if len(ranks_of) > 1:
+        kind, proof = "opposite_order", "mismatch"
+        culprits = set(ranks_of[-1][1]) if len(ranks_of) == 2 and len(ranks_of[0][1]) > len(ranks_of[1][1]) else set()
+    finding = finding_on(
+        search.world,
+        kind,
+        culprit_ranks=sorted(culprits),
+        waiting_ranks=sorted(waiting.union(*(op.waiting for op in stuck)) - culprits),
+        text=text + (f"; {rank_text(silent)} does not wait" if silent else ""),
+        proof=proof,
+        late_ranks=[state_of(ranks[rank]) for rank in sorted(culprits & silent)],
+    )
+    search.add_root(finding, stuck)
+
+
+def _members_text(members: Sequence[int]) -> str:
+    return rank_text(members) if members else "all ranks"
+
+
+def _place_text(ending: Ending) -> str:
+    """Return which group of a rank the one that it makes is."""
+    return "" if ending.groups_made is None else f" (no. {ending.groups_made + 1} on these ranks)"
+
+
+def _by_size(found: tuple[str, list[int]]) -> tuple[int, list[int]]:
+    return -len(found[1]), found[1]
+
+
+def find_lock_holders(search: Search) -> None:
+    """Find ranks that wait in a call for ranks that wait for a file lock of theirs."""
+    ranks = search.job.ranks
+    rank_of = {(one.host, one.ending.process): rank for rank, one in ranks.items() if one.ending.process is not None}
+    for op in search.left():
+        locks = {rank: lock_holder(ranks[rank].ending, op.group.name) for rank in op.absent & ranks.keys()}
+        holders = {rank: rank_of.get((ranks[rank].host, process)) for rank, process in locks.items() if process}
+        culprits = {holder for holder in holders.values() if holder in op.waiting and holder is not None}
+        # Each rank that has not come waits for a lock, which one of the waiting ranks holds, or another of these ranks.
+        if culprits and op.absent == holders.keys() and all(one in {*culprits, *holders} for one in holders.values()):
+            text = f"{rank_text(holders)} waits for a file lock that {rank_text(culprits)} holds"
+            about = {"text": text, "waiting_ranks": sorted(holders), "proof": "deadlock"}
+            search.add_root(finding_of(op, "holds_lock", culprits=culprits, **about), [op])
+
+
+def find_unknown_waits(search: Search) -> None:
+    """Report a silent job whose ranks have unfinished calls but no known waits."""
+    unknown = {rank for rank in search.may_wait_otherwise if not search.is_known(rank)}
+    if unknown and not search.roots:
+        text = f"{rank_text(unknown)} has unfinished calls; whether it waits for them is unknown"
+        search.add_root(finding_on(search.world, "not_recorded", text=text, proof="not_known"))
+
+
+def find_standstill(search: Search) -> None:
+    """Report a silent job in which no rank waits in a call, and some ranks do nothing.
+
+    If the other ranks use little CPU time at one line, they poll, and wait in this way: for example, for a key of the
+    store.
+    """
+    if search.roots or search.graph.blocked:
+        return
+    answered = {rank: one for rank, one in search.job.ranks.items() if one.ending.reason in ANSWERS}
+    ranks = {rank: one for rank, one in answered.items() if not one.ending.went_on}
+    states = [state_of(one) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
+    standing = [one for one in states if one.state in (IDLE, STOPPED)]
+    activities = [one.ending.activity for one in ranks.values() if one.ending.activity is not None]
+    if not standing or any(one.has_communicated for one in activities):
+        return
+    running = [one for one in states if one.state == RUNS]
+    polls = len(running) > len(standing) and len({one.place for one in running}) == 1
+    polls = polls and all(polls_only(ranks[one.rank].ending) for one in running)
+    left = [state_of(one) for _, one in sorted(search.job.ranks.items()) if one.ending.ended_well]
+    left = left if not running and len(left) * 2 < len(search.job.ranks) else []
+    finding = finding_on(
+        search.world,
+        "no_progress",
+        culprit_ranks=[one.rank for one in (standing if polls else left)],
+        waiting_ranks=[one.rank for one in running] if polls else [],
+        text=late_text([*states, *left]),
+        proof="late" if polls else "not_known",
+        late_ranks=standing if polls else [],
+    )
+    search.add_root(finding)
+
+
+def find_unknown_ends(search: Search) -> None:
+    """Report a silent job in which all ranks made every call, and it is unknown which calls finished."""
+    ranks = search.job.ranks
+    if search.roots or search.graph.blocked or not ranks:
+        return
+    hung = [rank for rank, one in ranks.items() if one.ending.reason in ANSWERS and not one.ending.went_on]
+    if hung and all(ends_unknown(ranks[rank]) for rank in hung):
+        frozen = all(ranks[rank].dump.ends_frozen for rank in hung)
+        why = (
+            "torch records no ends of calls while it destroys a group"
+            if frozen
+            else "the dumps have no entries of torch's flight recorder"
+        )
+        text = f"all ranks made every recorded call; {why}, so it is unknown which calls finished"
+        search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=text, proof="not_known"))
