@@ -138,7 +138,7 @@ def _children() -> Iterator[int]:
 def _usage(thread: int) -> Usage | None:
     cpu = _text(f"/proc/self/task/{thread}/schedstat").split()
     if not cpu:
-        return None  # the thread has ended
+        return None  # the thread has ended, or the kernel does not count
     transferred = [line.partition(": ") for line in _text(f"/proc/self/task/{thread}/io").splitlines()]
     return Usage(int(cpu[0]), sum(int(value) for name, _, value in transferred if name in ("rchar", "wchar")))
 

@@ -39,7 +39,7 @@ from crossrank.instrument.write.flight_dump import completed
 from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SEEN, SLOW, VERDICT
 from crossrank.text import rank_ranges
 
-_INITIALIZES = inspect.unwrap(dist.init_process_group).__code__
+_INITIALIZES = getattr(inspect.unwrap(dist.init_process_group), "__code__", None)
 _STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 """Variable that torchrun sets to `True` if its own process serves the store."""
 _LOOK = 0.1

@@ -148,7 +148,8 @@ def is_moving(trace: RankTrace) -> bool:
     first = first_thread(ending)
     if first is not None and any(wait.thread == first.number for wait in activity.held):
         return False
-    return _active(ending, None)[0] == RUNS
+    is_counted = first is not None and any(one.id == first.number for one in activity.threads)
+    return _active(ending, None)[0] == RUNS or not is_counted  # not every kernel counts the time of threads
 
 
 def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) -> bool:
