@@ -96,6 +96,14 @@ device_times._BACKEND = "gloo"
 PythonRecorder.nccl_recorder = recorder
 """
 CALLS = """
+reads = []
+
+def counted(self):
+    reads.append(True)
+    return recorder(self)
+
+PythonRecorder.nccl_recorder = counted
+device_times._PATIENCE = 60.0  # a busy machine may need longer than a job's end should take
 dist.all_reduce(torch.ones(8))  # what was called before is of no record
 crossrank.enable(timing=True)
 other = dist.new_group([0], group_desc="other")
@@ -104,7 +112,10 @@ for number in range(1500):
     dist.broadcast(torch.ones(8), 0, group=other)
     if number % 100 == 0:
         dist.reduce(torch.ones(8), 0)
-        time.sleep(0.3)
+    if number % 300 == 0:  # the recorder keeps 2000 entries: each is read before it leaves
+        before = len(reads)
+        while len(reads) == before:
+            time.sleep(0.01)
 """
 
 
@@ -120,7 +131,7 @@ def test_device_durations_match_their_calls_while_the_flight_recorder_wraps(scri
         one.id: ((one.seq or 0) + (one.pg == "0")) * 1_000_000 for one in calls.values() if one.op != "reduce"
     }
     assert (len(took), len(world)) == (3000, 1515)
-    assert all(calls[one.id].t <= one.t for one in file.ran)
+    assert min(one.t - calls[one.id].t for one in file.ran) >= 0
 
 
 @needs_gloo_recorder
@@ -134,6 +145,7 @@ def counted(self):
     return recorder(self)
 
 PythonRecorder.nccl_recorder = counted
+device_times._PATIENCE = 60.0  # a busy machine may need longer than a job's end should take
 crossrank.enable(timing=True)
 while len(reads) < 3:  # what the first reading gave has been joined to its calls by then
     dist.all_reduce(torch.ones(8))

@@ -90,20 +90,28 @@ def test_metrics_are_served_locally_and_written_to_a_file(scripts: Scripts, tmp_
         "--interval",
         "0.2",
     ]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what runs in its background with SIGINT ignored, and so would this process be.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     jobs.STARTED.append(process)
     assert process.stderr is not None
     address = process.stderr.readline().split()[-1]
     assert address.startswith("http://127.0.0.1:")
-    jobs.wait_for_file(tmp_path / "metrics.prom")
-    with urlopen(address, timeout=10) as answer:
+    jobs.wait_for_file(tmp_path / "metrics.prom", 60)
+    with urlopen(address, timeout=60) as answer:
         served = answer.read().decode()
     for text in (served, (tmp_path / "metrics.prom").read_text()):
         assert 'crossrank_calls_total{description="default_pg",group="0"} 3.0' in text
         assert "crossrank_ranks 1.0" in text
         assert "crossrank_hang 0.0" in text
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(
