@@ -33,6 +33,16 @@ def pid_namespace() -> int | None:
         return None
 
 
+def process_status(pid: int) -> list[str]:
+    """Return the fields of `/proc/PID/stat` (proc(5)) from the state on; empty if there is no such process, or no
+    /proc."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return status.rpartition(")")[2].split()  # the name before it may contain spaces
+
+
 def network_cards() -> int:
     """Return how many network cards connect this node to others: InfiniBand and RoCE devices, else network devices
     with hardware. 1 if the system lists none."""

@@ -44,10 +44,13 @@ VERDICT = "verdict.json"
 """File with the diagnosis of a hang, which the job itself writes next to the dumps."""
 OVER = "over"
 """`verdict` in this file if the job continued. The file keeps the findings."""
-
-
 SLOW = "slow"
 """`verdict` in this file while ranks wait for others that run."""
+PROVEN = ("deadlock", "mismatch", "gone")
+"""Values of `proof` in this file that mean: no rank can release those that wait."""
+
+ANSWERS = ("hang", "asked")
+"""Reasons of dumps that answer the question of a rank: nothing was communicated just before, or something was."""
 
 DIAGNOSING = ".diagnosing-"
 """Prefix of a lock's name. One process of a node holds the lock while it diagnoses a hang."""

@@ -18,6 +18,7 @@ from crossrank.instrument import threads
 from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed, number_of
+from crossrank.machine import process_status
 from crossrank.text import writable
 
 _NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -117,13 +118,8 @@ def between(first: Look, last: Look) -> dict[str, Any]:
 
 def cpu_of_process(process: int) -> int | None:
     """Return the CPU time of a process in ns, in ticks of the system; None if there is none."""
-    fields = stat_of(process)
+    fields = process_status(process)
     return (int(fields[11]) + int(fields[12])) * _NS_PER_TICK if len(fields) > 12 else None
-
-
-def stat_of(process: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` from the state on; empty if there is no process."""
-    return _text(f"/proc/{process}/stat").rpartition(")")[2].split()
 
 
 def name_of_process(process: int) -> str:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossrank.instrument.hang.activity import cpu_of_process, stat_of
+from crossrank.instrument.hang.activity import cpu_of_process
 from crossrank.instrument.unpatched import time
 from crossrank.instrument.write.rank_files import read_header
-from crossrank.machine import pid_namespace
+from crossrank.machine import pid_namespace, process_status
 
 _FROZEN = "frozen 1"
 
@@ -39,7 +39,7 @@ def see(comms: Path) -> Sight | None:
     if header is None or header.pid is None or header.pid_namespace != pid_namespace():
         return None
     process, now = header.pid, time.monotonic()
-    fields = stat_of(process)
+    fields = process_status(process)
     if not fields or fields[0] in "ZX" or not _has_open(process, comms):
         return Sight(at=now, process=process, state="X")
     return Sight(

@@ -123,14 +123,15 @@ class Hangs:
                     part.write_text(str(longest))
 
     def stop(self) -> None:
-        """Stop to watch. A verdict that this rank has printed is withdrawn if the rank ends well after it."""
+        """Stop to watch and to ask."""
         if self._watch is not None:
             self._watch.stop()
         if self._questions is not None:
             self._questions.stop()
 
     def end_well(self) -> None:
-        """The script of this rank has ended without an exception: what it waited for has come."""
+        """The script of this rank has ended without an exception: what it waited for has come. Withdraw a verdict that
+        this rank has printed."""
         if self._answers is not None:
             self._answers.announce_movement()
         if self._said is not None:

@@ -15,10 +15,8 @@ from crossrank.atomic_file import whole_file
 from crossrank.budget import BudgetError, read_small
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.unpatched import subprocess
-from crossrank.recording import OVER, VERDICT
+from crossrank.recording import OVER, PROVEN, VERDICT
 
-PROVEN = ("deadlock", "mismatch", "gone")
-"""What proves that no rank can release those that wait."""
 NO_VERDICT = "none"
 """`verdict` in the file if the job could not be diagnosed."""
 _PATIENCE = 300.0

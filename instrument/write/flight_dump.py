@@ -39,7 +39,7 @@ from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.comms_writer import CommsWriter, clock
 from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.machine import need_memory
-from crossrank.recording import FLIGHT, file_name
+from crossrank.recording import ANSWERS, FLIGHT, file_name
 from crossrank.text import writable
 
 _COMPILER = "torch._inductor.codecache"
@@ -51,8 +51,6 @@ _NOTICED = 1.0
 """Seconds within which torch notices the end of an NCCL call."""
 _MAKES_GROUP, _C10D = "new_group", "distributed_c10d.py"
 """Function of torch that makes a process group, and its file."""
-ANSWERS = ("hang", "asked")
-"""Reasons of dumps that answer a question: nothing was communicated just before, or something was."""
 _PATIENCE = 10.0
 """Seconds that the end of a recording waits for the dump of another thread."""
 

@@ -25,7 +25,7 @@ from crossrank.errors import CrossrankError
 from crossrank.instrument.locks import HeldLock, take_lock
 from crossrank.instrument.log import log
 from crossrank.instrument.unpatched import time
-from crossrank.machine import boot_id
+from crossrank.machine import boot_id, process_status
 from crossrank.recording import (
     COMMS,
     RANK_FOLDER,
@@ -209,11 +209,9 @@ def _ancestors() -> set[int]:
     pid = os.getppid()
     while pid > 1 and pid not in found:
         found.add(pid)
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
+        if not (status := process_status(pid)):
             break
-        pid = int(status.rpartition(")")[2].split()[1])  # the name before it may contain spaces
+        pid = int(status[1])
     return found
 
 

@@ -15,8 +15,8 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
-from crossrank.recording import WAITED_IN, CommsFile, Ran, Wait
-from crossrank.tools.traces.ending import ANSWERS, CUT_SHORT
+from crossrank.recording import ANSWERS, WAITED_IN, CommsFile, Ran, Wait
+from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.kept import shared
 from crossrank.tools.traces.rank_trace import (

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from crossrank.comm import CommRecord
-from crossrank.recording import OF_A_BACKEND
-from crossrank.tools.traces.activity import RankActivity
+from crossrank.recording import ANSWERS, OF_A_BACKEND
+from crossrank.tools.traces.activity import RankActivity, ThreadActivity
 from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised, WaitUnderWay
 from crossrank.tools.traces.seen import Seen
 
@@ -18,9 +18,6 @@ CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
 
 LEFT = ("exit", "disable", *CUT_SHORT)
 """Reasons after which no more calls of a rank are recorded."""
-
-ANSWERS = ("hang", "asked")
-"""Reasons of dumps that answer the question of a rank: nothing was communicated just before, or something was."""
 
 MAIN_THREAD = "MainThread"
 
@@ -99,6 +96,11 @@ class Ending:
             if record.thread:
                 self.callers.pop(record.pg, None)
                 self.callers[record.pg] = record.thread
+
+    def activity_of(self, stack: OwnStack | None) -> ThreadActivity | None:
+        """Return what a thread did just before the dump was taken; None if that is unknown."""
+        threads = self.activity.threads if self.activity is not None else []
+        return next((one for one in threads if stack is not None and one.id == stack.number), None)
 
     @property
     def awaited(self) -> set[int]:

@@ -44,7 +44,7 @@ def find_silent_ranks(search: Search) -> None:
         states = [state_of(ranks[rank], op.group.name) for rank in sorted(absent)]
         proof = _proof_by(search, states)
         if op.is_p2p:
-            kind, text, exception = "p2p_unmatched", *_how_they_stopped(search, op, absent)
+            kind, text, exception = "p2p_unmatched", *_how_they_stopped(search, op, states)
             if _went_astray(search, op):
                 culprits, exception = set(op.waiting), None
                 text = (
@@ -70,7 +70,7 @@ def find_silent_ranks(search: Search) -> None:
                 "do not show that"
             )
         else:
-            kind, text, exception = MISSING, *_how_they_stopped(search, op, absent)
+            kind, text, exception = MISSING, *_how_they_stopped(search, op, states)
             if stale := {rank for rank in absent if missed_ends.get(rank, 0) >= CLEARLY_STALE}:
                 text += (
                     f"; {rank_text(stale)} also has calls unfinished that finished on the other ranks: "
@@ -156,16 +156,17 @@ def _may_wait_unseen(search: Search, op: StuckOp, absent: set[int]) -> bool:
     return unseen and len(absent) * 2 > len(op.group.ranks)
 
 
-def _how_they_stopped(search: Search, op: StuckOp, absent: set[int]) -> tuple[str, str | None]:
-    """Return (text on ranks that have not made a call and do not wait, their first exception)."""
-    known = {rank for rank in absent if search.is_known(rank)}
-    stopped = ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent - known})
+def _how_they_stopped(search: Search, op: StuckOp, states: Sequence[LateRank]) -> tuple[str, str | None]:
+    """Return (text on ranks that have not made a call and do not wait, their first exception). `states` is sorted by
+    rank."""
+    known = [one for one in states if search.is_known(one.rank)]
+    others = [one.rank for one in states if one not in known]
+    stopped = ranks_by({rank: _how_it_stopped(search, op, rank) for rank in others})
     texts = [f"{rank_text(those)} {how}" for how, those in stopped.items()]
     if known:
-        states = [state_of(search.job.ranks[rank], op.group.name) for rank in sorted(known)]
-        texts.insert(0, f"this call was not {'answered' if op.is_p2p else 'made'} by {late_text(states)}")
+        texts.insert(0, f"this call was not {'answered' if op.is_p2p else 'made'} by {late_text(known)}")
     text = "; ".join(texts)
-    return text, next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
+    return text, next(filter(None, (_exception_of(search, one.rank) for one in states)), None)
 
 
 def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from crossrank.recording import SLOW
+from crossrank.recording import PROVEN, SLOW
 from crossrank.tools.analysis.diagnosis import absent_ranks, outside_calls, root_causes, unequal_calls
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import (
     PROOFS,
-    PROVEN,
     Diagnosis,
     Finding,
     call_text,

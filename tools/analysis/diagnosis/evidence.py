@@ -18,7 +18,7 @@ import numpy as np
 
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, FLIGHT, SEEN, ReadIssues, read_chunks
+from crossrank.recording import ANSWERS, COMMS, FLIGHT, SEEN, ReadIssues, read_chunks
 from crossrank.text import writable
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.job.groups import Members
@@ -26,7 +26,7 @@ from crossrank.tools.job.one_run import facts_of, several_runs
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
-from crossrank.tools.traces.ending import ANSWERS, CUT_SHORT, MAIN_THREAD
+from crossrank.tools.traces.ending import CUT_SHORT, MAIN_THREAD
 from crossrank.tools.traces.flight.calls import SAME_TIME, UNRECORDED, read_flight
 from crossrank.tools.traces.flight.dump import NoDumpError, OwnStack
 from crossrank.tools.traces.growing import last_call_at
@@ -131,7 +131,7 @@ def put_together(
                 _complete(best, comms)
             elif comms is not None and best is not comms:
                 best.ending.was_ended = comms.ending.reason in CUT_SHORT
-                best.ending.went_on = best.ending.reason in ANSWERS and _has_ended_well(comms)
+                best.ending.went_on = best.ending.reason in ANSWERS and _has_ended_recording(comms)
             evidence.ranks.append(best)
             evidence.skipped += [
                 f"{other.path}: skipped; {best.path} of the same rank {rank} is newer" for other in kept
@@ -233,7 +233,7 @@ def _by_age(trace: RankTrace) -> tuple[int, str]:
     return _last_time(trace), trace.path
 
 
-def _has_ended_well(comms: RankTrace) -> bool:
+def _has_ended_recording(comms: RankTrace) -> bool:
     """Return whether a rank ended its recording itself, without an exception."""
     ending = comms.ending
     return ending.ended and ending.reason in ("exit", "disable") and ending.error is None
@@ -288,7 +288,7 @@ def _complete(dump: RankTrace, comms: RankTrace) -> None:
     if ending.error is None:
         ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
     ending.of_threads = ending.of_threads or other.of_threads
-    ending.went_on = ending.reason in ANSWERS and (other.has_left or _has_ended_well(comms))
+    ending.went_on = ending.reason in ANSWERS and (other.has_left or _has_ended_recording(comms))
     has_p2p = any(map(is_p2p, dump.signatures))
     builder, before = TraceBuilder(dump), len(dump)
     counts: Counter[tuple[str, str]] = Counter()

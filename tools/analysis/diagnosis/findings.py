@@ -1,7 +1,7 @@
 """The kinds of findings, and the format of `diagnosis.json`.
 
 `findings` are root causes, `consequences` are their effects, `advisory` has facts that are not faults.
-`verdict` is `ok`, `error`, or `incomplete` if the only problem is missing evidence.
+`Diagnosis.verdict` says which verdicts there are.
 """
 
 from __future__ import annotations
@@ -183,8 +183,6 @@ def call_text(op: str, seq: int | None) -> str:
     return f"{op} #{seq}" if seq is not None else op
 
 
-PROVEN = ("deadlock", "mismatch", "gone")
-"""Proofs that no rank can release those that wait."""
 PROOFS = {
     "deadlock": "ranks wait, and every rank that could release them waits for them",
     "mismatch": "ranks made calls that cannot be one, at the same place of the group's order",

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import PurePath
 
-from crossrank.tools.traces.ending import ANSWERS, MAIN_THREAD, RECORDER, Ending
+from crossrank.recording import ANSWERS
+from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
 
 _OF_TORCH = (
@@ -78,9 +79,8 @@ def may_wait(ending: Ending) -> bool:
 
 def _computes(ending: Ending) -> bool:
     """Return whether the main thread used CPU time between the two looks of an answer."""
-    main, activity = main_stack(ending), ending.activity
-    threads = activity.threads if activity is not None else []
-    return any(one.cpu_ns > 0 and main is not None and one.id == main.number for one in threads)
+    main = ending.activity_of(main_stack(ending))
+    return main is not None and main.cpu_ns > 0
 
 
 def syncs(ending: Ending) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from crossrank.recording import ANSWERS
 from crossrank.tools.analysis.diagnosis.findings import late_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING
@@ -17,7 +18,7 @@ from crossrank.tools.analysis.diagnosis.states import (
     polls_only,
     state_of,
 )
-from crossrank.tools.traces.ending import ANSWERS, Ending
+from crossrank.tools.traces.ending import Ending
 
 
 def find_unrecorded_waits(search: Search) -> None:

@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from crossrank.tools.analysis.diagnosis.call_history import (
-    first_in_program,
-    most_waiters_first,
-)
-from crossrank.tools.analysis.diagnosis.findings import (
-    Finding,
-)
+from crossrank.tools.analysis.diagnosis.call_history import first_in_program, most_waiters_first
+from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
 from crossrank.tools.analysis.diagnosis.states import is_moving

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from crossrank.recording import ANSWERS
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
 from crossrank.tools.analysis.diagnosis.main_threads import is_users, main_stack
 from crossrank.tools.traces.activity import RankActivity, ThreadActivity
-from crossrank.tools.traces.ending import ANSWERS, LEFT, Ending
+from crossrank.tools.traces.ending import LEFT, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace
 from crossrank.tools.traces.seen import Seen
@@ -93,7 +94,7 @@ def _seen(seen: Seen | None) -> State | None:
         return GONE, f"has ended without an error message ({process})", None
     if seen.frozen or seen.state in "Tt":
         return STOPPED, f"is stopped ({process} is {'frozen' if seen.frozen else 'in state T'})", None
-    cpu = min(seen.cpu_ns / _NS / max(seen.seconds, 0.01), 1.0)
+    cpu = _share(seen.cpu_ns, seen)
     if cpu >= _LEAST_OF_PROCESS:
         return NATIVE, f"runs C code that keeps the interpreter's lock ({process})", cpu
     return IDLE, f"does not answer ({process} is alive and does nothing)", None
@@ -104,7 +105,7 @@ def _active(ending: Ending, pg: str | None) -> State:
     if activity is None:
         return SILENT, "shows no sign of life" if ending.unseen else _UNKNOWN, None
     stack = worker_of(ending, pg) if pg else first_thread(ending)
-    thread = next((one for one in activity.threads if stack is not None and one.id == stack.number), None)
+    thread = ending.activity_of(stack)
     calls = f"makes {plural(activity.calls, 'other call')} in {activity.seconds:.1f} s" if activity.calls > 0 else ""
     if thread is None:
         return (RUNS, calls or "finishes calls", None) if activity.has_communicated else (SILENT, _UNKNOWN, None)
@@ -130,8 +131,9 @@ def _helper(thread: ThreadActivity, activity: RankActivity) -> tuple[str, float]
     return (name, _share(cpu_ns, activity)) if is_helped else None
 
 
-def _share(cpu_ns: int, activity: RankActivity) -> float:
-    return min(cpu_ns / _NS / max(activity.seconds, 0.01), 1.0)
+def _share(cpu_ns: int, looks: RankActivity | Seen) -> float:
+    """Return the share of a CPU that was used between two looks."""
+    return min(cpu_ns / _NS / max(looks.seconds, 0.01), 1.0)
 
 
 def is_moving(trace: RankTrace) -> bool:
@@ -148,8 +150,8 @@ def is_moving(trace: RankTrace) -> bool:
     first = first_thread(ending)
     if first is not None and any(wait.thread == first.number for wait in activity.held):
         return False
-    is_counted = first is not None and any(one.id == first.number for one in activity.threads)
-    return _active(ending, None)[0] == RUNS or not is_counted  # not every kernel counts the time of threads
+    # Not every kernel counts the time of threads.
+    return _active(ending, None)[0] == RUNS or ending.activity_of(first) is None
 
 
 def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) -> bool:
@@ -161,9 +163,8 @@ def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) 
 
 
 def _blocked_in(ending: Ending) -> str:
-    stack, activity = first_thread(ending), ending.activity
-    threads = activity.threads if activity is not None else []
-    return next((one.blocked_in for one in threads if stack is not None and one.id == stack.number), "")
+    thread = ending.activity_of(first_thread(ending))
+    return "" if thread is None else thread.blocked_in
 
 
 def waits_for_thread(ending: Ending) -> bool:
@@ -174,9 +175,8 @@ def waits_for_thread(ending: Ending) -> bool:
 def lock_holder(ending: Ending, pg: str) -> int | None:
     """Return the process that holds the file lock for which the thread waits that calls on a group; None if it waits
     for none."""
-    stack, activity = worker_of(ending, pg), ending.activity
-    threads = activity.threads if activity is not None else []
-    return next((one.lock_of for one in threads if stack is not None and one.id == stack.number), None)
+    thread = ending.activity_of(worker_of(ending, pg))
+    return None if thread is None else thread.lock_of
 
 
 def members_in_making(ending: Ending) -> list[int] | None:
@@ -186,10 +186,10 @@ def members_in_making(ending: Ending) -> list[int] | None:
 
 def polls_only(ending: Ending) -> bool:
     """Return whether a rank that runs uses so little CPU time that it only looks for something now and then."""
-    stack, activity = first_thread(ending), ending.activity
-    used = [one.cpu_ns for one in activity.threads if stack is not None and one.id == stack.number] if activity else []
-    most = _POLLS * max(activity.seconds if activity else 0, 0.01) * _NS
-    return bool(used) and _LEAST_NS < max(used) < most
+    thread, activity = ending.activity_of(first_thread(ending)), ending.activity
+    if thread is None or activity is None:
+        return False
+    return thread.cpu_ns > _LEAST_NS and _share(thread.cpu_ns, activity) < _POLLS
 
 
 def first_thread(ending: Ending) -> OwnStack | None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from crossrank.tools.analysis.diagnosis.call_history import (
-    changes_tags_otherwise,
-)
-from crossrank.tools.analysis.diagnosis.findings import (
-    Place,
-    rank_text,
-)
+from crossrank.tools.analysis.diagnosis.call_history import changes_tags_otherwise
+from crossrank.tools.analysis.diagnosis.findings import Place, rank_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import content_text
@@ -40,15 +35,8 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         ]
         about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
         culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
-        finding = finding_on(
-            group,
-            mismatch.kind,
-            **about,
-            culprit_ranks=culprits,
-            waiting_ranks=sorted(stuck),
-            text=text,
-            proof="mismatch",
-        )
+        ranks = {"culprit_ranks": culprits, "waiting_ranks": sorted(stuck)}
+        finding = finding_on(group, mismatch.kind, **about, **ranks, text=text, proof="mismatch")
         if not culprits:
             finding.places = _places_of_each_call(job, mismatch)
         same = known.get((mismatch.kind, mismatch.culprits)) if mismatch.culprits else None
