@@ -344,7 +344,15 @@ def _run_group(command: list[str], patience: float | None) -> tuple[int, str]:
     """Run a compiler; return its exit code and its messages. However this ends, no process of the compiler is left: its
     driver starts others, which do the work."""
     started: list[subprocess.Popen[str]] = []
-    failures: list[OSError] = []
+    failures: list[Exception] = []
+    is_started, is_over = threading.Event(), threading.Event()
+
+    def end() -> None:
+        with contextlib.suppress(IndexError):  # it has not started yet, or the other thread ends it
+            compiler = started.pop()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(compiler.pid, signal.SIGKILL)
+            compiler.communicate()
 
     def start() -> None:
         try:
@@ -359,25 +367,26 @@ def _run_group(command: list[str], patience: float | None) -> tuple[int, str]:
                     start_new_session=True,
                 )
             )
-        except OSError as error:
+        except Exception as error:
             failures.append(error)
+        is_started.set()
+        if is_over.is_set():
+            end()
 
-    # A handler of a signal may raise on the main thread, and would lose a process that just starts there.
-    starter = threading.Thread(target=start)
+    # A handler of a signal may raise on the main thread, and would lose a process that just starts there. It may also
+    # raise in `join`, which then takes the thread for one that has ended.
     try:
-        starter.start()
-        starter.join()
+        threading.Thread(target=start).start()
+        is_started.wait()
         if failures:
             raise failures[0]
-        _, errors = started[0].communicate(timeout=patience)
+        compiler = started[0]
+        _, errors = compiler.communicate(timeout=patience)
     except BaseException:  # Ctrl-C does not reach the other session
-        starter.join()
-        for compiler in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(compiler.pid, signal.SIGKILL)
-            compiler.communicate()
+        is_over.set()
+        end()
         raise
-    return started[0].returncode, errors
+    return compiler.returncode, errors
 
 
 def _nvtx_options() -> list[str]:

@@ -243,12 +243,24 @@ def test_a_build_that_takes_too_long_is_ended_and_one_line_says_what_to_do(
     assert list(Path(endless["XDG_CACHE_HOME"], "crossrank").glob("*.failed")) == []
 
 
+SLOW_START = """
+import subprocess, time
+class Slow(subprocess.Popen):
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        time.sleep(2)
+subprocess.Popen = Slow
+"""
+"""The compiler runs before Python knows it, as on a busy machine."""
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("before", ["", SLOW_START], ids=["while it runs", "while it starts"])
 def test_build_recorder_ends_the_compiler_with_itself(
-    number: signal.Signals, endless: dict[str, str], tmp_path: Path
+    number: signal.Signals, before: str, endless: dict[str, str], tmp_path: Path
 ) -> None:
-    source = "import sys; from crossrank.tools.cli import main; sys.exit(main(['build-recorder']))"
+    source = f"{before}import sys; from crossrank.tools.cli import main; sys.exit(main(['build-recorder']))"
     process = jobs.start(tmp_path, source, **endless)
     with open(endless["OUTPUT"]) as output:
         assert output.readline() == "started\n"
