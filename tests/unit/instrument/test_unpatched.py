@@ -50,6 +50,11 @@ def test_python_is_used_itself_unless_threads_are_replaced() -> None:
     assert unpatched.subprocess.run is subprocess.run
 
 
+@pytest.mark.parametrize("clock", ["monotonic", "monotonic_ns", "time", "time_ns"])
+def test_a_clock_is_pythons_own_attribute_so_that_two_can_be_read_together(clock: str) -> None:
+    assert vars(unpatched.time)[clock] is getattr(time, clock)
+
+
 @pytest.mark.usefixtures("replaced")
 def test_a_thread_runs_while_the_main_thread_waits() -> None:
     assert unpatched.are_threads_replaced()
