@@ -72,8 +72,8 @@ PARTS = {
     "Kineto's groups": Part(
         "Kineto traces do not name the process groups", "torch.distributed.distributed_c10d: _get_all_pg_configs"
     ),
-    "timeouts": Part(
-        "the hang watch ignores the groups' timeouts",
+    "backends": Part(
+        "the hang watch knows neither the groups' timeouts nor whether their communicators have failed",
         "torch.distributed: ProcessGroup._get_backend ProcessGroup._device_types",
     ),
     "timing": Part(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import monotonic_ns
+from typing import Any
 
 import orjson
 import torch.distributed as dist
@@ -21,7 +22,10 @@ from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import GroupState
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.unpatched import threading
+from crossrank.recording import with_epoch
 
+_FAILED = "COMM_ERROR"
+"""Name of torch's `ErrorType` of a group whose communicator reported an error."""
 _MOST_GONE = 256
 """Destroyed groups that a dump still describes."""
 
@@ -103,6 +107,12 @@ class GroupTable:
         timeouts = (state.timeout for state in list(self._states.values()) if state.group.size > 1)
         return min((timeout for timeout in timeouts if timeout), default=None)
 
+    def failed(self) -> list[str]:
+        """Return the names of the groups whose communicator has failed, as the backend says: NCCL does."""
+        groups = list(distributed_c10d._world.pg_map) if has("process groups") else []
+        known = {group: self._states.get(id(group)) for group in groups}
+        return [with_epoch(one.group).pg for group, one in known.items() if one is not None and _has_failed(group)]
+
     def unseen_kinds(self) -> list[str]:
         """Return descriptions of groups whose calls bypass the dispatcher: Python subclasses of ProcessGroup."""
         if not has("process groups"):
@@ -158,16 +168,33 @@ def _read(group: dist.ProcessGroup, epoch: int) -> GroupState:
 
 def _timeout_of(group: dist.ProcessGroup) -> float | None:
     """Return the shortest timeout of the group's backends in seconds; None if unknown."""
-    if not has("timeouts"):
-        return None
     found: list[float] = []
-    for device in group._device_types:
+    for backend in _backends_of(group):
         try:
-            options = group._get_backend(device).options
-            found.append(options._timeout.total_seconds())
-        except Exception as error:  # a backend without options, or one that is not loaded yet
+            found.append(backend.options._timeout.total_seconds())
+        except Exception as error:  # a backend without options
             log.debug("crossrank: a process group has no timeout: %s", one_line(error))
     return min(found, default=None)
+
+
+def _has_failed(group: dist.ProcessGroup) -> bool:
+    """Return whether a communicator of a group has failed. Timeouts, and errors of other ranks, do not count."""
+    for backend in _backends_of(group):
+        try:
+            if backend.get_error().name == _FAILED:
+                return True
+        except Exception as error:  # a backend that does not say
+            log.debug("crossrank: a process group does not say whether it has failed: %s", one_line(error))
+    return False
+
+
+def _backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
+    """Yield the backends of a group, one per type of device."""
+    for device in group._device_types if has("backends") else ():
+        try:
+            yield group._get_backend(device)
+        except Exception as error:  # one that is not loaded yet
+            log.debug("crossrank: a backend of a process group is unknown: %s", one_line(error))
 
 
 def process_group_config() -> str:

@@ -132,6 +132,7 @@ class FlightDumps:
             "host": socket.gethostname(),
             "process": os.getpid(),
             "groups_made": getattr(distributed_c10d._world, "group_count", None) if has("process groups") else None,
+            "failed_groups": session.groups.failed(),
             "reason": reason,
             "error": exceptions[0]["error"] if exceptions else None,
             "exceptions": exceptions,

@@ -338,9 +338,9 @@ def loses_its_gpu(rank: int) -> None:
         torch.cuda.synchronize()  # rank 1
 
 
-@fault(("all_joined_not_completed",), with_gloo=False, by_stand_in=True, line_with_nccl=False)
+@fault(("communicator_failed", *DIED), culprits=(1,), with_gloo=False, by_stand_in=True, line_with_nccl=False)
 def gets_an_error_of_nccl(rank: int) -> None:
-    """A link breaks: rank 1 notices it, and nothing says that it is to blame."""
+    """A link breaks, and rank 1 notices it; torch may end it for that."""
     os.environ["STAND_IN_NCCL_ERROR"] = "3" if rank == 1 else ""
     for _ in range(4):
         dist.all_reduce(torch.ones(256))

@@ -72,6 +72,8 @@ class Ending:
     """Its number in the system, on its node."""
     groups_made: int | None = None
     """How many process groups it has made, those of others included."""
+    failed_groups: frozenset[str] = frozenset()
+    """Names of the groups whose communicator has failed on this rank."""
     callers: dict[str, int] = field(default_factory=dict)
     """Group -> thread that made the last call on it, in the order of these calls."""
     waits: list[WaitUnderWay] | None = None

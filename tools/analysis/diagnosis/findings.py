@@ -73,6 +73,11 @@ KINDS: dict[str, Kind] = {
         "NCCL: NCCL_DEBUG=INFO, link counters, switch logs",
         "check the logs of these ranks, and the network between them",
     ),
+    "communicator_failed": Kind(
+        "all ranks made the call, and the communicator has failed on some of them",
+        "read the log of rank {culprits}, where torch and NCCL name the error; check its network and GPU "
+        "(NCCL_DEBUG=INFO, link counters, dmesg, Xid)",
+    ),
     "p2p_unmatched": Kind(
         "a send or receive without a match on the other rank",
         "compare the sends and receives of rank {culprits} with those of their peers: one is missing, or in another "
@@ -186,7 +191,7 @@ def call_text(op: str, seq: int | None) -> str:
 PROOFS = {
     "deadlock": "ranks wait, and every rank that could release them waits for them",
     "mismatch": "ranks made calls that cannot be one, at the same place of the group's order",
-    "gone": "ranks wait for one that has ended",
+    "gone": "ranks wait for one that has ended, or on a communicator that has failed",
     "late": "ranks wait for one that has not come, and may still come",
     "not_known": "ranks wait, and it is not known what the others do",
 }

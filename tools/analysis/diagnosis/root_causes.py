@@ -39,6 +39,8 @@ exception, any wait counts."""
 _STOPPED = 2_000_000_000
 """A rank counts as stopped if its comms file ended this many ns before those of the waiting ranks."""
 
+FAILED = "communicator_failed"
+
 _ANSWERS = {"send": "recv", "recv": "send"}
 
 
@@ -102,7 +104,7 @@ def find_closed_ops(search: Search) -> None:
             continue
         else:
             kind, culprits, text = _why_closed(search, op)
-            proof = "gone" if kind == MISSING and culprits else "late"
+            proof = "gone" if kind == FAILED or (kind == MISSING and culprits) else "late"
         search.add_root(finding_of(op, kind, culprits=culprits, text=text, proof=proof), [op])
 
 
@@ -115,6 +117,10 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
             for why, those in how.items()
         ]
         return MISSING, gone, f"all ranks made the call; {'; '.join(texts)} before it finished on the others"
+    failed = {rank for rank in op.group.ranks if rank in ranks and op.group.pg[0] in ranks[rank].ending.failed_groups}
+    if failed:
+        culprits = failed if len(failed) < len(op.group.ranks) else set()
+        return FAILED, culprits, f"all ranks made the call; the communicator has failed on {rank_text(failed)}"
     if op.passed and len(waiting) * 2 < len(op.group.ranks):
         if all("nccl" in ranks[rank].backend for rank in waiting):
             return (

@@ -109,6 +109,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
         ending.waits, ending.activity = moment.waits, moment.activity
         ending.process, ending.groups_made = moment.process, moment.groups_made
+        ending.failed_groups = frozenset(moment.failed_groups)
         ending.note_callers(moment.calls)
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])

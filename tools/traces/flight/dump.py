@@ -127,6 +127,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """Its number in the system; None in older dumps."""
     groups_made: Number | None = None
     """How many process groups torch has counted on this rank, those of other ranks included."""
+    failed_groups: Annotated[list[Annotated[Text, Privacy.GROUP]], MANY] = []
+    """Names of the process groups whose communicator has failed, as its backend says."""
     reason: Annotated[Text, Privacy.REASON] = ""
     """`hang` or `asked`: a rank asked what it does, and it had just communicated nothing, or something; `SIGUSR1`,
     `SIGTERM`, `window`, `disable`, `exit`."""

@@ -34,6 +34,7 @@ class Moment:
     traceback: tuple[tuple[str, str, int], ...] = ()
     source: str | None = None
     """`file:line` of the calls, as the record beside the dump has it."""
+    failed_groups: tuple[str, ...] = ()
     timed_out: bool = False
     """gloo has retired the call that did not end."""
 
@@ -52,6 +53,7 @@ def write_moments(job: SimulatedJob, folder: Path, moments: dict[int, Moment]) -
         raised["frames"] = _frames(moment.traceback)
         about = {"rank": rank, "world_size": moment.world_size or job.world_size, "host": moment.host}
         said: dict[str, Any] = about | {
+            "failed_groups": list(moment.failed_groups),
             "reason": moment.reason,
             "error": moment.error,
             "time_ns": last + int(moment.after * SECOND),

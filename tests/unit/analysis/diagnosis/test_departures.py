@@ -46,6 +46,27 @@ def test_a_rank_that_left_with_unfinished_gpu_work_is_missing(error: str | None,
     assert f"the call; rank 2 left the job ({error or 'exit'}) before it finished" in found.findings[0].text
 
 
+@pytest.mark.parametrize(
+    ("failed", "culprits", "text"), [((1,), [1], "1"), ((1, 2), [1, 2], "1-2"), ((0, 1, 2, 3), [], "0-3")]
+)
+def test_a_rank_on_which_the_communicator_failed_is_the_culprit(
+    failed: tuple[int, ...], culprits: list[int], text: str, tmp_path: Path
+) -> None:
+    job = SimulatedJob([[STEP] * 3] * 4, WORLD, broken={("0", 3)})
+    moments = {rank: Moment(failed_groups=("0",) if rank in failed else ()) for rank in range(4)}
+    found = diagnose_moments(job, tmp_path, moments)
+    waiting = [rank for rank in range(4) if rank not in culprits]
+    assert roots(found) == [("communicator_failed", "default_pg", 3, culprits, waiting)]
+    assert (found.verdict, found.proof) == ("error", "gone")
+    assert found.findings[0].text == f"all ranks made the call; the communicator has failed on rank {text}"
+
+
+def test_the_failed_communicator_of_another_group_explains_nothing(tmp_path: Path) -> None:
+    job = SimulatedJob([[STEP] * 3] * 4, WORLD, broken={("0", 3)})
+    found = diagnose_moments(job, tmp_path, {rank: Moment(failed_groups=("7",)) for rank in range(4)})
+    assert roots(found) == [("all_joined_not_completed", "default_pg", 3, [], [0, 1, 2, 3])]
+
+
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
 def test_ranks_that_fail_soon_after_one_raises_are_waiting_for_it(op: str, tmp_path: Path) -> None:
     programs = training_that_rank_2_leaves()
