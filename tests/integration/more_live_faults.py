@@ -442,3 +442,25 @@ def stalls_in_its_model(rank: int) -> None:
             batch = slow(batch)  # rank 3
         model(batch).sum().backward()
         optimizer.step()
+
+
+@fault(("thread_order",), with_nccl=False)
+def calls_on_one_group_from_two_threads(rank: int) -> None:
+    """A thread reduces what it measures, while the main thread trains: which of them calls first is left to chance."""
+    for _ in range(4):
+        dist.all_reduce(torch.ones(64))
+    is_first = threading.Event()
+
+    def reduce_metrics() -> None:
+        if rank == 2:
+            is_first.wait()
+            time.sleep(0.5)
+        dist.all_reduce(torch.ones(3))  # every rank
+
+    metrics = threading.Thread(target=reduce_metrics, name="metrics")
+    metrics.start()
+    if rank != 2:
+        time.sleep(0.5)
+    is_first.set()
+    dist.broadcast(torch.ones(256), src=0)  # every rank
+    metrics.join()

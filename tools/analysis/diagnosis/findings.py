@@ -57,6 +57,10 @@ KINDS: dict[str, Kind] = {
         "ranks made their calls in different orders, so that each waits for the other",
         "make these calls in the same order on every rank",
     ),
+    "thread_order": Kind(
+        "several threads of a rank call on one group, and their order differs between ranks",
+        "let one thread make all calls of a group, or give each thread a group of its own",
+    ),
     "not_started": Kind(
         "all ranks made the collective, but on some GPUs it never started",
         "check the GPU of rank {culprits}: it is still busy with earlier work, or stuck in it",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from crossrank.tools.analysis.diagnosis.call_history import changes_tags_otherwise
-from crossrank.tools.analysis.diagnosis.findings import Place, rank_text
+from crossrank.tools.analysis.diagnosis.findings import Place, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
-from crossrank.tools.analysis.diagnosis.mismatches import Mismatch
+from crossrank.tools.analysis.diagnosis.mismatches import Mismatch, match_key
 from crossrank.tools.analysis.diagnosis.p2p import content_text
 from crossrank.tools.analysis.diagnosis.search import Search, finding_on
 from crossrank.tools.analysis.diagnosis.stacks import place_of_call
@@ -34,18 +36,21 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
             if runs_ahead or _has_more_calls(search, op, mismatch) or not op.absent & search.silent - gone
         ]
         about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
-        culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
+        kind, culprits, text = mismatch.kind, list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
+        if threads := _threads_at_once(job, mismatch):
+            kind, culprits, stuck = "thread_order", [], stuck | set(mismatch.culprits)
+            text = f"{text}; these are calls of several threads at the same time: {_threads_text(threads)}"
         ranks = {"culprit_ranks": culprits, "waiting_ranks": sorted(stuck)}
-        finding = finding_on(group, mismatch.kind, **about, **ranks, text=text, proof="mismatch")
+        finding = finding_on(group, kind, **about, **ranks, text=text, proof="mismatch")
         if not culprits:
             finding.places = _places_of_each_call(job, mismatch)
-        same = known.get((mismatch.kind, mismatch.culprits)) if mismatch.culprits else None
+        same = known.get((kind, mismatch.culprits)) if mismatch.culprits else None
         if same is not None:
             finding.because_of = same
             search.consequences.append(finding)
             search.root_of = dict.fromkeys(behind_it, same) | search.root_of
             continue
-        root = known[mismatch.kind, mismatch.culprits] = len(search.roots)
+        root = known[kind, mismatch.culprits] = len(search.roots)
         search.add_root(finding, behind_it, mismatch.since)
         if gone:
             search.explained |= gone
@@ -53,6 +58,28 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
             text = f"{rank_text(gone)} has no record of this call: {why}"
             follows = finding_on(group, "dump_missing", **about, waiting_ranks=sorted(gone), text=text, because_of=root)
             search.consequences.append(follows)
+
+
+def _threads_at_once(job: JobState, mismatch: Mismatch) -> dict[int, list[str]]:
+    """Return rank -> its threads that wait in calls of the group at the same time.
+
+    Empty unless all ranks made the same calls from the mismatch on: only the order of the threads differs then.
+    """
+    group, made, threads = mismatch.group, [], {}
+    for rank in mismatch.ranks:
+        trace, lane = job.ranks[rank], group.lanes[rank]
+        rows = [row for row, seq in zip(lane.rows, lane.numbers, strict=True) if seq >= mismatch.seq]
+        made.append(Counter(match_key(job.signature(rank, row)) for row in rows))
+        own = {trace.calls.id[row] for row in rows}
+        waiting = sorted({one.thread for one in trace.ending.waits or () if one.id in own})
+        if len(waiting) > 1:
+            threads[rank] = waiting
+    return threads if all(one == made[0] for one in made) else {}
+
+
+def _threads_text(threads: dict[int, list[str]]) -> str:
+    by_names = ranks_by({rank: " and ".join(names) for rank, names in threads.items()})
+    return "; ".join(f"{names} of {rank_text(ranks)}" for names, ranks in by_names.items())
 
 
 def _places_of_each_call(job: JobState, mismatch: Mismatch) -> list[Place]:

@@ -33,6 +33,8 @@ _WITHOUT_CULPRIT = (
     "not_recorded",
     "no_progress",
     "all_joined_not_completed",
+    "communicator_failed",
+    "thread_order",
     "p2p_size_mismatch",
     "p2p_wait_cycle",
 )
