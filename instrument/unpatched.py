@@ -39,8 +39,8 @@ def are_threads_replaced() -> bool:
 
 
 _CLOCKS = ("monotonic", "monotonic_ns", "time", "time_ns")
-"""Functions of `time` that no library replaces. They are attributes, since a lookup takes 2 µs: two clocks that are read
-together would show times that are so far apart."""
+"""Functions of `time` that no library replaces. They are attributes, since a lookup takes 2 µs: two clocks that are
+read together would show times that are so far apart."""
 
 _copies: dict[str, ModuleType] = {}
 
