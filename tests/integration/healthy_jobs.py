@@ -426,6 +426,40 @@ def saves_beside_training(rank: int) -> None:
             time.sleep(0.1)
 
 
+def serves_another_group_on_a_thread(rank: int, supply: Callable[[], object] = pause, by: int = 0) -> None:
+    """Rank 1 waits for the thread of rank 0, and rank 0's main thread for rank 1: only the thread can go on."""
+    orders = dist.new_group([0, 1], group_desc="orders")
+    results = dist.new_group([0, 1], group_desc="results")
+    supplies = dist.new_group([0, 2], group_desc="supplies")
+
+    def serve() -> None:
+        for step in range(3):
+            if rank == by and step == 2:
+                supply()
+            if rank in (0, 2):
+                dist.all_reduce(torch.ones(2), group=supplies)
+            if rank == 0:
+                dist.all_reduce(torch.ones(3), group=orders)
+
+    with on_a_thread(serve):
+        for _ in range(3 if rank < 2 else 0):
+            if rank == 1:
+                dist.all_reduce(torch.ones(3), group=orders)
+            dist.all_reduce(torch.ones(5), group=results)
+
+
+def serves_with_a_pause(rank: int) -> None:
+    serves_another_group_on_a_thread(rank)
+
+
+def serves_with_computation(rank: int) -> None:
+    serves_another_group_on_a_thread(rank, evaluate)
+
+
+def serves_with_what_another_rank_supplies(rank: int) -> None:
+    serves_another_group_on_a_thread(rank, pause, 2)
+
+
 WITH_GLOO = (
     is_waited_for_in_a_monitored_barrier,  # NCCL has none
     joins_with_uneven_data,  # a stand-in for a GPU computes no loss
@@ -434,6 +468,10 @@ WITH_GLOO = (
     # A stream waits, and nothing tells whether its host will need it soon.
     begins_a_call_one_after_the_other,
     listens_on_a_thread_while_it_sleeps,
+    # All groups wait for one stream.
+    serves_with_a_pause,
+    serves_with_computation,
+    serves_with_what_another_rank_supplies,
 )
 JOBS: dict[str, Callable[[int], None]] = {
     name: job

@@ -187,7 +187,7 @@ def add_records(
     """Append recorded calls with times on `clock`. `last` is the id of a call that may not have returned. `is_cut`: the
     recording may end before a call finishes that the rank did not wait for."""
     trace = builder.trace
-    ending, awaited = trace.ending, trace.ending.awaited
+    ending, awaited, waiting = trace.ending, trace.ending.awaited, trace.ending.thread_of_call
     # A launch of NCCL may block, and is not a recorded wait.
     waits_known = trace.backend == GLOO and ending.waits is not None and ending.reason in (*ANSWERS, "SIGUSR1")
     state = []
@@ -196,6 +196,8 @@ def add_records(
         unawaited = not blocks and is_p2p(record)
         may_block = record.id == last and not (blocks and waits_known)
         state.append(SCHEDULED if may_block or record.id in awaited or (is_cut and unawaited) else RETIRED)
+        if record.id in waiting:
+            trace.row_of_thread[waiting[record.id]] = row
         if record.id in awaited:
             trace.awaited.add(row)
         elif unawaited:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from crossrank.comm import CommRecord
+from crossrank.comm import CommRecord, is_p2p
 from crossrank.recording import ANSWERS, OF_A_BACKEND
 from crossrank.tools.traces.activity import RankActivity, ThreadActivity
 from crossrank.tools.traces.flight.dump import Frame, OwnStack, Raised, WaitUnderWay
@@ -76,6 +76,8 @@ class Ending:
     """Names of the groups whose communicator has failed on this rank."""
     callers: dict[str, int] = field(default_factory=dict)
     """Group -> thread that made the last call on it, in the order of these calls."""
+    collective_callers: dict[str, int] = field(default_factory=dict)
+    """The same of collectives alone: another thread may only send and receive."""
     waits: list[WaitUnderWay] | None = None
     """Waits of these threads; None = unknown."""
     activity: RankActivity | None = None
@@ -98,6 +100,13 @@ class Ending:
             if record.thread:
                 self.callers.pop(record.pg, None)
                 self.callers[record.pg] = record.thread
+                if not is_p2p(record):
+                    self.collective_callers[record.pg] = record.thread
+
+    def caller(self, pg: str, *, p2p: bool) -> OwnStack | None:
+        """Return the thread that makes a rank's collectives, or its sends and receives, on a group; None if unknown."""
+        number = (self.callers if p2p else self.collective_callers).get(pg)
+        return next((one for one in self.stacks if one.number == number), None)
 
     def activity_of(self, stack: OwnStack | None) -> ThreadActivity | None:
         """Return what a thread did just before the dump was taken; None if that is unknown."""
@@ -110,6 +119,11 @@ class Ending:
         waits = self.waits or []
         of_main = [one for one in waits if one.thread == MAIN_THREAD]
         return {one.id for one in of_main or waits if one.id is not None}
+
+    @property
+    def thread_of_call(self) -> dict[int, int]:
+        """Id of each call that a thread waited for -> this thread."""
+        return {one.id: one.number for one in self.waits or () if one.id is not None and one.number is not None}
 
     @property
     def taken_by(self) -> int | None:

@@ -125,6 +125,8 @@ def sort_by_time(trace: RankTrace) -> None:
     order = sorted(range(len(called)), key=called.__getitem__)
     trace.unawaited = {new for new, old in enumerate(order) if old in trace.unawaited}
     trace.awaited = {new for new, old in enumerate(order) if old in trace.awaited}
+    threads = {old: thread for thread, old in trace.row_of_thread.items()}
+    trace.row_of_thread = {threads[old]: new for new, old in enumerate(order) if old in threads}
     trace.calls = trace.calls.take(order)
 
 
@@ -317,6 +319,8 @@ class RankTrace:
     """Rows of sends and receives that do not block later calls of their rank."""
     awaited: set[int] = field(default_factory=set)
     """Rows of calls that a thread of the rank waited for when its dump was taken."""
+    row_of_thread: dict[int, int] = field(default_factory=dict)
+    """Thread -> row of the call that it waited for then."""
 
     ending: Ending = field(default_factory=Ending)
     dump: DumpState = field(default_factory=DumpState)

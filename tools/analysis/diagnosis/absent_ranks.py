@@ -39,7 +39,7 @@ def find_silent_ranks(search: Search) -> None:
         if ranks[rank].ending.has_failed or (_was_ended_next(search, rank) and not _left_a_call_out(search, rank))
     }
     silent = search.silent - ended_by_others - search.may_wait_for_a_thread.keys()
-    for op, absent in search.by_most_waited_for(silent):
+    for op, absent in search.by_most_waited_for(silent, free=True):
         culprits, exception = absent, None
         states = [state_of(ranks[rank], op.group.name) for rank in sorted(absent)]
         proof = _proof_by(search, states)

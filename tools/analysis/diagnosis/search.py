@@ -133,19 +133,23 @@ class Search:
         self.roots.append(finding)
         self.began.append(min(moments, default=_LAST))
 
-    def by_most_waited_for(self, ranks: set[int]) -> Iterator[tuple[StuckOp, set[int]]]:
-        """Yield (operation, the ranks of `ranks` that are missing in it).
+    def by_most_waited_for(self, ranks: set[int], *, free: bool = False) -> Iterator[tuple[StuckOp, set[int]]]:
+        """Yield (operation, the ranks of `ranks` that are missing in it, with `free` also those that are free to come).
 
         Starts with the operation that lacks most ranks that were not yielded before; if several lack the same ranks,
         with the first in the program. The caller must explain each operation.
         """
         met: set[int] = set()
-        while lacking := {op: op.absent & ranks for op in self.left() if op.absent & ranks - met}:
+        while lacking := {op: those for op in self.left() if (those := self._missing(op, ranks, free)) - met}:
             news = {op: absent - met for op, absent in lacking.items()}
             first = min(news, key=lambda op: (-len(news[op]), *most_waiters_first(op)))
             op = first_in_program(self.job, [op for op in news if news[op] == news[first]])
             met |= lacking[op]
             yield op, lacking[op]
+
+    @staticmethod
+    def _missing(op: StuckOp, ranks: set[int], free: bool) -> set[int]:
+        return op.absent & ranks | (op.free if free else set())
 
 
 def finding_on(group: ProcessGroup, kind: str, **facts: Any) -> Finding:

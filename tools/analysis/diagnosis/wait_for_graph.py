@@ -5,6 +5,7 @@ members of the group that have not made this call; if all have, for those that a
 end at one of these causes:
 
 * a rank without a blocked call, which has stopped making calls, or has no dump;
+* a rank of which another thread makes the calls of the group than the one with the blocked call;
 * a call that every member has reached, and that does not end;
 * ranks that wait for each other in a cycle.
 
@@ -20,11 +21,12 @@ from dataclasses import dataclass, field
 
 from crossrank.comm import OPERATIONS, is_p2p
 from crossrank.tools.analysis.diagnosis.job_state import JobState, releases_all, reports_ends
+from crossrank.tools.analysis.diagnosis.main_threads import is_users
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
 from crossrank.tools.analysis.diagnosis.states import is_moving
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.ending import Ending
-from crossrank.tools.traces.rank_trace import GLOO, RETIRED, Calls
+from crossrank.tools.traces.rank_trace import GLOO, RETIRED, Calls, RankTrace
 
 _ENDS_LAST_ON_ROOT = ("gather", "reduce")
 """Operations that may end on other ranks before they end on the root."""
@@ -47,6 +49,8 @@ class StuckOp:
     """Ranks whose blocked call it is."""
     absent: set[int] = field(default_factory=set)
     """Ranks that have not made the call, or ended while others were in it, including ranks without evidence."""
+    free: set[int] = field(default_factory=set)
+    """Those of them whose thread that calls on the group waits in no call: only other threads of the rank do."""
     behind: set[int] = field(default_factory=set)
     """Ranks that have made it and are stuck in an earlier call."""
     passed: set[int] = field(default_factory=set)
@@ -75,8 +79,9 @@ class WaitForGraph:
         return list(dict.fromkeys(self.op_of.values()))
 
     def targets(self, rank: int) -> set[int]:
-        """Return the ranks that `rank` waits for."""
-        return self.op_of[rank].awaited - {rank} if rank in self.op_of else set()
+        """Return the ranks that `rank` waits for, and that their own waits keep from making the call."""
+        op = self.op_of.get(rank)
+        return op.awaited - op.free - {rank} if op is not None else set()
 
     def set_aside(self, op: StuckOp) -> None:
         """Remove an operation in which no rank is stuck."""
@@ -99,13 +104,31 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
         first = min((one for one in rows if one is not None), default=None)
         if first is not None and not _others_went_on(job, rank, first):
             blocked[rank] = first
+    graph = _graph_of(job, blocked, missed_ends, pairing)
+    # Another thread of a rank may make the calls that others wait for. Then its wait counts, not the one found above.
+    there = {rank: op for op in graph.ops for rank in op.absent & blocked.keys()}
+    of_callers = {rank: _row_of_caller(job.ranks[rank], op) for rank, op in there.items()}
+    changed = {rank: row for rank, row in of_callers.items() if row is not None and row != blocked[rank]}
+    return _graph_of(job, blocked | changed, missed_ends, pairing) if changed else graph
+
+
+def _graph_of(job: JobState, blocked: dict[int, int], missed_ends: dict[int, int], pairing: Pairing) -> WaitForGraph:
     graph = WaitForGraph(blocked, missed_ends, _stuck_ops(job, blocked, pairing))
     for rank, op in graph.op_of.items():
         if op.is_p2p:
             _place_peers(job, graph, rank, pairing)
         elif rank == op.waiting[0]:
             _place_members(job, graph, op)
+    for op in graph.ops:
+        there = op.absent & blocked.keys()
+        op.free = {rank for rank in there if _may_come_on_a_thread(job.ranks[rank].ending, op)}
     return graph
+
+
+def _row_of_caller(trace: RankTrace, op: StuckOp) -> int | None:
+    """Return the row of the call that the thread of a rank waits for that calls on the group of `op`."""
+    caller = trace.ending.caller(op.group.name, p2p=op.is_p2p)
+    return trace.row_of_thread.get(caller.number or 0) if caller is not None else None
 
 
 def _has_ended_well(job: JobState, rank: int) -> bool:
@@ -310,6 +333,14 @@ def _place_peers(job: JobState, graph: WaitForGraph, rank: int, pairing: Pairing
             is_p2p_too = is_p2p(job.signature(peer, theirs))
             if not (is_p2p_too and _went_out_together(job.ranks[peer].calls, theirs, partner[1])):
                 op.behind.add(peer)
+
+
+def _may_come_on_a_thread(ending: Ending, op: StuckOp) -> bool:
+    """Return whether a rank of which a thread waits may still make the call of `op`, on the thread that makes its calls
+    on that group. A thread without a line of the user is one of a pool or of torch: it works for another one."""
+    caller = ending.caller(op.group.name, p2p=op.is_p2p)
+    waiting = {one.number for one in ending.waits or ()}
+    return caller is not None and bool(waiting) and caller.number not in waiting and any(map(is_users, caller.frames))
 
 
 def strongly_connected_components(edges: Mapping[int, Collection[int]]) -> list[list[int]]:

@@ -567,7 +567,7 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     """
     trace, signatures = builder.trace, builder.signatures
     calls, recorded_from, clock = trace.calls, trace.dump.recorded_from, WallClock([moment.clock])
-    awaited = trace.ending.awaited
+    awaited, waiting = trace.ending.awaited, trace.ending.thread_of_call
     by_number: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     names = [None if one.apart else one.group.pg for one in trace.groups]
@@ -608,6 +608,8 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             calls.stack[row] = builder.stacks.number(stack_of(record))
         if record.id in awaited:
             trace.awaited.add(row)
+        if record.id in waiting:
+            trace.row_of_thread[waiting[record.id]] = row
 
 
 def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:
