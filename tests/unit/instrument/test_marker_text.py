@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.instrument.write.nvtx_markers import MAX_BYTES, shortened
@@ -128,7 +128,6 @@ def test_invalid_runs_give_no_ranks(runs: list[tuple[int, int, int]]) -> None:
     assert from_runs(runs) is None
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["in", "out", "in_split", "out_split", "source", "api", "pg"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord, Group
@@ -319,7 +319,6 @@ def test_the_shortest_duration_marks_the_last_rank_if_clocks_drift(took: int, bo
     assert found.collectives["is_upper_bound"].to_list() == [False] * 40 + [bound]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(-(10**7), 10**7), min_size=2, max_size=6),
     st.lists(

@@ -71,7 +71,7 @@ def reduced(inputs: Tensors, reduction: str, members: list[int]) -> torch.Tensor
     return _REDUCE[reduction](rows)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.sampled_from([1, 2, 3, 16, 40, 120]),
     size=st.integers(1, 200),
@@ -198,7 +198,7 @@ def test_an_unwritten_output_is_wrong(dtype: str) -> None:
     assert failures(made) == [0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     n=st.sampled_from([2, 3, 14, 40]),
     size=st.integers(1, 20),

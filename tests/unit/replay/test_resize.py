@@ -59,7 +59,7 @@ def summary(plan: Plan) -> list[tuple[object, ...]]:
     return rows
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(2, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
 def test_resize_equals_a_recording_of_another_data_parallel_width(
     data: int, pipeline: int, tensor: int, wider: int
@@ -164,7 +164,7 @@ def alone(records: list[CommRecord], groups: dict[str, list[int]], rank: int, wo
     return rank_trace(rank, records, mine, world)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 3), st.integers(1, 2), st.data())
 def test_one_rank_file_restores_the_calls_of_every_rank(data: int, tensor: int, draw: st.DataObject) -> None:
     ranks, groups = mesh(data, 1, tensor)

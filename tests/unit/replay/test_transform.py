@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.errors import CrossrankError
@@ -57,7 +57,6 @@ def test_scaling_by_elements_keeps_a_plan_consistent() -> None:
     assert plan.coverage().complete
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 50))
 def test_any_scale_factor_gives_a_consistent_plan(factor: float) -> None:
     plan = scale_bytes(job(), factor)

@@ -50,7 +50,7 @@ def test_a_whole_file_is_read_with_any_compression(tmp_path: Path, compress: typ
     assert read(tmp_path / "f", compress(WHOLE)) == (list(range(20)), "1", ())
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.integers(1, 400), st.integers(1, 400), st.sampled_from(["{}", '{"a": NaN}', '{"a": 9}', "cut"]), st.booleans()
 )

@@ -43,7 +43,7 @@ def _of_all_nodes(path: str) -> CommunicationTrace:
         return read_communication_trace(path, 8)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_piece_size_does_not_matter(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     schema = data.draw(st.sampled_from(SCHEMAS))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.tools.graph.linking import link
@@ -162,7 +162,6 @@ def test_the_best_shift_has_most_equal_names_and_numbers(
     assert best_shift(ours, theirs) == (shift, places)
 
 
-@settings(deadline=None)
 @given(st.text("abc", min_size=1, max_size=60), st.integers(0, 20), st.integers(0, 20))
 def test_numbers_locate_a_thread_at_any_start_of_the_other_side(names: str, before: int, after: int) -> None:
     numbers = [*[-1] * before, *range(len(names))]

@@ -184,7 +184,7 @@ def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> Non
 
 
 @needs_traces
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60)
 @given(case=st.sampled_from(["clean", "gloo_missing", "gloo_missing_json", "missing_one"]), data=st.data())
 def test_mutated_real_dumps_are_read_or_reported(case: str, data: st.DataObject, tmp_path: Path) -> None:
     for file in Path(public("flight"), case).glob("rank_*"):
