@@ -5,7 +5,7 @@ members of the group that have not made this call; if all have, for those that a
 end at one of these causes:
 
 * a rank without a blocked call, which has stopped making calls, or has no dump;
-* a rank of which another thread makes the calls of the group than the one with the blocked call;
+* a rank that waits on another thread than the one that makes its calls on the group;
 * a call that every member has reached, and that does not end;
 * ranks that wait for each other in a cycle.
 
@@ -336,8 +336,9 @@ def _place_peers(job: JobState, graph: WaitForGraph, rank: int, pairing: Pairing
 
 
 def _may_come_on_a_thread(ending: Ending, op: StuckOp) -> bool:
-    """Return whether a rank of which a thread waits may still make the call of `op`, on the thread that makes its calls
-    on that group. A thread without a line of the user is one of a pool or of torch: it works for another one."""
+    """Return whether a rank may still make the call of `op` although it waits: on the thread that makes its calls on
+    that group, while another thread waits. A thread without a line of the user is one of a pool or of torch: it works
+    for another one."""
     caller = ending.caller(op.group.name, p2p=op.is_p2p)
     waiting = {one.number for one in ending.waits or ()}
     return caller is not None and bool(waiting) and caller.number not in waiting and any(map(is_users, caller.frames))
