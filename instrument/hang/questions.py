@@ -19,7 +19,8 @@ from crossrank.budget import BudgetError, read_small
 from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.log import log
-from crossrank.instrument.unpatched import threading, time
+from crossrank.instrument.store_requests import StoreRequests
+from crossrank.instrument.unpatched import time
 from crossrank.recording import ASKED
 
 if TYPE_CHECKING:
@@ -30,15 +31,18 @@ _PAUSE_PER_RANK = 4e-4
 """Seconds between two looks at the store, or the file: together, all ranks ask it at most 2,500 times per second."""
 _SILENT = 2.5
 """Seconds without an answer of the store after which the file is read."""
-_STORE_ANSWERS = 3.0
-"""Seconds that the end of the recording waits for an answer of the store."""
 
 
 class Questions:
     """The questions of one job."""
 
     def __init__(
-        self, folder: Path, world_size: int, store: Callable[[], Store | None], calls: Callable[[], int] = lambda: 0
+        self,
+        folder: Path,
+        world_size: int,
+        store: Callable[[], Store | None],
+        calls: Callable[[], int] = lambda: 0,
+        requests: StoreRequests | None = None,
     ) -> None:
         """`store` returns the store of the job, None if it has none that outlives its process groups: torch logs a
         warning with a C++ stack for each connection to a store that has ended. A rank whose `calls` grow trains."""
@@ -48,9 +52,7 @@ class Questions:
         self._calls = calls
         self._find_store = store
         self._store: Store | None = None
-        self._at_store = threading.Lock()
-        """Held during a request. Before Python 3.14, a thread that returns from C++ while the interpreter shuts down
-        ends the process."""
+        self._requests = requests or StoreRequests()
         self._answered = -_SILENT
         """When the store answered last, on the monotonic clock."""
         self._stopped = False
@@ -63,10 +65,8 @@ class Questions:
         threads.start("questions", self._listen, lost="this rank hears of hangs through the folder alone")
 
     def stop(self) -> None:
-        """Stop to listen. Wait a few seconds for a pending answer of the store."""
+        """Stop to listen. A request to the store may be under way."""
         self._stopped = True
-        if self._at_store.acquire(timeout=_STORE_ANSWERS):
-            self._at_store.release()
 
     def hear(self) -> bool:
         """Return whether a question was asked since the last time."""
@@ -103,22 +103,21 @@ class Questions:
         return b""
 
     def _add(self, count: int) -> None:
-        with self._at_store:
-            if self._store is not None and not self._stopped:
+        with self._requests.one() as may_ask:
+            if may_ask and self._store is not None and not self._stopped:
                 self._in_store = self._store.add(self._key, count)
                 self._answered = time.monotonic()
 
     def _listen(self) -> None:
         try:
-            store = self._find_store()
-            if store is None or not hasattr(store, "clone"):
-                return
-            self._store = store.clone()
-            del store  # it may host the job's rendezvous, and would block the next process group
+            with self._requests.one() as may_ask:
+                store = self._find_store() if may_ask else None
+                self._store = store.clone() if store is not None and hasattr(store, "clone") else None
+                del store  # it may host the job's rendezvous, and would block the next process group
             self._add(0)
             self._heard_in_store = self._in_store
             before = -1
-            while not self._stopped:
+            while self._store is not None and not (self._stopped or self._requests.ended):
                 trains, before = self._calls() != before, self._calls()
                 time.sleep(max(_PAUSE if trains else _PAUSE_IN_SILENCE, self._least_pause))
                 self._add(0)

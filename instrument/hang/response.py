@@ -34,6 +34,7 @@ from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch, Wait
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
+from crossrank.instrument.store_requests import StoreRequests
 from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed
 from crossrank.recording import COMMS, DIAGNOSING, FLIGHT, OVER, PAUSING, SEEN, SLOW, VERDICT
@@ -70,6 +71,7 @@ class Hangs:
         self._session = session
         self._watch: HangWatch | None = None
         self._questions: Questions | None = None
+        self._requests = StoreRequests()
         self._answers: Answers | None = None
         self._responded_at: float | None = None
         """When this rank responded last since its last call, on the monotonic clock."""
@@ -123,11 +125,12 @@ class Hangs:
                     part.write_text(str(longest))
 
     def stop(self) -> None:
-        """Stop to watch and to ask."""
+        """Stop to watch and to ask. The thread that watches may be about to ask for the first time."""
         if self._watch is not None:
             self._watch.stop()
         if self._questions is not None:
             self._questions.stop()
+        self._requests.end()
 
     def end_well(self) -> None:
         """The script of this rank has ended without an exception: what it waited for has come. Withdraw a verdict that
@@ -159,7 +162,8 @@ class Hangs:
                 self._questions.stop()
             lasts = os.environ.get(_STORE_OF_LAUNCHER) == "True"  # else rank 0 serves it, and may end first
             find_store = session.store_of_world if lasts else lambda: None
-            self._questions = Questions(files.recording, session.facts.world_size, find_store, session.recorder.calls)
+            size, calls = session.facts.world_size, session.recorder.calls
+            self._questions = Questions(files.recording, size, find_store, calls, self._requests)
             self._questions.start()
             self._answers = Answers(session, files.recording, self._questions)
         return self._answers

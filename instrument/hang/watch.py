@@ -75,6 +75,8 @@ class HangWatch:
         while not self._stopped:
             patience = self._patience()
             time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE if trains else _LONGEST_IN_SILENCE))
+            if self._stopped:
+                return
             now = time.monotonic()
             if trains := self._calls() != calls:
                 self._on_calls()

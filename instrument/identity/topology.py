@@ -24,6 +24,7 @@ from crossrank.comm import Locality
 from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.log import log
+from crossrank.instrument.store_requests import StoreRequests
 from crossrank.instrument.unpatched import threading, time
 from crossrank.machine import boot_id
 from crossrank.rank_runs import Run, from_runs, to_runs
@@ -42,8 +43,6 @@ _STANDSTILL = 5.0
 """Seconds without a new rank after which the collector publishes the known ranks."""
 _PATIENCE = 10.0
 """Seconds without news from the collector after which another rank becomes the collector."""
-_STORE_ANSWERS = 3.0
-"""Seconds that the end of the recording waits for an answer of the store."""
 _GIVE_UP_AFTER = 120.0
 """Seconds after which a rank that has not published counts as not recording."""
 _NOTHING = "-"
@@ -78,9 +77,7 @@ class Topology:
         if world_size == 1:
             self.settled.set()
         self._stopped = False
-        self._at_store = threading.Lock()
-        """Held during a request to the store. Before Python 3.14, a thread that returns from C++ while the interpreter
-        shuts down ends the process."""
+        self._requests = StoreRequests()
         self._collects = False
         self._collectors = 0
         self._published = 0
@@ -109,8 +106,8 @@ class Topology:
         def with_store(work: Callable[[Store], None]) -> None:
             from torch.distributed import PrefixStore
 
-            with self._at_store:
-                store = find_store() if not self._stopped else None
+            with self._requests.one() as may_ask:
+                store = find_store() if may_ask else None
                 if store is None:
                     self._stopped = True
                     return
@@ -144,8 +141,7 @@ class Topology:
     def stop(self, *, wait: bool = False) -> None:
         """Stop asking the store. With `wait`, wait a few seconds for a pending answer."""
         self._stopped = True
-        if wait and self._at_store.acquire(timeout=_STORE_ANSWERS):
-            self._at_store.release()
+        self._requests.end(wait=wait)
 
     def locality(self, ranks: Iterable[int] | None) -> Locality:
         """Return the locality of these global ranks; `unknown` while one of them is unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from crossrank.instrument.hang.questions import Questions
+from crossrank.instrument.store_requests import StoreRequests
 from crossrank.recording import list_recording
 
 
@@ -58,3 +60,45 @@ def test_ranks_without_a_store_hear_a_question_through_the_folder(tmp_path: Path
 def test_a_question_from_before_this_rank_began_is_not_heard(tmp_path: Path) -> None:
     Questions(tmp_path, 2, lambda: None).ask()
     assert not Questions(tmp_path, 2, lambda: None).hear()
+
+
+def test_questions_that_start_when_the_recording_has_ended_ask_no_store(tmp_path: Path) -> None:
+    """A thread in a request would end the process while the interpreter shuts down."""
+    requests = StoreRequests()
+    found: list[str] = []
+
+    def find_store() -> None:
+        found.append("asked")
+
+    late = Questions(tmp_path, 2, find_store, requests=requests)
+    requests.end()
+    late._listen()
+    late.ask()
+    assert found == []
+
+
+def test_the_end_waits_for_the_request_under_way() -> None:
+    requests, begun, may_end = StoreRequests(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def ask() -> None:
+        with requests.one() as may_ask:
+            begun.set()
+            may_end.wait()
+            order.append(f"asked {may_ask}")
+
+    def end() -> None:
+        requests.end()
+        order.append("ended")
+
+    asking, ending = threading.Thread(target=ask), threading.Thread(target=end)
+    asking.start()
+    begun.wait()
+    ending.start()
+    assert until(lambda: requests.ended)
+    may_end.set()
+    ending.join()
+    asking.join()
+    assert order == ["asked True", "ended"]
+    with requests.one() as may_ask:
+        assert not may_ask
