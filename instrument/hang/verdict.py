@@ -124,7 +124,7 @@ def diagnose(folder: Path, world_size: int) -> tuple[str, bytes]:
                 timeout=_PATIENCE,
                 check=False,
             )
-            if done.returncode in (0, 1):
+            if done.returncode in (0, 1) and output.exists():
                 return done.stdout.rstrip(), read_small(output)
     except (OSError, subprocess.SubprocessError) as error:
         raise CrossrankError(f"crossrank could not diagnose it here ({one_line(error)})") from error

@@ -161,6 +161,21 @@ def reduces_beside_long_computation(rank: int) -> None:
     work.wait()
 
 
+def works_between_a_call_and_its_wait(rank: int) -> None:
+    """Rank 0 has posted a call of all ranks, and works; the others wait for another call first."""
+    orders = dist.new_group(group_desc="orders")
+    for step in range(2):
+        if rank == 0:
+            work = reduced()
+            pause() if step == 1 else None
+        dist.broadcast(torch.ones(8), src=0, group=orders)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if rank > 0:
+            work = reduced()
+        work.wait()
+
+
 def waits_for_a_future_late(rank: int) -> None:
     future = reduced().get_future().then(lambda done: done.value())
     pause()

@@ -144,6 +144,8 @@ def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
         return False  # they may still make it
     if absent != set(members).difference(op.waiting) or len(op.waiting) * 2 >= len(members):
         return False
+    if all(job.ranks[rank].ending.ended_well for rank in absent):
+        return True  # a call that was made once too often may look as usual
     # If the earlier calls of a waiting rank led to this call before, the call is right and the others are late.
     return not any(is_usual(job, rank, search.graph.blocked[rank]) for rank in op.waiting)
 

@@ -13,20 +13,22 @@ from crossrank.tools.job.groups import ProcessGroup
 WINDOW = 512
 """Number of earlier calls that are compared."""
 
-# (index of the rank's group, operation, peer, stack)
-Token = tuple[int, str, "int | None", int]
+# (index of the rank's group, operation, peer, (stack, signature or -1))
+Token = tuple[int, str, "int | None", tuple[int, int]]
 
 
-def is_usual(job: JobState, rank: int, row: int) -> bool:
-    """Return whether the rank's calls before `row` were followed by the same call before."""
-    *before, this = _history(job, rank, row)
+def is_usual(job: JobState, rank: int, row: int, *, sized: bool = False) -> bool:
+    """Return whether the rank's calls before `row` were followed by the same call before; with `sized`, by one of the
+    same sizes."""
+    *before, this = _history(job, rank, row, sized=sized)
     return this in _expected(before)
 
 
-def is_out_of_turn(job: JobState, rank: int, row: int) -> bool:
-    """Return whether the rank's calls before `row` were always followed by another call before. False for a call that
-    the rank makes for the first time: the first call after a loop is no mistake."""
-    return bool(_due_instead(job, rank, row))
+def is_out_of_turn(job: JobState, rank: int, row: int, *, sized: bool = False) -> bool:
+    """Return whether the rank's calls before `row` were always followed by another call before; with `sized`, also by
+    one of other sizes. False for a call that the rank makes for the first time: the first call after a loop is no
+    mistake."""
+    return bool(_due_instead(job, rank, row, sized=sized))
 
 
 def is_new(job: JobState, rank: int, row: int) -> bool:
@@ -140,17 +142,22 @@ def _calls_until(job: JobState, rank: int, ops: Sequence[StuckOp]) -> list[int]:
     return [soonest.get((op.group.index, op.op), WINDOW) for op in ops]
 
 
-def _history(job: JobState, rank: int, row: int, windows: int = 1) -> list[Token]:
-    """Return the call at `row` and the rank's calls before it, at most `windows` windows of them."""
+def _history(job: JobState, rank: int, row: int, windows: int = 1, *, sized: bool = False) -> list[Token]:
+    """Return the call at `row` and the rank's calls before it, at most `windows` windows of them. With `sized`, calls
+    of different sizes are different calls."""
     calls, signatures = job.ranks[rank].calls, job.signatures
     some = slice(max(0, row - windows * WINDOW), row + 1)
     what = [(signatures[number].op, signatures[number].peer) for number in calls.signature[some]]
-    return [(group, *one, stack) for group, one, stack in zip(calls.group[some], what, calls.stack[some], strict=True)]
+    places = [
+        (stack, signature if sized else -1)
+        for stack, signature in zip(calls.stack[some], calls.signature[some], strict=True)
+    ]
+    return [(group, *one, place) for group, one, place in zip(calls.group[some], what, places, strict=True)]
 
 
-def _due_instead(job: JobState, rank: int, row: int) -> list[Token]:
+def _due_instead(job: JobState, rank: int, row: int, *, sized: bool = False) -> list[Token]:
     """Return the calls that followed the same calls before, if the rank now made another known call; else empty."""
-    *before, this = _history(job, rank, row)
+    *before, this = _history(job, rank, row, sized=sized)
     follows = _expected(before)
     return follows if this not in follows and this in before else []
 

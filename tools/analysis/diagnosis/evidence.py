@@ -156,10 +156,11 @@ def _add_seen(evidence: Evidence, seen: Sequence[Seen]) -> None:
     of_rank = {one.rank: one for one in sorted(seen, key=lambda one: (bool(one.frames), one.time_ns))}
     for trace in evidence.ranks:
         found, ending = of_rank.get(trace.rank if trace.rank is not None else -1), trace.ending
-        if (
-            found is not None
-            and not (ending.ended or ending.went_on)
-            and (ending.unseen or (ending.taken_at or 0) < found.time_ns)
+        # A rank that was ended from outside has not answered.
+        was_ended = ending.reason in CUT_SHORT and max(trace.calls.called, default=0) < (found.time_ns if found else 0)
+        if found is not None and (
+            was_ended
+            or (not (ending.ended or ending.went_on) and (ending.unseen or (ending.taken_at or 0) < found.time_ns))
         ):
             ending.seen = found
             if found.frames:

@@ -204,10 +204,11 @@ PROOFS = {
 
 NEXT_STEPS = {
     "runs": "rank {ranks} may come by itself; if it does not, look at the line that it runs",
-    "idle": "look at the line where rank {ranks} is blocked: a lock, a file system, a server or an input",
+    "idle": "look at the line where rank {ranks} is blocked: a sleep, a lock, a file system, a server or an input",
     "stopped": "find out what stopped rank {ranks}; `kill -CONT` with its process number continues it",
     "native": "rank {ranks} may come by itself; the C code that its line calls does not release the interpreter's lock",
-    "gone": "read the log and the exit code of rank {ranks}; the kernel's log (dmesg) shows a process that it killed",
+    "gone": "read the log and the exit code of rank {ranks}; if they give no reason, the kernel's log (dmesg) shows "
+    "whether the kernel killed it",
 }
 """State of a late rank -> the next step for the user. Other states have that of the kind of the finding."""
 
@@ -227,8 +228,8 @@ class LateRank(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
 
 
-def late_text(late: Sequence[LateRank]) -> str:
-    """Return ranks and what they do; empty without ranks.
+def late_text(late: Sequence[LateRank], which: str = ", which") -> str:
+    """Return ranks and what they do; empty without ranks. With an empty `which`, it is a sentence.
 
     >>> late_text([LateRank(rank=rank, state="runs", text="runs in f", cpu=cpu) for rank, cpu in ((1, 0.5), (2, 1))])
     'ranks 1-2, which run in f, with 50.0 % to 100.0 % of a CPU'
@@ -239,7 +240,7 @@ def late_text(late: Sequence[LateRank]) -> str:
         shares = list(dict.fromkeys(percent(one.cpu) for one in sorted(those, key=_cpu_of) if one.cpu is not None))
         cpu = f", with {' to '.join(dict.fromkeys((shares[0], shares[-1])))} of a CPU" if shares else ""
         verb = text if len(those) == 1 else _plural_of(text)
-        texts.append(f"{ranks_text(one.rank for one in those)}, which {verb}{cpu}")
+        texts.append(f"{ranks_text(one.rank for one in those)}{which} {verb}{cpu}")
     return "; ".join(texts)
 
 

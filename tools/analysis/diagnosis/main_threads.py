@@ -71,10 +71,20 @@ def may_wait(ending: Ending) -> bool:
         return True
     waiting = {one.thread for one in ending.waits}
     waiting |= {one.thread for one in ending.stacks if one.frames and _MAY_WAIT.search(one.frames[0].filename)}
-    innermost = main.frames[0].filename if main.frames else ""
-    if _MAY_WAIT_IDLE.search(innermost) and not _computes(ending):
+    if main.frames and _MAY_WAIT_IDLE.search(main.frames[0].filename) and not _computes(ending):
         return True
-    return MAIN_THREAD in waiting or (bool(waiting) and _WAITS_FOR_THREAD.search(innermost) is not None)
+    return MAIN_THREAD in waiting or (bool(waiting) and waits_for_threads(main))
+
+
+def waits_for_threads(stack: OwnStack) -> bool:
+    """Return whether a thread waits for another thread, or for a process."""
+    return bool(stack.frames) and _WAITS_FOR_THREAD.search(stack.frames[0].filename) is not None
+
+
+def is_timer(stack: OwnStack) -> bool:
+    """Return whether it is a `threading.Timer` that has not called its function yet."""
+    names = [frame.name for frame in stack.frames if frame.filename.endswith("threading.py")]
+    return len(names) == len(stack.frames) and names[:3] == ["wait", "wait", "run"]
 
 
 def _computes(ending: Ending) -> bool:
@@ -85,7 +95,7 @@ def _computes(ending: Ending) -> bool:
 
 def syncs(ending: Ending) -> bool:
     """Whether a thread of a rank waits for all that its GPU has to do; True where nothing shows it."""
-    if ending.reason not in (*ANSWERS, "SIGUSR1") or not ending.stacks:
+    if ending.reason not in (*ANSWERS, "SIGUSR1", "abort") or not ending.stacks:
         return True
     return any(stack.frames and _SYNCS.search(stack.frames[0].filename) for stack in ending.stacks)
 

@@ -20,6 +20,7 @@ from math import prod
 from typing import NamedTuple
 
 from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.dtypes import dtype_of
 from crossrank.tools.analysis.diagnosis.call_history import is_from_elsewhere, is_out_of_turn, is_usual
 from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState, called_op
@@ -36,6 +37,8 @@ TYPE, SIZE, DTYPE, ROOT, REDUCE = KINDS = (
 """Kinds of mismatches, in the order of the fields of `MatchKey`."""
 MISSING, EXTRA = "missing_rank", "extra_collective"
 
+_COPY = ("broadcast", "gather", "scatter", "all_gather")
+"""Operations that copy bytes, and reduce none."""
 _DIVIDES = "alltoall_base_"
 """c10d's operation that divides one tensor among the ranks."""
 _PAIRS = 2
@@ -101,6 +104,14 @@ def contradiction(signature: CommRecord, size: int) -> str:
     if whole != (shares if op == "all_reduce" else shares * size):
         return f"{given} elements in, {got} elements out"
     return f"{signature.dtype} in, {signature.out_dtype} out" if signature.out_dtype is not None else ""
+
+
+def _copied_bytes(key: MatchKey) -> int | str:
+    """Return the bytes of a call that only copies them: their types do not matter to it. Another call has a text."""
+    dtype = dtype_of(key.dtype or "")
+    if key.op not in _COPY or dtype is None or not isinstance(key.elements, int):
+        return key.text
+    return key.elements * dtype.size
 
 
 def _is_uneven_by_name(signature: CommRecord) -> bool:
@@ -245,6 +256,8 @@ class _Comparison:
             largest, others, has_majority = others[0], [largest], True
         columns = zip(KINDS, *(calls[ranks[0]] for ranks in (largest, *others)), strict=True)
         kind = next((kind for kind, *values in columns if len({one for one in values if one is not None}) > 1), TYPE)
+        if kind in (SIZE, DTYPE) and len(set(map(_copied_bytes, calls.values()))) == 1 and not self._is_stuck(seq):
+            return None
         odd = sorted(rank for ranks in others for rank in ranks) if has_majority else []
         op, text = calls[largest[0]].op, _by_text({rank: key.text for rank, key in calls.items()})
         # If only root or reduction differ, no rank made an extra call.
@@ -256,6 +269,11 @@ class _Comparison:
             kind, text = MISSING, f"{rank_text(odd)} skipped this call; its next calls match those of the other ranks"
         return self._mismatch(seq, kind, calls, op, text, odd)
 
+    def _is_stuck(self, seq: int) -> bool:
+        """Return whether a call has not finished although all members have made it."""
+        index = self._group.index
+        return self._job.over[index] < seq <= self._job.made_by_all[index]
+
     def _is_out_of_turn(self, seq: int, most: list[int], others: list[list[int]]) -> bool:
         """Return whether some ranks, at least as many as the others, made their usual call, and none of the others."""
         few = [rank for ranks in others for rank in ranks]
@@ -264,9 +282,15 @@ class _Comparison:
         rows = dict(self._job.rows_of(self._group, seq))
         # Where a member is missing, a call that is new may also be the first one after a loop, which the others lead.
         is_whole = len(most) + len(few) == len(self._group.ranks)
-        return all(is_usual(self._job, rank, rows[rank]) for rank in most) and all(
-            is_out_of_turn(self._job, rank, rows[rank]) or (is_whole and is_from_elsewhere(self._job, rank, rows[rank]))
-            for rank in few
+        job = self._job
+        return any(
+            all(is_usual(job, rank, rows[rank], sized=sized) for rank in most)
+            and all(
+                is_out_of_turn(job, rank, rows[rank], sized=sized)
+                or (is_whole and is_from_elsewhere(job, rank, rows[rank]))
+                for rank in few
+            )
+            for sized in (False, True)
         )
 
     def _is_behind(self, rank: int, seq: int) -> bool:

@@ -80,7 +80,8 @@ def find_lock_holders(search: Search) -> None:
         # Each rank that has not come waits for a lock, which one of the waiting ranks holds, or another of these ranks.
         if culprits and op.absent == holders.keys() and all(one in {*culprits, *holders} for one in holders.values()):
             text = f"{rank_text(holders)} waits for a file lock that {rank_text(culprits)} holds"
-            about = {"text": text, "waiting_ranks": sorted(holders), "proof": "deadlock"}
+            # Another thread may release the lock, or a process that has inherited it, or a signal may end the wait.
+            about = {"text": text, "waiting_ranks": sorted(holders), "proof": "late"}
             search.add_root(finding_of(op, "holds_lock", culprits=culprits, **about), [op])
 
 
@@ -117,7 +118,7 @@ def find_standstill(search: Search) -> None:
         "no_progress",
         culprit_ranks=[one.rank for one in (standing if polls else left)],
         waiting_ranks=[one.rank for one in running] if polls else [],
-        text=late_text([*states, *left]),
+        text=late_text([*states, *left], which=""),
         proof="late" if polls else "not_known",
         late_ranks=standing if polls else [],
     )

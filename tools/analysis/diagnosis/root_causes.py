@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.call_history import (
     has_skipped,
+    is_from_elsewhere,
     is_new,
+    is_out_of_turn,
     is_usual,
 )
 from crossrank.tools.analysis.diagnosis.findings import (
@@ -29,8 +32,9 @@ from crossrank.tools.analysis.diagnosis.findings import (
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING
 from crossrank.tools.analysis.diagnosis.search import Search, finding_of
+from crossrank.tools.analysis.diagnosis.states import way_out
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph, strongly_connected_components
-from crossrank.tools.traces.rank_trace import STARTED
+from crossrank.tools.traces.rank_trace import GLOO, STARTED
 
 _SURE = 1_000_000_000
 """A rank counts as stuck if it waited for this many ns when its dump was written. For a process that ended with an
@@ -211,13 +215,28 @@ def find_cycles(search: Search) -> None:
         elif len(p2p) == len(ops):
             kind, stuck, odd = "p2p_wait_cycle", cycle, _odd_in_cycle(search, cycle)
         elif all(_is_being_answered(search, one) for one in p2p):
-            kind, odd = "opposite_order", _odd_in_order(cycle, ops)
+            kind, odd = "opposite_order", _odd_in_order(cycle, ops) or _left_its_order(search, cycle)
             stuck = [rank for one in ops for rank in one.waiting]
         else:
             # Either the matching call is missing, or the collective. Without similar earlier calls it is unknown which.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
+        proof = "deadlock"
+        if ways := {rank: way for rank in cycle if (way := _way_out(search, rank))}:
+            odd, proof = [], "not_known"
+            text += "".join(f"; rank {rank} may still go on: {way}" for rank, way in ways.items())
         waiting = sorted(set(stuck).difference(odd))
-        search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof="deadlock"), ops)
+        search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof=proof), ops)
+
+
+def _way_out(search: Search, rank: int) -> str:
+    """Return what may end the wait of a rank although it is in a cycle; empty if nothing is known to."""
+    trace, blocked = search.job.ranks[rank], search.graph.blocked[rank]
+    earlier = [
+        row for row in search.job.open_rows[rank] if row < blocked and not is_p2p(search.job.signature(rank, row))
+    ]
+    if trace.backend == GLOO and earlier:  # the end of a call that it does not wait for may call a function
+        return f"its {search.job.signature(rank, earlier[0]).op} has not finished"
+    return way_out(trace.ending)
 
 
 def _is_being_answered(search: Search, op: StuckOp) -> bool:
@@ -233,11 +252,13 @@ def _is_being_answered(search: Search, op: StuckOp) -> bool:
 
 def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
     """Return the ranks of a cycle that made another call where this one was due, if all ranks without it did."""
-    absent = op.awaited.intersection(cycle)
+    absent = sorted(op.awaited.intersection(cycle))
     peers = tuple(op.waiting) if op.is_p2p else ()
-    blocked, answer = search.graph.blocked, _ANSWERS.get(op.op)
-    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank], peers, answer) for rank in absent)
-    return sorted(absent) if skipped else []
+    job, blocked, answer = search.job, search.graph.blocked, _ANSWERS.get(op.op)
+    skipped = [rank for rank in absent if has_skipped(job, rank, op.group, blocked[rank], peers, answer)]
+    # A receive from any source lacks one message, of any of these ranks.
+    any_source = op.is_p2p and any(job.signature(rank, blocked[rank]).peer is None for rank in op.waiting)
+    return skipped if any_source or skipped == absent else []
 
 
 def _odd_in_cycle(search: Search, cycle: list[int]) -> list[int]:
@@ -246,6 +267,23 @@ def _odd_in_cycle(search: Search, cycle: list[int]) -> list[int]:
     odd = [rank for rank in cycle if is_new(job, rank, blocked[rank])]
     usual = [rank for rank in cycle if is_usual(job, rank, blocked[rank])]
     return odd if len(odd) + len(usual) == len(cycle) and len(odd) < len(usual) else []
+
+
+def _left_its_order(search: Search, cycle: list[int]) -> list[int]:
+    """Return the ranks of a cycle that made another call than usual where all others made their usual calls.
+
+    Empty unless fewer ranks wait in their calls than in the others: a rank may also be ahead of one that is behind.
+    """
+    job, graph = search.job, search.graph
+    odd = [rank for rank in cycle if not is_usual(job, rank, graph.blocked[rank])]
+    unusual = [is_out_of_turn(job, rank, graph.blocked[rank]) or _is_elsewhere(search, rank) for rank in odd]
+    with_odd = {rank for one in odd for rank in graph.op_of[one].waiting}
+    with_others = {rank for one in set(cycle).difference(odd) for rank in graph.op_of[one].waiting}
+    return odd if all(unusual) and len(with_odd) < len(with_others) and with_odd.isdisjoint(with_others) else []
+
+
+def _is_elsewhere(search: Search, rank: int) -> bool:
+    return is_from_elsewhere(search.job, rank, search.graph.blocked[rank])
 
 
 def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:

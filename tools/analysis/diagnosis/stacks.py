@@ -50,9 +50,12 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         ended = ending.of_threads[0]
         what = f"where thread {ended.thread} raised {error_text(ended.error)}"
         return [Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))]
-    blocked = graph.blocked.get(rank)
-    row = blocked if blocked is not None else _row_of(job, finding, rank)
-    what = "the call that it waits in" if blocked is not None else "its call"
+    blocked, wrong = graph.blocked.get(rank), None
+    if is_culprit and finding.proof == "mismatch":  # it may have gone on, and wait in a later call
+        wrong = _row_of(job, finding, rank)
+    row = blocked if wrong is None else wrong
+    row = _row_of(job, finding, rank) if row is None else row
+    what = "the call that it waits in" if row == blocked else "its call"
     if row is None and len(trace.calls):
         row, what = len(trace.calls) - 1, "its last call"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
@@ -65,7 +68,8 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
         where = Place(rank=rank, role=role, what=f"its {name}", frames=frame_texts(main.frames))
         # On a GPU the host continues while a call waits.
-        has_gone_on = row is not None and trace.backend != GLOO and not _is_in(main.frames, job.stack(rank, row))
+        may_go_on = trace.backend != GLOO or (wrong is not None and wrong != blocked)
+        has_gone_on = row is not None and may_go_on and not _is_in(main.frames, job.stack(rank, row))
         places = [of_call, where] if of_call is not None and has_gone_on else [where]
         if is_culprit and main.handles is not None:
             what = f"where it raised {error_text(main.handles.error)}, which its {name} handles"

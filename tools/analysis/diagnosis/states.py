@@ -13,9 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from crossrank.recording import ANSWERS
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
-from crossrank.tools.analysis.diagnosis.main_threads import is_users, main_stack
+from crossrank.tools.analysis.diagnosis.main_threads import is_timer, is_users, main_stack, waits_for_threads
 from crossrank.tools.traces.activity import RankActivity, ThreadActivity
-from crossrank.tools.traces.ending import LEFT, Ending
+from crossrank.tools.traces.ending import CUT_SHORT, LEFT, MAIN_THREAD, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace
 from crossrank.tools.traces.seen import Seen
@@ -53,10 +53,19 @@ _UNKNOWN = "does not wait in another one"
 
 
 def worker_of(ending: Ending, pg: str | None = None) -> OwnStack | None:
-    """Return the thread that made the last call of a rank on a group, or its last call; else the main thread."""
+    """Return the thread that made the last call of a rank on a group, or its last call; else the main thread. If the
+    script has ended on this thread, return the one that the end of the process waits for."""
     number = ending.callers.get(pg or "") or next(reversed(ending.callers.values()), None)
     of_number = (stack for stack in ending.stacks if number is not None and stack.number == number)
-    return next(of_number, None) or main_stack(ending)
+    found = next(of_number, None) or main_stack(ending)
+    if found is None or not any(map(_ends_threads, found.frames)):
+        return found
+    return next((one for one in ending.stacks if one is not found and any(map(is_users, one.frames))), found)
+
+
+def _ends_threads(frame: Frame) -> bool:
+    """Return whether it is the function of Python that waits for threads when the script has ended."""
+    return frame.name == "_shutdown" and frame.filename.endswith("threading.py")
 
 
 def place_text(frames: Sequence[Frame]) -> str:
@@ -68,7 +77,8 @@ def place_text(frames: Sequence[Frame]) -> str:
 def state_of(trace: RankTrace, pg: str | None = None) -> LateRank:
     """Return what a rank does that has not made a call on a group."""
     ending = trace.ending
-    state, text, cpu = _gone(ending) or _seen(ending.seen) or _active(ending, pg)
+    seen = _seen(ending.seen)
+    state, text, cpu = (seen if ending.reason in CUT_SHORT else None) or _gone(ending) or seen or _active(ending, pg)
     stack = worker_of(ending, pg)
     place = place_text(stack.frames) if stack is not None else ""
     text += f" in {place}" if place and ending.seen is not None and ending.seen.frames else ""
@@ -83,7 +93,9 @@ def _gone(ending: Ending) -> State | None:
     if ending.reason in LEFT or ending.ended:
         why = error_text(ending.error) or ending.reason or "its recording ended"
         return GONE, f"has left the job ({why})", None
-    return (GONE, f"has ended ({error_text(ending.error)})", None) if ending.error is not None else None
+    if ending.error is None:
+        return None
+    return GONE, f"has {'raised' if ending.reason in ANSWERS else 'ended'} ({error_text(ending.error)})", None
 
 
 def _seen(seen: Seen | None) -> State | None:
@@ -112,8 +124,9 @@ def _active(ending: Ending, pg: str | None) -> State:
     place = place_text(stack.frames) if stack is not None else ""
     at = f" in {place}" if place else ""
     if thread.cpu_ns > _LEAST_NS:
-        text = f"runs{at} and {calls}" if calls else f"runs{at}"
-        return RUNS, text, _share(thread.cpu_ns, activity)
+        share = _share(thread.cpu_ns, activity)
+        text = f"{'runs' if share >= _SHARE or calls else 'wakes up now and then'}{at}"
+        return RUNS, f"{text} and {calls}" if calls else text, share
     if (helper := _helper(thread, activity)) is not None:
         return RUNS, f"waits{at} for {helper[0]}", helper[1]
     where = f" in {thread.blocked_in}()" if thread.blocked_in else ""
@@ -131,9 +144,9 @@ def _helper(thread: ThreadActivity, activity: RankActivity) -> tuple[str, float]
     return (name, _share(cpu_ns, activity)) if is_helped else None
 
 
-def _share(cpu_ns: int, looks: RankActivity | Seen) -> float:
+def _share(cpu_ns: int, looks: RankActivity | Seen | None) -> float:
     """Return the share of a CPU that was used between two looks."""
-    return min(cpu_ns / _NS / max(looks.seconds, 0.01), 1.0)
+    return 0.0 if looks is None else min(cpu_ns / _NS / max(looks.seconds, 0.01), 1.0)
 
 
 def is_moving(trace: RankTrace) -> bool:
@@ -160,6 +173,25 @@ def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) 
     states = [state_of(ranks[rank]) for rank in those]
     waits = (polls_only(ranks[rank].ending) or _blocked_in(ranks[rank].ending) in _BY_SOCKET for rank in those)
     return len({one.place for one in states}) == 1 and bool(states[0].place) and all(waits)
+
+
+def way_out(ending: Ending) -> str:
+    """Return the thread of a rank that waits for others that may still make a call, as text; empty if none is known.
+
+    It is a thread that works and has made no call so far, the main thread if another one waits, or a timer. A thread
+    that has made calls is known by its groups.
+    """
+    waiting = {one.number for one in ending.waits or ()}
+    for stack in ending.stacks:
+        thread, is_main = ending.activity_of(stack), stack.thread == MAIN_THREAD
+        works = thread is not None and _share(thread.cpu_ns, ending.activity) >= _SHARE and not is_main
+        works &= stack.number not in ending.callers.values()
+        if stack.number in waiting or not (is_timer(stack) or any(map(is_users, stack.frames))):
+            continue
+        if works or is_timer(stack) or (is_main and waiting and not waits_for_threads(stack)):
+            place = place_text(stack.frames)
+            return f"its {'main thread' if is_main else f'thread {stack.thread}'}{f' in {place}' if place else ''}"
+    return ""
 
 
 def _blocked_in(ending: Ending) -> str:
@@ -196,4 +228,5 @@ def first_thread(ending: Ending) -> OwnStack | None:
     """Return the thread that a rank's progress depends on: the main thread if it has made calls, else the last that
     has."""
     main = main_stack(ending)
-    return main if main is not None and main.number in ending.callers.values() else worker_of(ending)
+    trains = main is not None and main.number in ending.callers.values() and not any(map(_ends_threads, main.frames))
+    return main if trains else worker_of(ending)

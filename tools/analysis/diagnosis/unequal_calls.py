@@ -28,7 +28,7 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         stuck = {rank for op in behind_it for rank in op.waiting} - set(mismatch.culprits)
         # Operations that wait for a rank that never made the call would hang without the mismatch, too.
         on_gloo = all(job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
-        gone = aborted.intersection(group.ranks).difference(mismatch.ranks) if on_gloo else set()
+        gone = {rank for rank in aborted.intersection(group.ranks) if on_gloo and not _went_on(mismatch, rank)}
         runs_ahead = all(ends_unknown(job.ranks[rank]) for rank in mismatch.ranks)
         behind_it = [
             op
@@ -52,8 +52,8 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
             continue
         root = known[kind, mismatch.culprits] = len(search.roots)
         search.add_root(finding, behind_it, mismatch.since)
-        if gone:
-            search.explained |= gone
+        search.explained |= gone
+        if gone := gone.difference(mismatch.ranks):
             why = "gloo aborts a process that receives more than it asked for"
             text = f"{rank_text(gone)} has no record of this call: {why}"
             follows = finding_on(group, "dump_missing", **about, waiting_ranks=sorted(gone), text=text, because_of=root)
@@ -96,6 +96,11 @@ def _has_more_calls(search: Search, op: StuckOp, mismatch: Mismatch) -> bool:
     traces = [search.job.ranks.get(rank) for rank in op.absent]
     ended_well = all(one is not None and one.ending.has_left and not one.ending.has_raised for one in traces)
     return ended_well and set(op.waiting) <= set(mismatch.culprits)
+
+
+def _went_on(mismatch: Mismatch, rank: int) -> bool:
+    """Return whether a rank made another call on the group after its call that does not fit the others."""
+    return rank in mismatch.ranks and mismatch.group.lanes[rank].numbers[-1] > mismatch.seq
 
 
 def _may_be_aborted(job: JobState, rank: int) -> bool:

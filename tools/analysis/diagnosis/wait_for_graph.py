@@ -134,7 +134,22 @@ def _row_of_caller(trace: RankTrace, op: StuckOp) -> int | None:
 def _has_ended_well(job: JobState, rank: int) -> bool:
     """Return whether a rank ended by itself. The end of a host does not show that its GPU finished its last calls."""
     trace = job.ranks[rank]
-    return trace.ending.ended_well or (trace.ending.went_on and (trace.backend == GLOO or not job.open_rows[rank]))
+    went_on = trace.ending.went_on and (trace.backend == GLOO or not job.open_rows[rank])
+    return (trace.ending.ended_well or went_on) and not _was_left_alone(job, rank)
+
+
+def _was_left_alone(job: JobState, rank: int) -> bool:
+    """Return whether a rank made one more call than all others, which have ended: a barrier at the end of its process.
+    It has failed, and the script may have handled the error."""
+    trace, row = job.ranks[rank], len(job.ranks[rank].calls) - 1
+    if row < 0 or not trace.is_gloo(trace.calls.group[row]) or not job.releases_all[trace.calls.signature[row]]:
+        return False
+    members = job.all_enqueued[job.group_at(rank, row).index]
+    return len(members) > 1 and all(
+        one == rank
+        or (last == trace.calls.number[row] - 1 and job.ranks[one].ending.ended_well and not job.ranks[one].filtered)
+        for one, last in members.items()
+    )
 
 
 # --- blocked calls ---------------------------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ _VERDICTS = {
     "slow": "ranks wait for one that runs",
     "incomplete": "evidence is missing; the rest shows no fault",
 }
+_OF_WAITS = {
+    ("error", "late"): "ranks wait; it is not proven that they wait for ever",
+    ("incomplete", "not_known"): "ranks wait, and evidence is missing that shows whether they can go on",
+}
+"""Verdict and proof -> what to say instead, if ranks wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,11 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
     if finding.proof in PROOFS:
         yield "proof", f"{finding.proof}: {PROOFS[finding.proof]}"
     yield "next", next_step(finding)
+
+
+def _verdict_text(diagnosis: Diagnosis) -> str:
+    waits = any(one.waiting_ranks for one in diagnosis.findings)
+    return (waits and _OF_WAITS.get((diagnosis.verdict, diagnosis.proof))) or _VERDICTS[diagnosis.verdict]
 
 
 def next_step(finding: Finding) -> str:
@@ -154,7 +164,7 @@ def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
 def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
     """Print the findings that `chosen` selects directly or by a consequence, with all their consequences."""
     chosen = chosen or Filter()
-    print_fact("verdict", f"{diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
+    print_fact("verdict", f"{diagnosis.verdict}: {_verdict_text(diagnosis)}")
     if diagnosis.suspect_ranks:
         print_fact("culprit", _with_hosts(diagnosis))
     shown = {index for index, finding in enumerate(diagnosis.findings) if chosen.takes_finding(finding)}

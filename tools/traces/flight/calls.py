@@ -12,6 +12,7 @@ It applies these rules of the recorder (measured on torch 2.13, and read in Flig
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -568,6 +569,9 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     trace, signatures = builder.trace, builder.signatures
     calls, recorded_from, clock = trace.calls, trace.dump.recorded_from, WallClock([moment.clock])
     awaited, waiting = trace.ending.awaited, trace.ending.thread_of_call
+    # It is unknown whether the rank has waited for older calls.
+    waited = {*(moment.waited or ()), *waiting} if trace.backend != GLOO and moment.waits is not None else set()
+    known_from = min(waited, default=sys.maxsize)
     by_number: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     names = [None if one.apart else one.group.pg for one in trace.groups]
@@ -610,6 +614,9 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             trace.awaited.add(row)
         if record.id in waiting:
             trace.row_of_thread[waiting[record.id]] = row
+        # A call that another thread waits for, such as a backward pass, has no name of the user's function.
+        if record.api and record.id >= known_from and waited.isdisjoint((record.id, record.batch)):
+            trace.unawaited.add(row)
 
 
 def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:

@@ -96,7 +96,7 @@ def test_the_text_names_the_culprit_and_shows_both_stacks(stuck: Path, diagnose:
 
     assert code == 1
     assert out.startswith(
-        "verdict    error: a fault was found\n"
+        "verdict    error: ranks wait; it is not proven that they wait for ever\n"
         "culprit    rank 2\n"
         "\n"
         "1. missing_rank: a rank has not made a collective, and other ranks wait in it\n"

@@ -116,6 +116,10 @@ def split_all_to_alls(*sides: tuple[list[int], list[int]]) -> list[list[Call]]:
     return made
 
 
+def broadcasts(elements: int, dtype: str) -> list[Call]:
+    return [call("broadcast", dtype=dtype, inputs=[[elements]])]
+
+
 ALL = "by [1] of [0, 1, 2]"
 LEFT_OUT = f"{ALL}: rank 1 skipped this call; its next calls match those of the other ranks"
 TOO_MANY = f"{ALL}: rank 1 made this call and the other ranks did not; the next calls match again"
@@ -150,6 +154,15 @@ OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g"
             ([OUT_9], [OUT_9], ""),
             "size_mismatch all_reduce #1 since 0 by [] of [0, 1]: rank 0-1: 8 elements in, 9 elements out",
         ),
+        # A broadcast copies bytes: it ends whatever types they have.
+        ([broadcasts(8, "float32"), broadcasts(32, "uint8"), ""], ""),
+        (
+            [broadcasts(8, "float32"), broadcasts(31, "uint8"), ""],
+            "size_mismatch broadcast #1 since 0 by [] of [0, 1]: rank 0: broadcast of 8 elements float32; "
+            "rank 1: broadcast of 31 elements uint8",
+        ),
+        # Sizes that repeat say which rank left one out.
+        (("abcabcabc", "abcabcac", ""), f"missing_rank all_reduce #8 since 8 {LEFT_OUT.replace(', 2]', ']')}"),
         # Another operation, whatever its own sizes say.
         (
             ("aa", [*calls("a"), call("all_gather", 2, inputs=[[8]], outputs=[[9]])], "aa"),
