@@ -236,6 +236,22 @@ def saves_on_rank_0(rank: int) -> None:
     dist.all_reduce(torch.ones(8))
 
 
+def answers_when_all_have_sent(rank: int) -> None:
+    """Rank 0 receives from any rank, and the last one is late."""
+    message = torch.zeros(1)
+    for step in range(2):
+        if rank == 0:
+            for _ in range(RANKS - 1):
+                dist.recv(message)
+            for other in range(1, RANKS):
+                dist.send(message, dst=other)
+        else:
+            if (rank, step) == (RANKS - 1, 1):
+                pause()
+            dist.send(message, dst=0)
+            dist.recv(message, src=0)
+
+
 def has_slow_data_on_one_rank(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(4)):
@@ -476,6 +492,7 @@ def serves_with_what_another_rank_supplies(rank: int) -> None:
 
 
 WITH_GLOO = (
+    answers_when_all_have_sent,  # NCCL receives from a given rank alone
     is_waited_for_in_a_monitored_barrier,  # NCCL has none
     joins_with_uneven_data,  # a stand-in for a GPU computes no loss
     receives_a_batch_early,  # a deadlock: NCCL's sends wait behind the receives

@@ -38,6 +38,10 @@ _WAITS_FOR_THREAD = re.compile(
     r"[/\\](threading|queue|selectors|subprocess)\.py$|[/\\](concurrent|asyncio|multiprocessing|ray)[/\\]"
 )
 """Files of functions in which a thread waits for another one, which may do all of the work."""
+_JOINS = ("join", "result", "_shutdown")
+"""Functions of Python that wait for the end or the result of a thread."""
+_EVENT_LOOP = re.compile(r"[/\\](selectors\.py$|asyncio[/\\])")
+"""Files of an event loop that waits for an event or a time."""
 _LONG = 2_000_000_000
 """ns after its last call from which a rank that was ended inside torch.distributed is taken to have waited there."""
 
@@ -79,6 +83,17 @@ def may_wait(ending: Ending) -> bool:
 def waits_for_threads(stack: OwnStack) -> bool:
     """Return whether a thread waits for another thread, or for a process."""
     return bool(stack.frames) and _WAITS_FOR_THREAD.search(stack.frames[0].filename) is not None
+
+
+def joins(stack: OwnStack) -> bool:
+    """Return whether a thread waits for the end of another thread, or for its result."""
+    inner = takewhile(lambda frame: not is_users(frame), stack.frames)
+    return any(frame.name in _JOINS and _WAITS_FOR_THREAD.search(frame.filename) for frame in inner)
+
+
+def runs_event_loop(stack: OwnStack) -> bool:
+    """Return whether a thread waits in an event loop, which may have timers."""
+    return any(_EVENT_LOOP.search(frame.filename) for frame in stack.frames[:2])
 
 
 def is_timer(stack: OwnStack) -> bool:

@@ -199,6 +199,8 @@ def find_cycles(search: Search) -> None:
     graph = search.graph
     edges = {rank: graph.targets(rank) for rank, op in graph.op_of.items() if op not in search.root_of}
     for cycle in strongly_connected_components(edges):
+        if any(_has_another_sender(search, rank, cycle) for rank in cycle):
+            continue
         by_op: dict[StuckOp, list[int]] = defaultdict(list)
         for rank in cycle:
             by_op[graph.op_of[rank]].append(rank)
@@ -226,6 +228,13 @@ def find_cycles(search: Search) -> None:
             text += "".join(f"; rank {rank} may still go on: {way}" for rank, way in ways.items())
         waiting = sorted(set(stuck).difference(odd))
         search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof=proof), ops)
+
+
+def _has_another_sender(search: Search, rank: int, cycle: list[int]) -> bool:
+    """Return whether a rank of a cycle receives from any source, and a rank outside of the cycle may send."""
+    row, op = search.graph.blocked[rank], search.graph.op_of[rank]
+    signature = search.job.signature(rank, row)
+    return is_p2p(signature) and signature.peer is None and not op.absent <= set(cycle)
 
 
 def _way_out(search: Search, rank: int) -> str:

@@ -13,7 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from crossrank.recording import ANSWERS
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
-from crossrank.tools.analysis.diagnosis.main_threads import is_timer, is_users, main_stack, waits_for_threads
+from crossrank.tools.analysis.diagnosis.main_threads import (
+    is_timer,
+    is_users,
+    main_stack,
+    runs_event_loop,
+    waits_for_threads,
+)
 from crossrank.tools.traces.activity import RankActivity, ThreadActivity
 from crossrank.tools.traces.ending import CUT_SHORT, LEFT, MAIN_THREAD, Ending
 from crossrank.tools.traces.flight.dump import Frame, OwnStack
@@ -188,7 +194,8 @@ def way_out(ending: Ending) -> str:
         works &= stack.number not in ending.callers.values()
         if stack.number in waiting or not (is_timer(stack) or any(map(is_users, stack.frames))):
             continue
-        if works or is_timer(stack) or (is_main and waiting and not waits_for_threads(stack)):
+        is_free = is_main and bool(waiting) and (runs_event_loop(stack) or not waits_for_threads(stack))
+        if works or is_timer(stack) or is_free:
             place = place_text(stack.frames)
             return f"its {'main thread' if is_main else f'thread {stack.thread}'}{f' in {place}' if place else ''}"
     return ""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from crossrank.comm import OPERATIONS, is_p2p
 from crossrank.tools.analysis.diagnosis.job_state import JobState, releases_all, reports_ends
-from crossrank.tools.analysis.diagnosis.main_threads import is_users
+from crossrank.tools.analysis.diagnosis.main_threads import is_users, joins
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
 from crossrank.tools.analysis.diagnosis.states import is_moving
 from crossrank.tools.job.groups import ProcessGroup
@@ -356,7 +356,9 @@ def _may_come_on_a_thread(ending: Ending, op: StuckOp) -> bool:
     for another one."""
     caller = ending.caller(op.group.name, p2p=op.is_p2p)
     waiting = {one.number for one in ending.waits or ()}
-    return caller is not None and bool(waiting) and caller.number not in waiting and any(map(is_users, caller.frames))
+    if caller is None or not waiting or caller.number in waiting or joins(caller):
+        return False
+    return any(map(is_users, caller.frames))
 
 
 def strongly_connected_components(edges: Mapping[int, Collection[int]]) -> list[list[int]]:
