@@ -122,7 +122,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     if moment is not None and not len(dump.entries) and _was_off(moment):
         _take_recorded(trace, dump, moment)
         return trace
-    if moment is not None and not trace.backend and {group.backend for group in moment.groups} == {GLOO}:
+    if moment is not None and not trace.backend and _has_only_gloo(moment):
         trace.backend = GLOO  # a job with sends and receives alone, which torch's recorder does not record there
     reading = _Reading(dump, trace)
     reading.read()
@@ -156,6 +156,12 @@ def _was_off(moment: Moment) -> bool:
     receives)."""
     backend_of = {group.pg: group.backend for group in moment.groups}
     return any(_is_noted(record) or "nccl" in backend_of.get(record.pg, "") for record in moment.calls)
+
+
+def _has_only_gloo(moment: Moment) -> bool:
+    """Return whether gloo is the backend of all groups, for each type of device: `cpu:gloo,cuda:gloo`."""
+    each = (one for group in moment.groups for one in (group.backend or "").split(","))
+    return {one.rpartition(":")[2] for one in each} == {GLOO}
 
 
 def _is_noted(record: CommRecord) -> bool:

@@ -200,3 +200,20 @@ def test_mutated_real_dumps_are_read_or_reported(case: str, data: st.DataObject,
 
     assert json.loads(found.to_json())["verdict"] in ("ok", "error", "incomplete")
     assert 0 in found.ranks
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("gloo", "gloo"), ("cpu:gloo,cuda:gloo", "gloo"), ("cpu:gloo,cuda:nccl", "")]
+)
+def test_a_dump_without_entries_is_of_gloo_if_all_its_groups_are(backend: str, expected: str, tmp_path: Path) -> None:
+    """torch's recorder notes no sends and receives of gloo."""
+    moment = {
+        "rank": 0,
+        "world_size": 2,
+        "time_ns": 100,
+        "clock": {"t": 0, "wall": 0},
+        "groups": [{"pg": "0", "size": 2, "ranks": [0, 1], "backend": backend}],
+    }
+    path = tmp_path / "rank-0.flight.json"
+    path.write_text(json.dumps({"version": "2.10", "entries": [], "crossrank": moment}))
+    assert read_flight(str(path), 0).backend == expected
