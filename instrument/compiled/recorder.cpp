@@ -348,11 +348,19 @@ PyObject *call_method(PyObject *unbound, PyObject *self, PyObject *const *args, 
   return PyObject_Vectorcall(unbound, all.data(), count + 1, names);
 }
 
+// Whether a call of `Work.wait` has a timeout: its only argument. A timedelta of 0, which is false, stands for none.
+bool has_timeout(PyObject *const *args, Py_ssize_t count, PyObject *names) {
+  if (count == 0 && (names == nullptr || PyTuple_GET_SIZE(names) == 0)) return false;
+  int is_true = PyObject_IsTrue(args[0]);
+  if (is_true < 0) PyErr_Clear();
+  return is_true > 0;
+}
+
 // Replaces `Work.wait`.
 PyObject *wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject *names) {
   bool active = to.active;
   int64_t id = active ? call_of_work.find(value_of(work)) : CallOf::kNoCall, begin = now_ns();
-  const WaitUnderWay guard(id, tables_of_thread().thread);
+  const WaitUnderWay guard(id, tables_of_thread().thread, has_timeout(args, count, names));
   PyObject *result = call_method(unbound_wait, work, args, count, names);
   if (active) waited(id, begin, Of::kWork, result == nullptr);
   return result;
@@ -409,17 +417,17 @@ PyObject *state(PyObject *, PyObject *) {
                        PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
 }
 
-// waits(): the current waits as (call, thread); call -1 = unknown.
+// waits(): the current waits as (call, thread, whether the script gave it a timeout); call -1 = unknown.
 PyObject *waits(PyObject *, PyObject *) {
   PyObject *list = PyList_New(0);
-  auto add = [&list](int64_t call, int64_t thread) {
-    PyObject *one = list == nullptr ? nullptr : Py_BuildValue("LL", call, thread);
+  auto add = [&list](int64_t call, int64_t thread, bool limited) {
+    PyObject *one = list == nullptr ? nullptr : Py_BuildValue("LLO", call, thread, limited ? Py_True : Py_False);
     if (one == nullptr || PyList_Append(list, one) < 0) Py_CLEAR(list);
     Py_XDECREF(one);
   };
   for (auto &place : waits_under_way)
     if (int64_t call = place.call.load(std::memory_order_relaxed); call != WaitOfThread::kFree)
-      add(call, place.thread.load(std::memory_order_relaxed));
+      add(call, place.thread.load(std::memory_order_relaxed), place.limited.load(std::memory_order_relaxed));
   return list;
 }
 

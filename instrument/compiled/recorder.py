@@ -28,7 +28,7 @@ from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.call_site import USER, CallSites, Site
 from crossrank.instrument.record.descriptor import Descriptor, GroupState
 from crossrank.instrument.record.op_schema import LONG, CallKey, Reader
-from crossrank.instrument.record.recorder import Call, CallCounts, Recorded, Recorder, Token, span_of
+from crossrank.instrument.record.recorder import Call, CallCounts, CurrentWait, Recorded, Recorder, Token, span_of
 from crossrank.instrument.record.reductions import name_of_code
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.unpatched import threading
@@ -120,9 +120,8 @@ class CompiledRecorder(Recorder):
     def take_spans(self, most: int) -> list[Wait | Ran]:
         return [span_of(*span) for span in self.native.take_spans(most)]
 
-    def waits_under_way(self) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = self.native.waits()
-        return found
+    def waits_under_way(self) -> list[CurrentWait]:
+        return [CurrentWait(*wait) for wait in self.native.waits()]
 
     def answer_for_python(self, asked: Path | None, answer: Path, rank: int) -> None:
         paths = (b"" if asked is None else os.fsencode(asked), os.fsencode(answer))

@@ -79,18 +79,21 @@ struct WaitOfThread {
   static constexpr int64_t kFree = INT64_MIN;
 
   std::atomic<int64_t> call{kFree}, thread{0};
+  std::atomic<bool> limited{false};
 };
 inline auto &waits_under_way = *new std::array<WaitOfThread, 64>;
 
-// Notes that a thread waits for a call (CallOf::kNoCall if unknown) until the guard goes out of scope.
+// Notes that a thread waits for a call (CallOf::kNoCall if unknown) until the guard goes out of scope. `limited`: the
+// script gave this wait a timeout.
 class WaitUnderWay {
  public:
-  WaitUnderWay(int64_t call, int64_t thread) {
+  WaitUnderWay(int64_t call, int64_t thread, bool limited = false) {
     for (auto &place : waits_under_way) {
       int64_t expected = WaitOfThread::kFree;
       if (place.call.load(std::memory_order_relaxed) != expected || !place.call.compare_exchange_strong(expected, call))
         continue;
       place.thread.store(thread, std::memory_order_relaxed);
+      place.limited.store(limited, std::memory_order_relaxed);
       place_ = &place;
       return;
     }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossrank.instrument import threads
-from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.record.recorder import CurrentWait, Recorder
 from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed, number_of
 from crossrank.machine import process_status
@@ -56,8 +56,7 @@ class Communicated:
 
     calls: int
     completed: int
-    waits: frozenset[tuple[int, int]]
-    """The waits under way, as (id of the call, thread)."""
+    waits: frozenset[CurrentWait]
 
 
 def progress(recorder: Recorder) -> Communicated:
@@ -96,7 +95,7 @@ def between(first: Look, last: Look) -> dict[str, Any]:
         "seconds": round(last.at - first.at, 3),
         "calls": now.calls - before.calls,
         "completed": now.completed - before.completed,
-        "held": [{"id": call, "thread": thread} for call, thread in sorted(before.waits & now.waits)],
+        "held": [{"id": wait.call, "thread": wait.thread} for wait in sorted(before.waits & now.waits)],
         "threads": [
             {
                 "id": thread,

@@ -30,10 +30,11 @@ from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.answers import Answers, Watched, between_looks, change_time
 from crossrank.instrument.hang.questions import Questions
 from crossrank.instrument.hang.verdict import NO_VERDICT, Verdict
-from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch, Wait
+from crossrank.instrument.hang.watch import COUNT_ANEW, HangWatch
 from crossrank.instrument.identity.topology import node_of_this_machine
 from crossrank.instrument.locks import lock_file, take_lock
 from crossrank.instrument.log import ONE_RANK, log
+from crossrank.instrument.record.recorder import CurrentWait
 from crossrank.instrument.store_requests import StoreRequests
 from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed
@@ -78,7 +79,7 @@ class Hangs:
         self._pauses: list[float] = []
         """End of each announced pause of this rank, in seconds since 1970."""
         self._was_pausing = False
-        self._said: tuple[Path, int, int, Wait | None] | None = None
+        self._said: tuple[Path, int, int, CurrentWait | None] | None = None
         """Path of the verdict that this rank has printed, the numbers of calls made and finished at that time, and the
         wait that it is about if the rank communicates during it."""
 
@@ -188,7 +189,7 @@ class Hangs:
             frame = frame.f_back
         return frame is not None
 
-    def _on_hang(self, seconds: float, wait: Wait | None) -> float | None:
+    def _on_hang(self, seconds: float, wait: CurrentWait | None) -> float | None:
         """Respond to `seconds` without communication, or to a wait of this length during other communication. Return
         after how many seconds to respond again, if ever."""
         session, answers = self._session, self._find_answers()
@@ -243,7 +244,7 @@ class _Silence:
         asked_at: int,
         seconds: float,
         limit: float,
-        wait: Wait | None = None,
+        wait: CurrentWait | None = None,
     ) -> None:
         self._session = session
         self._wait = wait
@@ -269,7 +270,8 @@ class _Silence:
 
     def ends_late(self) -> tuple[float, float]:
         """Return after how many seconds a job ends whose ranks wait for one that runs, and for one that does not."""
-        timeout, own = self._session.groups.shortest_timeout(), self._session.facts.config.late_seconds
+        timeout = self._session.groups.shortest_timeout(of_limited=False)
+        own = self._session.facts.config.late_seconds
         runs = math.inf if timeout is None else timeout * _OF_TIMEOUT
         return runs, own or runs
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from crossrank.instrument import threads
+from crossrank.instrument.record.recorder import CurrentWait
 from crossrank.instrument.unpatched import time
 
 _LOOKS = 8
@@ -16,10 +17,6 @@ _LONGEST_PAUSE, _LONGEST_IN_SILENCE = 0.5, 0.25
 
 COUNT_ANEW = 0.0
 """Result of `on_hang` if the time without calls so far is not a hang: the count starts again."""
-
-
-Wait = tuple[int, int]
-"""(id of a call, thread that waits for it)"""
 
 
 class HangWatch:
@@ -40,8 +37,8 @@ class HangWatch:
         *,
         calls: Callable[[], int],
         completed: Callable[[], int],
-        on_hang: Callable[[float, Wait | None], float | None],
-        waits: Callable[[], Iterable[tuple[int, int]]] = lambda: (),
+        on_hang: Callable[[float, CurrentWait | None], float | None],
+        waits: Callable[[], Iterable[CurrentWait]] = lambda: (),
         on_calls: Callable[[], None] = lambda: None,
         on_look: Callable[[], None] = lambda: None,
         early: Callable[[], float] = lambda: 0.0,
@@ -56,7 +53,7 @@ class HangWatch:
         self._on_look = on_look
         self._early = early
         self._on_early = on_early
-        self._held: dict[Wait, tuple[float, float]] = {}
+        self._held: dict[CurrentWait, tuple[float, float]] = {}
         """Wait under way -> when it began, and after how many seconds to report it next."""
         self._stopped = False  # no Event: a signal handler may interrupt the thread that has its lock
 
@@ -70,7 +67,7 @@ class HangWatch:
         calls, since = self._calls(), time.monotonic()
         completed: int | None = None
         reported, is_early, again = False, False, None
-        waits: set[tuple[int, int]] = set()
+        waits: set[CurrentWait] = set()
         trains = True
         while not self._stopped:
             patience = self._patience()

@@ -26,6 +26,8 @@ from crossrank.recording import with_epoch
 
 _FAILED = "COMM_ERROR"
 """Name of torch's `ErrorType` of a group whose communicator reported an error."""
+_USUAL_TIMEOUT = 600.0
+"""Seconds of the shortest timeout that torch gives a group by default: that of NCCL."""
 _MOST_GONE = 256
 """Destroyed groups that a dump still describes."""
 
@@ -102,10 +104,21 @@ class GroupTable:
         """Return the known groups and the latest ones that were destroyed, whose calls may still be in a dump."""
         return sorted([*self._gone, *self.describe()], key=lambda group: group.t)
 
-    def shortest_timeout(self) -> float | None:
-        """Return the shortest timeout of a group with more than one rank, in seconds; None if unknown."""
-        timeouts = (state.timeout for state in list(self._states.values()) if state.group.size > 1)
+    def shortest_timeout(self, *, of_limited: bool = True) -> float | None:
+        """Return the shortest timeout of a group with more than one rank, in seconds; None if unknown. Without
+        `of_limited`, leave out the groups that `limited` returns."""
+        leave_out = () if of_limited else self.limited()
+        states = (state for state in list(self._states.values()) if state.group.size > 1)
+        timeouts = (state.timeout for state in states if with_epoch(state.group).pg not in leave_out)
         return min((timeout for timeout in timeouts if timeout), default=None)
+
+    def limited(self) -> list[str]:
+        """Return the names of the groups that got a shorter timeout than the default group: the script may continue
+        after an error there. With NCCL a timeout ends the process."""
+        default = self._states.get(id(dist.group.WORLD))
+        most = min(_USUAL_TIMEOUT, (default.timeout if default is not None else None) or _USUAL_TIMEOUT)
+        states = (state for state in list(self._states.values()) if "nccl" not in (state.group.backend or ""))
+        return [with_epoch(state.group).pg for state in states if state.timeout is not None and state.timeout < most]
 
     def failed(self) -> list[str]:
         """Return the names of the groups whose communicator has failed, as the backend says: NCCL does."""

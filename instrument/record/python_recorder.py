@@ -30,6 +30,7 @@ from crossrank.instrument.record.recorder import (
     NO_CALL,
     Call,
     CallCounts,
+    CurrentWait,
     Recorded,
     Recorder,
     Token,
@@ -68,7 +69,7 @@ class PythonRecorder(Recorder):
         self._coalescing = 0  # threads that collect a batch; changed under the lock
         self._dropped = self._spans_dropped = 0  # changed under the lock
         self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
-        self._under_way: dict[int, int] = {}  # thread -> the call that it waits for, NO_CALL if unknown
+        self._under_way: dict[int, CurrentWait] = {}  # of each thread
         self._last_of_pass: dict[int, int] = {}  # current backward pass -> the last call that C++ made in it
         self._backward_code: CodeType | None = None
         self._call_of_work = _CallOf()
@@ -192,7 +193,7 @@ class PythonRecorder(Recorder):
     def noting_wait(self, original: Callable[..., Any]) -> object:
         @functools.wraps(original)
         def wait(future: torch._C.Future[Any], *args: Any, **kwargs: Any) -> Any:
-            before = self._begin_wait(NO_CALL)
+            before = self._begin_wait(NO_CALL, limited=False)
             try:
                 return original(future, *args, **kwargs)
             finally:
@@ -202,7 +203,9 @@ class PythonRecorder(Recorder):
 
     def _record_wait(self, record_id: int, waited_in: int, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin, raised = monotonic_ns(), True
-        before = self._begin_wait(record_id)
+        # The only argument of `Work.wait` is a timeout. A timedelta of 0, which is false, is none.
+        limited = waited_in == _IN_WORK and any((*args[1:], *kwargs.values()))
+        before = self._begin_wait(record_id, limited=limited)
         try:
             result = wait(*args, **kwargs)
             raised = False
@@ -214,27 +217,28 @@ class PythonRecorder(Recorder):
             except Exception as error:
                 self.failed(error)
 
-    def _begin_wait(self, record_id: int) -> int | None:
+    def _begin_wait(self, record_id: int, *, limited: bool) -> CurrentWait | None:
         try:
-            return self.begin_wait(record_id)
+            return self.begin_wait(record_id, limited=limited)
         except Exception as error:
             self.failed(error)
             return None
 
-    def _end_wait(self, before: int | None) -> None:
+    def _end_wait(self, before: CurrentWait | None) -> None:
         try:
             self.end_wait(before)
         except Exception as error:
             self.failed(error)
 
-    def begin_wait(self, record_id: int) -> int | None:
-        """Note that this thread waits for a call until `end_wait`. Return the previous wait, for `end_wait`."""
+    def begin_wait(self, record_id: int, *, limited: bool = False) -> CurrentWait | None:
+        """Note that this thread waits for a call until `end_wait`. Return the previous wait, for `end_wait`. `limited`:
+        the script gave this wait a timeout."""
         thread = get_native_id()
         before = self._under_way.get(thread)
-        self._under_way[thread] = record_id
+        self._under_way[thread] = CurrentWait(record_id, thread, limited)
         return before
 
-    def end_wait(self, before: int | None) -> None:
+    def end_wait(self, before: CurrentWait | None) -> None:
         if before is None:
             self._under_way.pop(get_native_id(), None)
         else:
@@ -272,8 +276,8 @@ class PythonRecorder(Recorder):
 
     def note_answer(self, asked_at: int) -> None: ...
 
-    def waits_under_way(self) -> list[tuple[int, int]]:
-        return [(call, thread) for thread, call in list(self._under_way.items())]
+    def waits_under_way(self) -> list[CurrentWait]:
+        return list(self._under_way.values())
 
     def counts(self) -> CallCounts:
         # Read from the counter's repr: `next` would use an id up.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,16 @@ Call = tuple[Descriptor, int, int, int, int, int | None, int | None, int]
 
 NO_CALL = -1
 """Id of an unknown call."""
+
+
+class CurrentWait(NamedTuple):
+    """A wait that has not ended."""
+
+    call: int
+    """Id of the call; `NO_CALL` = unknown."""
+    thread: int
+    limited: bool
+    """The script gave this wait a timeout."""
 
 
 def span_of(record_id: int, begin: int, end: int, thread: int, of: int, raised: bool) -> Wait | Ran:
@@ -133,8 +143,8 @@ class Recorder(ABC):
         reducer waits in C++ at the end of the pass, so callbacks of autograd's engine record the wait."""
 
     @abstractmethod
-    def waits_under_way(self) -> list[tuple[int, int]]:
-        """Return the current waits of all threads as (id of the call, thread); the id is -1 if unknown."""
+    def waits_under_way(self) -> list[CurrentWait]:
+        """Return the current waits of all threads."""
 
     @abstractmethod
     def answer_for_python(self, asked: Path | None, answer: Path, rank: int) -> None:

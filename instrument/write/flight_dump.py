@@ -32,7 +32,7 @@ from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.identity.process_groups import GroupTable
-from crossrank.instrument.record.recorder import NO_CALL, Recorder
+from crossrank.instrument.record.recorder import NO_CALL, CurrentWait, Recorder
 from crossrank.instrument.torch_dumps import every_dump
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.unpatched import threading, time
@@ -72,7 +72,7 @@ class FlightDumps:
         # Two threads may dump at once. A fatal signal may interrupt a thread in here, and never return.
         self._once = threading.RLock()
         self._writing = False
-        self._at_hang: tuple[int, int, list[tuple[int, int]]] | None = None
+        self._at_hang: tuple[int, int, list[CurrentWait]] | None = None
         """Numbers of calls and of finished calls, and the current waits, when a hang was noticed."""
 
     def write(self, reason: str, *, activity: dict[str, Any] | None = None) -> None:
@@ -133,6 +133,7 @@ class FlightDumps:
             "process": os.getpid(),
             "groups_made": getattr(distributed_c10d._world, "group_count", None) if has("process groups") else None,
             "failed_groups": session.groups.failed(),
+            "limited_groups": session.groups.limited(),
             "reason": reason,
             "error": exceptions[0]["error"] if exceptions else None,
             "exceptions": exceptions,
@@ -217,11 +218,12 @@ def _waits(recorder: Recorder) -> list[dict[str, Any]]:
     names = {number: thread.name for thread in threading.enumerate() if (number := number_of(thread)) is not None}
     return [
         {
-            "id": None if call == NO_CALL else call,
-            "thread": writable(names.get(thread, f"thread {thread}")),
-            "number": thread,
+            "id": None if wait.call == NO_CALL else wait.call,
+            "thread": writable(names.get(wait.thread, f"thread {wait.thread}")),
+            "number": wait.thread,
+            "limited": wait.limited,
         }
-        for call, thread in recorder.waits_under_way()
+        for wait in recorder.waits_under_way()
     ]
 
 

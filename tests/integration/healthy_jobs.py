@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -491,6 +492,38 @@ def serves_with_what_another_rank_supplies(rank: int) -> None:
     serves_another_group_on_a_thread(rank, pause, 2)
 
 
+# --- waits that the script ends by a timeout -------------------------------------------------------------------------
+
+
+def works_on_when_a_wait_has_timed_out(rank: int) -> None:
+    """Rank 1 makes its call when rank 0 has given up waiting for it."""
+    averages = dist.new_group([0, 1], group_desc="averages")
+    value = torch.ones(2)
+    if rank == 0:
+        request = dist.all_reduce(value, group=averages, async_op=True)
+        assert request is not None
+        with pytest.raises(RuntimeError, match="timed out"):
+            request.wait(timedelta(seconds=LONG))
+        dist.send(torch.ones(1), dst=1)
+        request.wait()
+    elif rank == 1:
+        dist.recv(torch.zeros(1), src=0)
+        dist.all_reduce(value, group=averages)
+
+
+def works_on_when_a_group_has_timed_out(rank: int) -> None:
+    """Rank 3 waits for what it is told when the others, who wait for it, have given up."""
+    health = dist.new_group(timeout=timedelta(seconds=LONG), group_desc="health")
+    dist.all_reduce(torch.ones(2), group=health)
+    if rank == 3:
+        dist.recv(torch.zeros(1), src=0)
+        return
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(2), group=health)
+    if rank == 0:
+        dist.send(torch.ones(1), dst=3)
+
+
 WITH_GLOO = (
     answers_when_all_have_sent,  # NCCL receives from a given rank alone
     is_waited_for_in_a_monitored_barrier,  # NCCL has none
@@ -504,6 +537,9 @@ WITH_GLOO = (
     serves_with_a_pause,
     serves_with_computation,
     serves_with_what_another_rank_supplies,
+    # A timeout of NCCL ends the process.
+    works_on_when_a_wait_has_timed_out,
+    works_on_when_a_group_has_timed_out,
 )
 JOBS: dict[str, Callable[[int], None]] = {
     name: job

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from crossrank.instrument import api
 from crossrank.recording import Wait
 from tests.integration import callers
 from tests.integration.jobs import Scripts
@@ -102,6 +103,30 @@ def test_an_early_rank_waits_as_long_as_the_other_rank_is_late(
     assert LATE * 0.5e9 < first.took < 60e9
     assert {one.thread for one in early.waits} == {record.thread}
     assert {one.id for one in late.waits} == {0, other.id}
+
+
+def _limited(rank: int) -> None:
+    """Rank 1 looks at the current waits of rank 0, which has no timeout in its first wait and one in its second."""
+    store, session = _get_default_store(), api._current
+    assert session is not None
+    for turn, limits in (("none", ()), ("some", (timedelta(seconds=100),)), ("zero", (timedelta(0),))):
+        if rank == 1:
+            store.wait([turn])
+            dist.all_reduce(torch.ones(4))
+            continue
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        assert work is not None
+        waiter = threading.Thread(target=work.wait, args=limits)
+        waiter.start()
+        while not (waits := session.recorder.waits_under_way()):
+            time.sleep(0.01)
+        store.set(turn, "")
+        waiter.join()
+        assert [(wait.thread, wait.limited) for wait in waits] == [(waiter.native_id, turn == "some")]
+
+
+def test_a_current_wait_says_whether_the_script_gave_it_a_timeout(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_limited)
 
 
 def _backward(rank: int) -> None:

@@ -74,6 +74,8 @@ class Ending:
     """How many process groups it has made, those of others included."""
     failed_groups: frozenset[str] = frozenset()
     """Names of the groups whose communicator has failed on this rank."""
+    limited_groups: frozenset[str] = frozenset()
+    """Names of the groups that got a shorter timeout than the default group: the script may handle its end."""
     callers: dict[str, int] = field(default_factory=dict)
     """Group -> thread that made the last call on it, in the order of these calls."""
     collective_callers: dict[str, int] = field(default_factory=dict)

@@ -19,9 +19,11 @@ import pytest
 
 from crossrank.instrument.hang import activity
 from crossrank.instrument.hang.activity import Communicated
+from crossrank.instrument.record.recorder import CurrentWait
 
 CALLS = {"made": 0}
-RECORDER: Any = SimpleNamespace(calls=lambda: CALLS["made"], waits_under_way=lambda: [(7, os.getpid())])
+WAIT = CurrentWait(7, os.getpid(), limited=False)
+RECORDER: Any = SimpleNamespace(calls=lambda: CALLS["made"], waits_under_way=lambda: [WAIT])
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,7 @@ def test_a_wait_that_lasts_from_one_look_to_the_other_is_held_and_calls_are_coun
 
 def test_progress_is_equal_while_nothing_is_communicated() -> None:
     before = activity.progress(RECORDER)
-    assert before == activity.progress(RECORDER) == Communicated(CALLS["made"], 3, frozenset({(7, os.getpid())}))
+    assert before == activity.progress(RECORDER) == Communicated(CALLS["made"], 3, frozenset({WAIT}))
     CALLS["made"] += 1
     assert before != activity.progress(RECORDER)
 

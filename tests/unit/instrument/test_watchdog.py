@@ -8,6 +8,7 @@ import pytest
 
 from crossrank.instrument import threads
 from crossrank.instrument.hang import watch
+from crossrank.instrument.record.recorder import CurrentWait
 
 PATIENCE = 8.0
 
@@ -19,7 +20,7 @@ class Job:
         self, *, calls: int = 1, does: Callable[[Job], None] = lambda job: None, again: float | None = None
     ) -> None:
         self.calls, self.completed = calls, 0
-        self.waits: list[tuple[int, int]] = []
+        self.waits: list[CurrentWait] = []
         self.now, self.end = 0.0, 0.0
         self.asked = 0
         self.hangs: list[float] = []
@@ -37,7 +38,7 @@ class Job:
         self.end = seconds
         self._watch.start()
 
-    def _on_hang(self, seconds: float, wait: watch.Wait | None) -> float | None:
+    def _on_hang(self, seconds: float, wait: CurrentWait | None) -> float | None:
         self.hangs.append(self.now)
         return self._again if seconds < 3 * PATIENCE else None
 
@@ -75,16 +76,16 @@ def end(job: Job) -> None:
 
 def wait_beside_calls(job: Job) -> None:
     job.calls += 1
-    job.waits = [(5, 1)] if job.now >= 20 else []
+    job.waits = [CurrentWait(5, 1, limited=False)] if job.now >= 20 else []
 
 
 def short_waits_beside_calls(job: Job) -> None:
     job.calls += 1
-    job.waits = [(round(job.now / 2), 1)]
+    job.waits = [CurrentWait(round(job.now / 2), 1, limited=False)]
 
 
 def wait_at_20_s(job: Job) -> None:
-    job.waits = [(5, 1)] if job.now >= 20 else []
+    job.waits = [CurrentWait(5, 1, limited=False)] if job.now >= 20 else []
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 CLEARLY_STALE = 3
 """Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
 
-_SETTLED = 1_000_000_000
-"""ns after which a call that has ended is sure to be noticed by a rank that notices anything."""
-
+_SETTLED = 3_000_000_000
+"""ns after which a call that has ended is sure to be noticed by a rank that notices anything, on a busy machine too."""
 
 _AHEAD = 4000
 """Calls by which a host is ahead of its GPU at most: CUDA's queue of launches is full long before."""

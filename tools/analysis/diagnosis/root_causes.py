@@ -245,6 +245,9 @@ def _way_out(search: Search, rank: int) -> str:
     ]
     if trace.backend == GLOO and earlier:  # the end of a call that it does not wait for may call a function
         return f"its {search.job.signature(rank, earlier[0]).op} has not finished"
+    limited = {one.id for one in trace.ending.waits or () if one.limited}
+    if trace.calls.id[blocked] in limited or search.graph.op_of[rank].group.name in trace.ending.limited_groups:
+        return "its wait has a timeout"
     return way_out(trace.ending)
 
 

@@ -210,7 +210,8 @@ def _timed_out(job: JobState, rank: int) -> int | None:
     """Return the last call of a rank, if gloo retired it although it did not finish.
 
     gloo retires a call that timed out like a finished one. But an all_reduce does not finish without all members, and a
-    process whose communication fails usually ends because of its last call.
+    process whose communication fails usually ends because of its last call. A script that gives a group a shorter
+    timeout handles its end.
     """
     trace = job.ranks[rank]
     row = len(trace.calls) - 1
@@ -222,7 +223,7 @@ def _timed_out(job: JobState, rank: int) -> int | None:
     group, seq, called = job.group_at(rank, row), trace.calls.number[row], trace.calls.called[row]
     has_failed = trace.ending.has_failed
     needs_all = operation.releases_all or has_failed
-    if job.made_by_all[group.index] >= seq:
+    if job.made_by_all[group.index] >= seq or (group.name in trace.ending.limited_groups and not has_failed):
         return None
     for other, enqueued in job.all_enqueued[group.index].items():
         if enqueued is None:

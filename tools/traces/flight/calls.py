@@ -111,6 +111,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         ending.waits, ending.activity = moment.waits, moment.activity
         ending.process, ending.groups_made = moment.process, moment.groups_made
         ending.failed_groups = frozenset(moment.failed_groups)
+        ending.limited_groups = frozenset(moment.limited_groups)
         ending.note_callers(moment.calls)
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])
@@ -242,7 +243,7 @@ class _Reading:
         described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
         group, signature, p2p, on_gloo = described[kind].T
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
-        group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, called)
+        group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, np.where(p2p, -1, seq), called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
@@ -297,7 +298,7 @@ class _Reading:
         trace.calls.extend({name: values[keep] for name, values in found.items()})
 
     def _tell_apart(
-        self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, called: _Column
+        self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, number: _Column, called: _Column
     ) -> tuple[_Column, _Column, _Column]:
         """Separate the groups of one name that the rank had one after another. Return the group and the signature of
         each call, and whether the rank has left the group: a recorder does not note the end of such a call."""
@@ -316,7 +317,7 @@ class _Reading:
                 continue
             epochs = list(range(1 - len(parts), 1))  # the newest one keeps the name: rings end at the same calls
             if moment is not None and made:
-                epochs = _epochs_of(parts, list(made.values()), moment, called)
+                epochs = _epochs_of(parts, list(made.values()), moment, number, called)
             for epoch, rows in zip(epochs, parts, strict=True):
                 its = made.get(epoch) or msgspec.structs.replace(found.group, pg=name_in_epoch(name, epoch))
                 is_left[rows] = epoch < max(*epochs, *made)
@@ -469,24 +470,34 @@ def _raw_name(group: Group) -> str:
     return group.pg.removesuffix(name_in_epoch("", group.epoch))
 
 
-def _epochs_of(parts: Sequence[_Column], made: Sequence[Group], moment: Moment, called: _Column) -> list[int]:
+def _epochs_of(
+    parts: Sequence[_Column], made: Sequence[Group], moment: Moment, number: _Column, called: _Column
+) -> list[int]:
     """Return the epoch of each part of the entries of one name: the groups in `made` had that name, in their order. -1:
     before the first of them.
 
-    The times of the calls show it. But the wall clock may have been set since. So if crossrank recorded two calls of
-    the newest group, the last part is of that group: torch has recorded at least the first of them.
+    crossrank's records of the calls show it: those with the number of an entry, and their times. But the wall clock may
+    have been set since. So if crossrank recorded two calls of the newest group, the last part is of that group: torch
+    has recorded at least the first of them.
     """
     clock = WallClock([moment.clock])
-    noted = sum(one.pg == made[-1].pg and one.seq is not None and one.c10d not in UNRECORDED for one in moment.calls)
-    places = [_place_of(called[parts[-1][0]], made, clock) if noted < 2 else len(made) - 1]
+    place_of = {group.pg: place for place, group in enumerate(made)}
+    counted = [one for one in moment.calls if one.seq is not None and one.c10d not in UNRECORDED and one.pg in place_of]
+
+    def place(row: int) -> int:
+        """Return the place of the group of a call; -1 if none was made before it."""
+        time, seq = int(called[row]), int(number[row])
+        # Two groups may have that number within the accuracy of the clocks: a record before the call is more likely.
+        records = [(clock.at(one.t), place_of[one.pg]) for one in counted if one.seq == seq]
+        found = [(at <= time, at, its) for at, its in records if at - SAME_TIME <= time]
+        made_before = (its for its, group in enumerate(made) if clock.at(group.t) - SAME_TIME <= time)
+        return max(found)[2] if found else max(made_before, default=-1)
+
+    is_newest = sum(place_of[one.pg] == len(made) - 1 for one in counted) > 1
+    places = [len(made) - 1 if is_newest else place(parts[-1][-1])]
     for rows in reversed(parts[:-1]):
-        places.append(min(_place_of(called[rows[0]], made, clock), places[-1] - 1))
+        places.append(min(place(rows[0]), places[-1] - 1))
     return [made[place].epoch if place >= 0 else -1 for place in reversed(places)]
-
-
-def _place_of(called: int, made: Sequence[Group], clock: WallClock) -> int:
-    """Return the last place of a group that was made before a call; -1 if none was."""
-    return max((place for place, group in enumerate(made) if clock.at(group.t) - SAME_TIME <= called), default=-1)
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:

@@ -115,6 +115,8 @@ class WaitUnderWay(msgspec.Struct, frozen=True, kw_only=True):
     thread: Annotated[Text, Privacy.THREAD]
     number: Number | None = None
     """The operating system's id of the thread; None in older dumps."""
+    limited: bool = False
+    """The script gave this wait a timeout."""
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +131,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """How many process groups torch has counted on this rank, those of other ranks included."""
     failed_groups: Annotated[list[Annotated[Text, Privacy.GROUP]], MANY] = []
     """Names of the process groups whose communicator has failed, as its backend says."""
+    limited_groups: Annotated[list[Annotated[Text, Privacy.GROUP]], MANY] = []
+    """Names of the process groups with a shorter timeout than the default group."""
     reason: Annotated[Text, Privacy.REASON] = ""
     """`hang` or `asked`: a rank asked what it does, and it had just communicated nothing, or something; `SIGUSR1`,
     `SIGTERM`, `window`, `disable`, `exit`."""

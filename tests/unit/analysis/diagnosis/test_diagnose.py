@@ -33,9 +33,9 @@ def diagnosed(*ranks: RankTrace, **options: Any) -> Diagnosis:
 @pytest.mark.parametrize(
     ("stale", "taken_at", "expected"),
     [
-        ((3,), 2 * 10**9, [("not_completed", "default_pg", 2, [3], [])]),
+        ((3,), 4 * 10**9, [("not_completed", "default_pg", 2, [3], [])]),
         ((3,), None, [("all_joined_not_completed", "default_pg", 2, [], [3])]),
-        ((2, 3), 2 * 10**9, [("all_joined_not_completed", "default_pg", 2, [], [one]) for one in (2, 3)]),
+        ((2, 3), 4 * 10**9, [("all_joined_not_completed", "default_pg", 2, [], [one]) for one in (2, 3)]),
     ],
 )
 def test_a_last_call_finished_on_most_ranks_hangs_on_the_others(

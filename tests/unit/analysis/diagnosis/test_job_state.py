@@ -108,8 +108,8 @@ def test_a_call_is_finished_if_one_rank_saw_its_end_or_all_left_it(ranks: list[R
         (rank(1, call("send", 1, OPEN, peer=0), *calls(OPEN, OPEN, OPEN)), [1, 2, 3], 3),
         (rank(1, *calls(OPEN, OPEN, OPEN), source="comms"), [], 0),
         (gloo(1, *calls(OPEN, OPEN, OPEN)), [], 0),
-        (rank(1, *calls(OPEN, OPEN, OPEN, called=2), ending={"taken_at": SECOND + 3}), [0, 1, 2], 2),
-        (rank(1, *calls(OPEN, OPEN, OPEN, called=2), ending={"taken_at": SECOND + 2}), [], 0),
+        (rank(1, *calls(OPEN, OPEN, OPEN, called=2), ending={"taken_at": 3 * SECOND + 3}), [0, 1, 2], 2),
+        (rank(1, *calls(OPEN, OPEN, OPEN, called=2), ending={"taken_at": 3 * SECOND + 2}), [], 0),
     ],
 )
 def test_a_rank_has_unnoticed_ends_long_before_its_dump(stale: RankTrace, rows: list[int], blind: int) -> None:

@@ -30,15 +30,17 @@ def waiting(
     cpu_ns: int = 0,
     serves: str = "",
     helper_waits_in: str = "",
+    limited: bool = False,
+    limited_groups: frozenset[str] = frozenset(),
 ) -> RankTrace:
     """A rank whose main thread waits in its second call on group `due`, after a call on `made`. `helper`: frames of
-    another thread, which makes the calls on group `serves`, and may wait in one."""
+    another thread, which makes the calls on group `serves`, and may wait in one. `limited`: the wait has a timeout."""
     calls = [
         call(pg=made, number=1, state=RETIRED, id=0, called=SECOND),
         call(pg=due, number=1, state=RETIRED, id=1, called=SECOND + 1),
         call(pg=due, number=2, state=SCHEDULED, id=2, called=3 * SECOND),
     ]
-    waits = [WaitUnderWay(id=2, thread="MainThread", number=MAIN)]
+    waits = [WaitUnderWay(id=2, thread="MainThread", number=MAIN, limited=limited)]
     if helper_waits_in:
         calls.append(call(pg=helper_waits_in, number=1, state=SCHEDULED, id=3, called=4 * SECOND))
         waits.append(WaitUnderWay(id=3, thread="helper", number=HELPER))
@@ -54,6 +56,7 @@ def waiting(
         "waits": waits,
         "callers": callers,
         "collective_callers": callers,
+        "limited_groups": limited_groups,
     }
     groups = (world(3), group("1", 0, 1), group("2", 0, 1), group("3", 0, 2))
     trace = rank(number, *calls, groups=groups, ending=ending, backend="gloo")
@@ -114,6 +117,22 @@ def test_a_thread_that_may_make_its_first_call_leaves_it_open(
     assert finding.proof == ("not_known" if way_out else "deadlock")
     assert finding.text.endswith(f"; rank 0 may still go on: {way_out}") == bool(way_out)
     assert finding.culprit_ranks == []
+
+
+@pytest.mark.parametrize(
+    ("how", "way_out"),
+    [
+        ({"limited": True}, "; rank 0 may still go on: its wait has a timeout"),
+        ({"limited_groups": frozenset("1")}, "; rank 0 may still go on: its wait has a timeout"),
+        ({"limited_groups": frozenset("2")}, ""),  # the other group
+    ],
+)
+def test_a_wait_to_which_the_script_gave_a_timeout_ends_by_itself(how: dict[str, Any], way_out: str) -> None:
+    found = diagnosed(waiting(0, "2", "1", **how), waiting(1, "1", "2"))
+    (finding,) = found.findings
+    assert finding.proof == ("not_known" if way_out else "deadlock")
+    assert finding.text.endswith(way_out)
+    assert ("may still go on" in finding.text) == bool(way_out)
 
 
 def test_a_thread_that_makes_other_calls_leaves_nothing_open() -> None:

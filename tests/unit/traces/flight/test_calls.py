@@ -238,16 +238,19 @@ FIRST, SECOND = (0, 1, 1000), (3, 1, LATER)
         ([0, LATER], [], [FIRST, (0, 2, 1001)], [0, 0]),
         ([0, LATER], [], [(3, 1, LATER - SAME_TIME)], [1]),
         # The wall clock was set forward since: crossrank's own records show that the calls are of the second group.
-        ([0, 3 * LATER], [(0, 7), (1, 1), (1, 2)], [SECOND, (3, 2, LATER + 1)], [1, 1]),
-        ([0, 3 * LATER], [(0, 7), (1, 1), (1, 2)], [FIRST, SECOND], [0, 1]),
+        ([0, 3 * LATER], [(0, 7, 0), (1, 1, 0), (1, 2, 0)], [SECOND, (3, 2, LATER + 1)], [1, 1]),
+        ([0, 3 * LATER], [(0, 7, 0), (1, 1, 0), (1, 2, 0)], [FIRST, SECOND], [0, 1]),
         ([500, 600], [], [FIRST, SECOND], [0, 1]),
+        # torch has yet to record the only call of the second group, which was made right after the calls of the first.
+        ([500, 1100], [(0, 1, 900), (0, 2, 1000), (1, 1, 1100)], [FIRST, (0, 2, 1001)], [0, 0]),
+        ([500, 1100], [(0, 1, 1000), (1, 1, 1100)], [FIRST], [0]),
         # The rank is in no earlier group of the name.
         ([None, 500], [], [FIRST, (0, 2, 1001)], [1, 1]),
     ],
 )
 def test_the_group_number_and_time_separate_groups_of_one_name(
     made: list[int | None],
-    calls: list[tuple[int, int]],
+    calls: list[tuple[int, int, int]],
     entries: list[tuple[int, int, int]],
     epochs: list[int],
     tmp_path: Path,
@@ -261,7 +264,7 @@ def test_the_group_number_and_time_separate_groups_of_one_name(
         for number, at in enumerate(made)
         if at is not None
     ]
-    records = [{"id": id, "t": 0, "seq": seq, "epoch": epoch} for id, (epoch, seq) in enumerate(calls)]
+    records = [{"id": id, "t": at, "seq": seq, "epoch": epoch} for id, (epoch, seq, at) in enumerate(calls)]
     trace = read(tmp_path, *given, crossrank=moment(*records, groups=known) if made else None)
     found = trace.calls.state.tolist()[: len(entries)]
     assert groups_of_calls(trace)[: len(entries)] == [{-1: "0 (no. 0)", 0: "0", 1: "0 (no. 2)"}[one] for one in epochs]
