@@ -287,15 +287,12 @@ def _left_its_order(search: Search, cycle: list[int]) -> list[int]:
     Empty unless fewer ranks wait in their calls than in the others: a rank may also be ahead of one that is behind.
     """
     job, graph = search.job, search.graph
-    odd = [rank for rank in cycle if not is_usual(job, rank, graph.blocked[rank])]
-    unusual = [is_out_of_turn(job, rank, graph.blocked[rank]) or _is_elsewhere(search, rank) for rank in odd]
+    ends = {rank: (job, rank, graph.blocked[rank]) for rank in cycle}
+    odd = [rank for rank in cycle if not is_usual(*ends[rank])]
+    unusual = [is_out_of_turn(*ends[rank]) or is_from_elsewhere(*ends[rank]) for rank in odd]
     with_odd = {rank for one in odd for rank in graph.op_of[one].waiting}
     with_others = {rank for one in set(cycle).difference(odd) for rank in graph.op_of[one].waiting}
     return odd if all(unusual) and len(with_odd) < len(with_others) and with_odd.isdisjoint(with_others) else []
-
-
-def _is_elsewhere(search: Search, rank: int) -> bool:
-    return is_from_elsewhere(search.job, rank, search.graph.blocked[rank])
 
 
 def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:

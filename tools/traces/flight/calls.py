@@ -174,7 +174,7 @@ def _take_recorded(trace: RankTrace, dump: FlightDump, moment: Moment) -> None:
     """Use crossrank's records, because torch's recorder has none: it is off, or does not know the backend (gloo before
     torch 2.9). The dump is then the end of a comms file, with the state of the rank."""
     trace.source, trace.numbered_pairs, trace.dump.has_no_entries = "comms", True, True
-    trace.backend = next((group.backend for group in moment.groups), "")
+    trace.backend = GLOO if _has_only_gloo(moment) else next((group.backend for group in moment.groups), "")
     builder, has_ended = TraceBuilder(trace, (*dump.groups, *moment.groups)), moment.reason in ("disable", "exit")
     last = None if has_ended else moment.calls[-1].id
     add_records(builder, moment.calls, WallClock([moment.clock]), last, is_cut=not has_ended)

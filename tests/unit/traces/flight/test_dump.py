@@ -202,12 +202,24 @@ def test_mutated_real_dumps_are_read_or_reported(case: str, data: st.DataObject,
     assert 0 in found.ranks
 
 
+MIXED = "cpu:gloo,cuda:nccl"
+
+
 @pytest.mark.parametrize(
-    ("backend", "expected"), [("gloo", "gloo"), ("cpu:gloo,cuda:gloo", "gloo"), ("cpu:gloo,cuda:nccl", "")]
+    ("op", "backend", "expected"),
+    [
+        ("send", "gloo", "gloo"),
+        ("send", "cpu:gloo,cuda:gloo", "gloo"),
+        ("all_reduce", "cpu:gloo,cuda:gloo", "gloo"),
+        ("all_reduce", MIXED, MIXED),
+    ],
 )
-def test_a_dump_without_entries_is_of_gloo_if_all_its_groups_are(backend: str, expected: str, tmp_path: Path) -> None:
-    """torch's recorder notes no sends and receives of gloo."""
+def test_a_dump_without_entries_is_of_gloo_if_all_its_groups_are(
+    op: str, backend: str, expected: str, tmp_path: Path
+) -> None:
+    """torch's recorder notes no sends and receives of gloo, or is off."""
     moment = {
+        "calls": [{"id": 0, "t": 1, "op": op, "c10d": op, "pg": "0", "bytes": 4}],
         "rank": 0,
         "world_size": 2,
         "time_ns": 100,
