@@ -148,14 +148,15 @@ class Session:
             if first:
                 self.windows.open_if_due()
 
-    def close(self, reason: str = "disable") -> None:
+    def close(self, reason: str = "disable", *, at_once: bool = False) -> None:
         """Finish every file and uninstall every hook. Does nothing the second time.
 
-        In a process that dies the window comes last and has a limit: the reason is on disk by then.
+        In a process that dies, `at_once` or of a signal, the window comes last and has a limit: the reason is on disk
+        by then.
         """
         if not self._close_once.acquire(blocking=False):
             return
-        dies = reason not in ("disable", "exit")
+        dies = at_once or reason not in ("disable", "exit")
         try:
             self._attempt("a verdict of a hang is kept", lambda: self._withdraw_verdict(reason))
             if dist.is_initialized() and self.writer is None:

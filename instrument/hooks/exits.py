@@ -1,6 +1,7 @@
 """Finishes the files when a process ends without a signal: normally, by an exception, or by an uncaught C++ exception.
 
 * A normal end runs `atexit`. multiprocessing's forked workers leave through `os._exit`, so they run its finalizers.
+* `os._exit` runs nothing. So it is replaced by a function that finishes the files first, for a few seconds at most.
 * Exceptions that end the script or its threads are recorded, and printed as usual.
 * gloo raises exceptions on its own threads when ranks disagree about the size of a call. The C++ runtime then calls its
   terminate handler, which prints the exception and aborts. Our handler finishes the files before that one runs. Unlike
@@ -24,8 +25,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+from crossrank.instrument import threads
 from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.gpu import cuda_is_in_use
@@ -38,13 +40,16 @@ _SET_TERMINATE = ("libstdc++.so.6", "_ZSt13set_terminatePFvvE")  # std::set_term
 _LONGEST_ERROR = 500
 _MOST_EXCEPTIONS = 8
 _MOST_FRAMES = 64
+_LONGEST_END = 5.0
+"""Seconds by which `os._exit` is delayed at most."""
 
 
 class Closable(Recording, Protocol):
     """A recording that the end of the process closes."""
 
-    def close(self, reason: str, /) -> None:
-        """Finish every file and uninstall every hook. No effect the second time."""
+    def close(self, reason: str, /, *, at_once: bool = False) -> None:
+        """Finish every file and uninstall every hook. No effect the second time. `at_once`: the process ends, and does
+        not wait for its GPU."""
 
 
 _session: Closable | None = None
@@ -52,6 +57,7 @@ _finalizers: list[Finalize] = []
 _patches = Patches()
 _of_threads: list[dict[str, Any]] = []
 _of_worker: list[dict[str, Any]] = []
+"""The exception that ends a worker of multiprocessing, or the call of `os._exit` with a code that ends a process."""
 _WORKER_ENDS = {
     "print_exc": ("multiprocessing.process", "_bootstrap"),
     "format_exc": ("torch.multiprocessing.spawn", "_wrap"),
@@ -87,10 +93,38 @@ def install(session: Closable) -> None:
         original(arguments)
 
     _patches.replace(threading, "excepthook", note)
+    _patches.replace(os, "_exit", _finishing_first(os._exit))
     if multiprocessing.parent_process() is not None:
         for name, caller in _WORKER_ENDS.items():
             _patches.replace(traceback, name, _record_exception_in(getattr(traceback, name), *caller))
     _replace_terminate()
+
+
+def _finishing_first(original: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+    """Return a wrapper of `os._exit` that finishes the files, on a thread that may hang."""
+
+    @functools.wraps(original)
+    def leave(status: int) -> NoReturn:
+        session = _session
+        if session is not None:
+            with contextlib.suppress(Exception):
+                if status:
+                    _of_worker[:] = [_why_it_leaves(status, sys.exc_info()[1], sys._getframe(1))]
+                closing = threads.start("exit", lambda: session.close("exit", at_once=True))
+                if closing is not None:
+                    closing.join(_LONGEST_END)
+        original(status)
+
+    return leave
+
+
+def _why_it_leaves(status: int, error: BaseException | None, caller: FrameType) -> dict[str, Any]:
+    """Return the exception that the caller of `os._exit` handles, or the call of `os._exit` as one."""
+    thread = threading.main_thread().name
+    if error is not None:
+        return describe(thread, error)
+    frames = describe_frames(traceback.walk_stack(caller))
+    return {"thread": thread, "error": f"os._exit({status})", "causes": [], "frames": frames}
 
 
 def _record_exception_in(original: Callable[..., Any], module: str, function: str) -> Callable[..., Any]:

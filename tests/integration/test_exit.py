@@ -92,13 +92,48 @@ def test_sys_exit_keeps_its_status(scripts: Scripts) -> None:
     assert comms.end is not None
 
 
-def test_os_exit_loses_at_most_a_second_and_inspect_reports_the_cut_trace(scripts: Scripts, tmp_path: Path) -> None:
-    scripts(5).python("""
+@pytest.mark.parametrize(
+    ("status", "before", "error"),
+    [(0, "pass", None), (5, "pass", "os._exit(5)"), (5, "raise ValueError('no such file')", "ValueError: no such file")],
+)
+def test_os_exit_loses_nothing(status: int, before: str, error: str | None, scripts: Scripts) -> None:
+    scripts(status).python(f"""
+        crossrank.enable(window="0:10")
+        dist.all_reduce(torch.ones(4))
+        try:
+            {before}
+            os._exit({status})
+        except ValueError:
+            os._exit({status})
+        """)
+    comms = scripts.recorded()
+    assert (comms.ids, comms.end["reason"]) == ([0], "exit")
+    assert of_windows(scripts) == [{0}, {0}]
+    found = [(one["thread"], one["error"], one["frames"][0]["name"]) for one in comms.end["exceptions"]]
+    assert found == ([] if error is None else [("MainThread", error, "<module>")])
+
+
+def test_os_exit_leaves_after_a_few_seconds_if_the_files_cannot_be_finished(scripts: Scripts) -> None:
+    began = time.monotonic()
+    scripts(3).python("""
+        from crossrank.instrument import api
+        crossrank.enable()
+        dist.barrier()
+        api._current._end_files = lambda *_, **__: time.sleep(600)
+        os._exit(3)
+        """)
+    assert time.monotonic() - began < 300
+
+
+def test_a_killed_rank_loses_at_most_a_second_and_inspect_reports_the_cut_trace(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    scripts(-signal.SIGKILL).python("""
         crossrank.enable(window="0:10")
         dist.all_reduce(torch.ones(4))
         time.sleep(1.2)
         dist.all_reduce(torch.ones(4))
-        os._exit(5)
+        os.kill(os.getpid(), signal.SIGKILL)
         """)
     comms = scripts.recorded()
     assert comms.ids[:1] == [0]
