@@ -1,4 +1,5 @@
-"""Counts how often the process initializes its default process group: torch then uses names of groups again.
+"""Begins the files when the process initializes its default process group, so that a rank which has made no call yet
+answers for itself. Counts how often it does: torch then uses names of groups again.
 
 torch sets the default group by one function of its module, however a script imported `init_process_group`.
 """
@@ -21,6 +22,9 @@ class Grouped(Protocol):
 
     groups: GroupTable
 
+    def begin(self) -> None:
+        """Begin the files of the process group that exists now, unless they are begun."""
+
 
 _patches = Patches()
 
@@ -37,6 +41,7 @@ def install(session: Grouped) -> None:
         if pg is not None:
             with suppress(Exception):  # an object of another library may raise anything
                 note(pg.size())
+                session.begin()
         return given
 
     _patches.replace(distributed_c10d, "_update_default_pg", update)

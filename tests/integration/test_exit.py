@@ -94,7 +94,11 @@ def test_sys_exit_keeps_its_status(scripts: Scripts) -> None:
 
 @pytest.mark.parametrize(
     ("status", "before", "error"),
-    [(0, "pass", None), (5, "pass", "os._exit(5)"), (5, "raise ValueError('no such file')", "ValueError: no such file")],
+    [
+        (0, "pass", None),
+        (5, "pass", "os._exit(5)"),
+        (5, "raise ValueError('no such file')", "ValueError: no such file"),
+    ],
 )
 def test_os_exit_loses_nothing(status: int, before: str, error: str | None, scripts: Scripts) -> None:
     scripts(status).python(f"""

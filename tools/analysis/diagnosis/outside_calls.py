@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from crossrank.recording import ANSWERS
-from crossrank.tools.analysis.diagnosis.findings import late_text, rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.findings import call_text, late_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING
 from crossrank.tools.analysis.diagnosis.search import Search, finding_of, finding_on
@@ -17,6 +17,7 @@ from crossrank.tools.analysis.diagnosis.states import (
     members_in_making,
     polls_only,
     state_of,
+    way_out,
 )
 from crossrank.tools.traces.ending import Ending
 
@@ -24,9 +25,9 @@ from crossrank.tools.traces.ending import Ending
 def find_unrecorded_waits(search: Search) -> None:
     """Find ranks that wait outside of calls: for example, for a new group or a key of the store.
 
-    A group that is made waits for all its members. Ranks that make groups with other members at the same time wait for
-    each other. In all other cases, the files do not show which rank they wait for; if exactly one rank does not wait,
-    it is the culprit.
+    A group that is made waits for all its members. Ranks that make different groups at the same place of their order
+    wait for each other, and so do ranks of which some make a group and the others wait for those in a call. In all
+    other cases, the files do not show which rank they wait for; if exactly one rank does not wait, it is the culprit.
     """
     waiting, silent, ranks = search.waiting_unrecorded, search.silent, search.job.ranks
     if not waiting or search.roots:
@@ -34,16 +35,23 @@ def find_unrecorded_waits(search: Search) -> None:
     making = {rank: one for rank in sorted(waiting) if (one := members_in_making(ranks[rank].ending)) is not None}
     whats = {rank: f"{_members_text(one)}{_place_text(ranks[rank].ending)}" for rank, one in making.items()}
     ranks_of = sorted(ranks_by(whats).items(), key=_by_size)
-    awaited = silent.intersection(*(one or search.job.world for one in making.values())) if making else silent
-    culprits = awaited if making or len(silent) == 1 else set()
+    members = {rank: set(one or search.job.world) for rank, one in making.items()}
+    silent = silent.intersection(set().union(*members.values())) if making else silent
+    culprits = silent.intersection(*members.values()) if making or len(silent) == 1 else set()
     stuck = [op for op in search.left() if op.awaited & (waiting | silent)]
     kind, proof = (MISSING, "late") if silent else ("opposite_order", "not_known")
     text = f"{rank_text(waiting)} waits inside torch.distributed, but not in a call; for example, it creates a group"
     if making:
         text = "; ".join(f"{rank_text(those)} makes a group of {members}" for members, those in ranks_of)
-    if len(ranks_of) > 1:
+        text += "".join(f"; {rank_text(op.waiting)} waits in {call_text(op.op, op.seq)}" for op in stuck)
+    if _differ(members, {rank: ranks[rank].ending.groups_made for rank in members}):
         kind, proof = "opposite_order", "mismatch"
         culprits = set(ranks_of[-1][1]) if len(ranks_of) == 2 and len(ranks_of[0][1]) > len(ranks_of[1][1]) else set()
+    elif making and not silent:
+        in_calls = {rank for op in stuck for rank in op.waiting if op.awaited & making.keys()}
+        closed = in_calls and all(those <= in_calls | making.keys() for those in members.values())
+        free = any(way_out(ranks[rank].ending) for rank in in_calls | making.keys())
+        proof = "deadlock" if closed and not free else proof
     finding = finding_on(
         search.world,
         kind,
@@ -54,6 +62,16 @@ def find_unrecorded_waits(search: Search) -> None:
         late_ranks=[state_of(ranks[rank]) for rank in sorted(culprits & silent)],
     )
     search.add_root(finding, stuck)
+
+
+def _differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | None]) -> bool:
+    """Return whether a rank makes a group with a member that makes another group in its place. `made`: how many groups
+    each rank made before."""
+    return any(
+        other in those and those != theirs and made[rank] == made[other]
+        for rank, those in members.items()
+        for other, theirs in members.items()
+    )
 
 
 def _members_text(members: Sequence[int]) -> str:

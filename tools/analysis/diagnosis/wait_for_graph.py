@@ -132,9 +132,11 @@ def _row_of_caller(trace: RankTrace, op: StuckOp) -> int | None:
 
 
 def _has_ended_well(job: JobState, rank: int) -> bool:
-    """Return whether a rank ended by itself. The end of a host does not show that its GPU finished its last calls."""
+    """Return whether a rank ended by itself. The end of a host does not show that its GPU finished its last calls, but
+    where torch records no ends, nothing else does."""
     trace = job.ranks[rank]
-    went_on = trace.ending.went_on and (trace.backend == GLOO or not job.open_rows[rank])
+    shows_open = trace.backend != GLOO and not trace.dump.ends_frozen and bool(job.open_rows[rank])
+    went_on = trace.ending.went_on and not shows_open
     return (trace.ending.ended_well or went_on) and not _was_left_alone(job, rank)
 
 

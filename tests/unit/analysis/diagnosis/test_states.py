@@ -224,15 +224,43 @@ def test_a_silent_job_whose_ranks_all_do_nothing_is_incomplete_and_names_no_rank
     assert found.summary == f"ranks 0-1 are blocked in nanosleep() in {AT}"
 
 
-def test_a_rank_that_makes_another_group_than_the_others_is_named() -> None:
+def making(number: int, *members: int, made: int | None = None, size: int = 3) -> RankTrace:
+    """A rank that makes a group of these members after `made` others."""
     c10d = Frame("new_group", "/opt/torch/distributed/distributed_c10d.py", 5)
+    frames = OwnStack(thread="MainThread", number=MAIN, frames=[c10d, LINE], makes_group=list(members))
+    return absent(number, answer(thread(blocked_in="poll"), stacks=[frames], groups_made=made), size=size)
 
-    def making(number: int, *members: int) -> RankTrace:
-        made = stack(frame=c10d, makes_group=list(members))
-        frames = OwnStack(thread="MainThread", number=MAIN, frames=[c10d, LINE], makes_group=made.makes_group)
-        return absent(number, answer(thread(blocked_in="poll"), stacks=[frames]), size=3)
 
+def test_a_rank_that_makes_another_group_than_the_others_is_named() -> None:
     found = diagnosed(making(0, 0, 1), making(1, 0, 1), making(2, 1, 2))
     (finding,) = found.findings
     assert (finding.kind, finding.proof, finding.culprit_ranks) == ("opposite_order", "mismatch", [2])
     assert finding.text == "rank 0-1 makes a group of rank 0-1; rank 2 makes a group of rank 1-2"
+
+
+def waits_in_barrier(number: int, size: int) -> RankTrace:
+    made = call("barrier", 2, SCHEDULED, id=1, called=SECOND)
+    waits = [WaitUnderWay(id=1, thread="MainThread", number=MAIN)]
+    ending = answer(thread(blocked_in="futex"), held=[HeldWait(1, MAIN)], waits=waits, callers={"0": MAIN})
+    trace = rank(number, made, groups=(world(size),), ending=ending, backend="gloo", host="node7")
+    trace.awaited = {0}
+    return trace
+
+
+def test_ranks_that_make_groups_of_others_that_wait_for_them_in_a_call_are_a_deadlock() -> None:
+    makers = [making(0, 0, 2, made=2, size=4), making(1, 1, 3, made=3, size=4)]
+    found = diagnosed(*makers, *(waits_in_barrier(number, 4) for number in (2, 3)))
+    (finding,) = found.findings
+    assert (finding.kind, finding.proof, finding.culprit_ranks) == ("opposite_order", "deadlock", [])
+    assert finding.text == (
+        "rank 0 makes a group of rank 0,2 (no. 3 on these ranks); "
+        "rank 1 makes a group of rank 1,3 (no. 4 on these ranks); rank 2-3 waits in barrier #2"
+    )
+
+
+def test_a_rank_outside_of_the_group_that_is_made_is_not_said_to_be_awaited() -> None:
+    runs = [absent(number, answer(thread(cpu_ns=SECOND)), size=3) for number in (1, 2)]
+    found = diagnosed(making(0, 0, 1, made=2), *runs)
+    (finding,) = found.findings
+    assert (finding.kind, finding.culprit_ranks) == ("missing_rank", [1])
+    assert finding.text == "rank 0 makes a group of rank 0-1 (no. 3 on these ranks); rank 1 does not wait"
