@@ -76,6 +76,8 @@ class Session:
         self._epoch = 0
         self._before = CallCounts()  # what was recorded in an earlier file of this session
         self._begin_lock = threading.RLock()
+        self._window_may_open = False
+        """Whether the first window opens if it is due."""
         self._close_once = threading.Lock()  # taken for good by the first to close
 
     @property
@@ -105,7 +107,16 @@ class Session:
         return state
 
     def begin(self) -> None:
-        """Begin the files of the process group that exists now, unless they are begun."""
+        """Begin the recording of the process group that exists now, unless it is begun."""
+        with self._begin_lock:
+            self.begin_files()
+            if self._window_may_open:
+                self._window_may_open = False
+                self.windows.open_if_due()
+
+    def begin_files(self) -> None:
+        """Begin the files of the process group that exists now, unless they are begun. It may still be in the making:
+        a window opens later."""
         with self._begin_lock:
             world = dist.group.WORLD if dist.is_initialized() else None
             if world is None or (self._world is not None and self._world() is world):
@@ -145,8 +156,7 @@ class Session:
                         "process still writes files of this rank: calls are kept, but windows and dumps are not",
                         *(self.facts.config.directory, _PATIENCE),
                     )
-            if first:
-                self.windows.open_if_due()
+            self._window_may_open |= first
 
     def close(self, reason: str = "disable", *, at_once: bool = False) -> None:
         """Finish every file and uninstall every hook. Does nothing the second time.

@@ -22,7 +22,7 @@ class Grouped(Protocol):
 
     groups: GroupTable
 
-    def begin(self) -> None:
+    def begin_files(self) -> None:
         """Begin the files of the process group that exists now, unless they are begun."""
 
 
@@ -41,7 +41,7 @@ def install(session: Grouped) -> None:
         if pg is not None:
             with suppress(Exception):  # an object of another library may raise anything
                 note(pg.size())
-                session.begin()
+                session.begin_files()
         return given
 
     _patches.replace(distributed_c10d, "_update_default_pg", update)

@@ -26,8 +26,8 @@ def find_unrecorded_waits(search: Search) -> None:
     """Find ranks that wait outside of calls: for example, for a new group or a key of the store.
 
     A group that is made waits for all its members. Ranks that make different groups at the same place of their order
-    wait for each other, and so do ranks of which some make a group and the others wait for those in a call. In all
-    other cases, the files do not show which rank they wait for; if exactly one rank does not wait, it is the culprit.
+    wait for each other. So do ranks that make a group, and members that wait for them in a call. In all other cases,
+    the files do not show which rank they wait for; if exactly one rank does not wait, it is the culprit.
     """
     waiting, silent, ranks = search.waiting_unrecorded, search.silent, search.job.ranks
     if not waiting or search.roots:
