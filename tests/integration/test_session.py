@@ -43,6 +43,21 @@ def test_tracing_none_installs_and_writes_nothing(two_ranks: TwoRanks) -> None:
     assert two_ranks.run_bare(_off) == [False, False]
 
 
+def _initializes_after_enabling(rank: int, directory: str) -> tuple[list[str], bool]:
+    dist.destroy_process_group()
+    crossrank.enable(tracing="ALL", directory=directory)
+    dist.init_process_group("gloo", init_method=f"file://{directory}-store", rank=rank, world_size=2)
+    found = [f"rank-{rank}.{kind}" for kind in KINDS if os.path.exists(f"{directory}/rank-{rank}.{kind}")]
+    watches = any(thread.name == "crossrank-watchdog" for thread in threading.enumerate())
+    crossrank.disable()
+    return found, watches
+
+
+def test_a_rank_that_has_made_no_call_yet_has_a_file_and_answers(two_ranks: TwoRanks) -> None:
+    found = two_ranks.run_bare(_initializes_after_enabling)
+    assert found == [([f"rank-{rank}.comms.jsonl.zst"], True) for rank in (0, 1)]
+
+
 def _twice(rank: int, directory: str) -> bool:
     first = crossrank.enable(tracing="ALL", directory=directory)
     second = crossrank.enable(tracing="ALL", directory=directory + "-second")

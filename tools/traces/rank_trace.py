@@ -123,8 +123,10 @@ def sort_by_time(trace: RankTrace) -> None:
     """Put the calls in the order in which they were made."""
     called = trace.calls.called
     order = sorted(range(len(called)), key=called.__getitem__)
-    trace.unawaited = {new for new, old in enumerate(order) if old in trace.unawaited}
-    trace.awaited = {new for new, old in enumerate(order) if old in trace.awaited}
+    for rows in (trace.unawaited, trace.waited, trace.awaited):
+        rows_before = rows.copy()
+        rows.clear()
+        rows.update(new for new, old in enumerate(order) if old in rows_before)
     threads = {old: thread for thread, old in trace.row_of_thread.items()}
     trace.row_of_thread = {threads[old]: new for new, old in enumerate(order) if old in threads}
     trace.calls = trace.calls.take(order)
@@ -248,6 +250,8 @@ class DumpState:
     ends_frozen: bool = False
     """Ends are not recorded: with TORCH_NCCL_BLOCKING_WAIT=1, or once the rank is in `destroy_process_group`, for
     which `ProcessGroupNCCL2` stops the thread that records them."""
+    hosts_wait: bool = False
+    """Hosts wait for each call to finish: with TORCH_NCCL_BLOCKING_WAIT=1."""
     recorded_from: dict[str, int] = field(default_factory=dict)
     """Name of a group -> number of its collectives before number 1 of the comms file."""
 
@@ -317,6 +321,8 @@ class RankTrace:
     """Time of the first call after the requested steps, in ns since 1970; None = there is none."""
     unawaited: set[int] = field(default_factory=set)
     """Rows of sends and receives that do not block later calls of their rank."""
+    waited: set[int] = field(default_factory=set)
+    """Rows of sends and receives for which the rank has waited, to the end of the wait."""
     awaited: set[int] = field(default_factory=set)
     """Rows of calls that a thread of the rank waited for when its dump was taken."""
     row_of_thread: dict[int, int] = field(default_factory=dict)

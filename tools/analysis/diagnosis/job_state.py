@@ -261,6 +261,8 @@ def _keep_backends_apart(traces: Sequence[RankTrace]) -> None:
 def _doubt_returns(traces: Sequence[RankTrace]) -> None:
     """Open the calls with NCCL that are only recorded as returned: with NCCL they return before they finish.
 
+    Where hosts wait for calls, one that has ended its wait is past the call.
+
     The calls of the other ranks show whether they have finished, so all of those must be known.
     """
     known = {one.rank for one in traces}
@@ -272,6 +274,8 @@ def _doubt_returns(traces: Sequence[RankTrace]) -> None:
         is_open = [not is_p2p(signature) or signature.peer in known for signature in one.signatures]
         calls = one.calls
         for row in range(max(len(calls) - _AHEAD, 0), len(calls)):
+            if one.dump.hosts_wait and row in one.waited:
+                continue
             if calls.state[row] == RETIRED and in_group[calls.group[row]] and is_open[calls.signature[row]]:
                 calls.state[row] = SCHEDULED
 

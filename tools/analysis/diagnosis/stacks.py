@@ -1,4 +1,4 @@
-"""Positions of ranks in their code: of the culprits and of one waiting rank; and facts from stacks alone."""
+"""Positions of ranks in their code: of the culprits and of ranks that wait."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ _INNER_FRAMES = 4
 
 
 def add_places(job: JobState, graph: WaitForGraph, findings: Sequence[Finding]) -> None:
-    """Set `places` of every finding with stacks: culprits at different positions, and one waiting rank."""
+    """Set `places` of every finding with stacks: culprits at different positions, and one waiting rank. Without a
+    culprit, two waiting ranks at different positions, and one that they wait for."""
     for finding in findings:
         known = {place.rank for place in finding.places}
+        culprits, waiting = finding.culprit_ranks, finding.waiting_ranks
+        ops = [graph.op_of[rank] for rank in waiting if rank in graph.op_of]
+        awaited = {rank for op in ops for rank in op.awaited}.difference(waiting)
         for role, ranks, most in (
-            ("culprit", finding.culprit_ranks, _MOST_CULPRITS),
-            ("waiting", finding.waiting_ranks, 1),
+            ("culprit", culprits, _MOST_CULPRITS),
+            ("waiting", waiting, 1 if culprits else 2),
+            ("member", [] if culprits else sorted(awaited), 1),
         ):
             shown: dict[tuple[str, ...], Place] = {}
             for rank in ranks:
@@ -67,8 +72,8 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
         where = Place(rank=rank, role=role, what=f"its {name}", frames=frame_texts(main.frames))
-        # On a GPU the host continues while a call waits.
-        may_go_on = trace.backend != GLOO or (wrong is not None and wrong != blocked)
+        # On a GPU the host continues while a call waits, and on gloo from an asynchronous call to its wait.
+        may_go_on = trace.backend != GLOO or wrong is not None or row == blocked
         has_gone_on = row is not None and may_go_on and not _is_in(main.frames, job.stack(rank, row))
         places = [of_call, where] if of_call is not None and has_gone_on else [where]
         if is_culprit and main.handles is not None:

@@ -134,7 +134,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
         elif moment.waits is not None and moment.waited is not None:
-            _find_unawaited(trace, moment, moment.waited)
+            _join_p2p(reading.builder, moment, moment.waited)
         trace.dump.ends_frozen |= trace.backend == NCCL2 and any(
             frame.name == "destroy_process_group" for stack in moment.stacks for frame in stack.frames
         )
@@ -274,7 +274,7 @@ class _Reading:
         launching = self._launching(pg_id, seq * ~(p2p == 1), p2p_seq * ((p2p == 1) | closes), seems_over)
         state[launching], ended[launching] = SCHEDULED, 0
         if len(untold := self._never_enqueued(pg_id)):
-            state[untold], trace.dump.ends_frozen = RETIRED, True
+            state[untold], trace.dump.ends_frozen, trace.dump.hosts_wait = RETIRED, True, True
         state = state[closing]
         retires = np.logical_or(self._retired_is_done(), on_gloo) & is_retired[closing]
         state[retires & (state != COMPLETED)] = RETIRED
@@ -631,8 +631,10 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             trace.awaited.add(row)
         if record.id in waiting:
             trace.row_of_thread[waiting[record.id]] = row
-        # A call that another thread waits for, such as a backward pass, has no name of the user's function.
-        if record.api and record.id >= known_from and waited.isdisjoint((record.id, record.batch)):
+        # A call without `async_op=True` waits by itself. One that another thread waits for has no name of a user's
+        # function: a call of a backward pass.
+        is_async = record.is_async is not False
+        if is_async and record.api and record.id >= known_from and waited.isdisjoint((record.id, record.batch)):
             trace.unawaited.add(row)
 
 
@@ -661,12 +663,14 @@ def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:
                 trace.backend = "nccl"
 
 
-def _find_unawaited(trace: RankTrace, moment: Moment, were_awaited: Sequence[int]) -> None:
-    """Find the sends and receives of NCCL that no stream of the rank depends on yet: the rank has not waited for them.
+def _join_p2p(builder: TraceBuilder, moment: Moment, were_awaited: Sequence[int]) -> None:
+    """Find which sends and receives of NCCL the rank has waited for, and add the source lines of all. No stream of the
+    rank depends on the others yet.
 
     The last ones of a kind in the dump are the last ones that crossrank recorded.
     """
-    waited = {*were_awaited, *trace.ending.awaited}
+    trace = builder.trace
+    waited, waiting = {*were_awaited, *trace.ending.awaited}, trace.ending.thread_of_call.keys()
     rows: defaultdict[tuple[str, str, int | None], list[int]] = defaultdict(list)
     for row, (group, number) in enumerate(zip(trace.calls.group, trace.calls.signature, strict=True)):
         signature = trace.signatures[number]
@@ -676,8 +680,12 @@ def _find_unawaited(trace: RankTrace, moment: Moment, were_awaited: Sequence[int
         if not (of_kind := rows[record.pg, record.op, record.peer]):
             continue
         row = of_kind.pop()
+        if not trace.calls.stack[row]:
+            trace.calls.stack[row] = builder.stacks.number(stack_of(record))
         if record.api and waited.isdisjoint((record.id, record.batch)):
             trace.unawaited.add(row)
+        elif record.api and waiting.isdisjoint((record.id, record.batch)):
+            trace.waited.add(row)
 
 
 def _add_p2p(trace: RankTrace, moment: Moment) -> None:

@@ -141,3 +141,14 @@ def test_a_gloo_only_rank_shares_the_groups_of_ranks_with_two_backends() -> None
     both.groups.append(RankGroup(world(2), "gloo"))
     assert [(one.apart, sorted(one.local_index)) for one in job(both, alone).groups] == [("", [0]), ("gloo", [0, 1])]
     assert [one.apart for one in job(rank(0), gloo(1)).groups] == [""]
+
+
+@pytest.mark.parametrize(("hosts_wait", "still_open"), [(True, [1]), (False, [0, 1])])
+def test_a_rank_is_past_a_call_of_nccl_if_hosts_wait_for_calls_and_its_wait_has_ended(
+    hosts_wait: bool, still_open: list[int]
+) -> None:
+    sends = [call("send", number, RETIRED, number, peer=1) for number in (1, 2)]
+    facts: dict[str, Any] = {"backend": "nccl", "groups": (group("0", 0, 1, backend="nccl"),)}
+    sender = rank(0, *sends, dump={"ends_frozen": True, "hosts_wait": hosts_wait}, **facts)
+    sender.waited = {0}
+    assert job(sender, rank(1, **facts)).open_rows[0] == still_open

@@ -348,6 +348,32 @@ def test_sends_without_an_entry_are_added_in_call_order(tmp_path: Path) -> None:
     assert (trace.unawaited, trace.numbered_pairs, trace.notes) == ({0}, True, [])
 
 
+def test_a_collective_of_nccl_is_awaited_if_it_is_synchronous_or_its_wait_has_ended_or_lasts(tmp_path: Path) -> None:
+    asynchronous = {"api": "all_reduce", "async": True}
+    calls = [
+        asynchronous | {"id": 0, "t": 1000, "seq": 1},  # the first wait that is known ended after it
+        asynchronous | {"id": 1, "t": 1001, "seq": 2},
+        asynchronous | {"id": 2, "t": 1002, "seq": 3},
+        asynchronous | {"id": 3, "t": 1003, "seq": 4},
+        asynchronous | {"id": 4, "t": 1004, "seq": 5, "async": False},
+        asynchronous | {"id": 5, "t": 1005, "seq": 6, "api": None},
+    ]
+    waits = [{"id": 3, "thread": "MainThread", "number": 7}]
+    entries = [entry(one, "nccl:all_reduce", one + 1) for one in range(6)]
+    trace = read(tmp_path, *entries, crossrank=moment(*calls, waits=waits, waited=[1]))
+    assert (trace.unawaited, trace.awaited, trace.row_of_thread) == ({2}, {3}, {7: 3})
+
+
+def test_sends_and_receives_of_nccl_get_their_source_lines_and_waits_from_the_records(tmp_path: Path) -> None:
+    send = {"op": "send", "c10d": "send", "peer": 6, "api": "isend", "source": "a.py:3"}
+    calls = [send | {"id": number, "t": 1000 + number, "p2p_seq": number + 1} for number in range(3)]
+    waits = [{"id": 1, "thread": "MainThread", "number": 7}]
+    entries = [entry(number, "nccl:send 0->1", p2p=number + 1) for number in range(3)]
+    trace = read(tmp_path, *entries, crossrank=moment(*calls, waits=waits, waited=[0]))
+    assert (trace.unawaited, trace.waited) == ({2}, {0})
+    assert [trace.stacks[one][0].line for one in trace.calls.stack] == [3, 3, 3]
+
+
 def test_own_calls_replace_only_gloo_entries(tmp_path: Path) -> None:
     call = {"id": 0, "t": 5, "seq": 1, "op": "reduce_scatter"}
     gloo, nccl = entry(0, "gloo:all_reduce", 1), entry(0, "nccl:all_reduce", 1)
