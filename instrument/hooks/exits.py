@@ -2,6 +2,7 @@
 
 * A normal end runs `atexit`. multiprocessing's forked workers leave through `os._exit`, so they run its finalizers.
 * `os._exit` runs nothing. So it is replaced by a function that finishes the files first, for a few seconds at most.
+* The line that calls `sys.exit` or `os._exit` is noted: at the end of the process it is on no stack.
 * Exceptions that end the script or its threads are recorded, and printed as usual.
 * gloo raises exceptions on its own threads when ranks disagree about the size of a call. The C++ runtime then calls its
   terminate handler, which prints the exception and aborts. Our handler finishes the files before that one runs. Unlike
@@ -58,6 +59,8 @@ _patches = Patches()
 _of_threads: list[dict[str, Any]] = []
 _of_worker: list[dict[str, Any]] = []
 """The exception that ends a worker of multiprocessing, or the call of `os._exit` with a code that ends a process."""
+_left_at: list[dict[str, Any]] = []
+"""The stack of the main thread in the last call of `sys.exit` or `os._exit`, innermost frame first."""
 _WORKER_ENDS = {
     "print_exc": ("multiprocessing.process", "_bootstrap"),
     "format_exc": ("torch.multiprocessing.spawn", "_wrap"),
@@ -79,6 +82,7 @@ def install(session: Closable) -> None:
     _finalizers.append(Finalize(None, _at_exit, exitpriority=0))
     _of_threads.clear()
     _of_worker.clear()
+    _left_at.clear()
     _earlier = getattr(sys, "last_value", None)
     original = threading.excepthook
 
@@ -94,6 +98,7 @@ def install(session: Closable) -> None:
 
     _patches.replace(threading, "excepthook", note)
     _patches.replace(os, "_exit", _finishing_first(os._exit))
+    _patches.replace(sys, "exit", _noting_the_line(sys.exit))
     if multiprocessing.parent_process() is not None:
         for name, caller in _WORKER_ENDS.items():
             _patches.replace(traceback, name, _record_exception_in(getattr(traceback, name), *caller))
@@ -108,8 +113,9 @@ def _finishing_first(original: Callable[[int], NoReturn]) -> Callable[[int], NoR
         session = _session
         if session is not None:
             with contextlib.suppress(Exception):
+                _left_at[:] = describe_frames(traceback.walk_stack(sys._getframe(1)))
                 if status:
-                    _of_worker[:] = [_why_it_leaves(status, sys.exc_info()[1], sys._getframe(1))]
+                    _of_worker[:] = [_why_it_leaves(status, sys.exc_info()[1])]
                 closing = threads.start("exit", lambda: session.close("exit", at_once=True))
                 if closing is not None:
                     closing.join(_LONGEST_END)
@@ -118,13 +124,30 @@ def _finishing_first(original: Callable[[int], NoReturn]) -> Callable[[int], NoR
     return leave
 
 
-def _why_it_leaves(status: int, error: BaseException | None, caller: FrameType) -> dict[str, Any]:
+def _why_it_leaves(status: int, error: BaseException | None) -> dict[str, Any]:
     """Return the exception that the caller of `os._exit` handles, or the call of `os._exit` as one."""
     thread = threading.main_thread().name
     if error is not None:
         return describe(thread, error)
-    frames = describe_frames(traceback.walk_stack(caller))
-    return {"thread": thread, "error": f"os._exit({status})", "causes": [], "frames": frames}
+    return {"thread": thread, "error": f"os._exit({status})", "causes": [], "frames": list(_left_at)}
+
+
+def _noting_the_line(original: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """Return a wrapper of `sys.exit` that notes its caller. On another thread it ends only that thread."""
+
+    @functools.wraps(original)
+    def leave(*args: Any, **kwargs: Any) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(Exception):
+                _left_at[:] = describe_frames(traceback.walk_stack(sys._getframe(1)))
+        original(*args, **kwargs)
+
+    return leave
+
+
+def left_at() -> list[dict[str, Any]]:
+    """Return the stack of the main thread in the last call of `sys.exit` or `os._exit`, innermost frame first."""
+    return list(_left_at)
 
 
 def _record_exception_in(original: Callable[..., Any], module: str, function: str) -> Callable[..., Any]:

@@ -143,7 +143,7 @@ class FlightDumps:
             "calls": writer.recent() if writer is not None else [],
             "waits": _waits(session.recorder) if session.recorder.follows_waits else None,
             "waited": writer.waited() if writer is not None else [],
-            "stacks": stacks(),
+            "stacks": stacks(exits.left_at() if reason == "exit" else []),
             "activity": activity,
         }
 
@@ -232,9 +232,9 @@ def number_of(thread: threading.Thread) -> int | None:
     return os.getpid() if thread is threading.main_thread() else thread.native_id
 
 
-def stacks() -> list[dict[str, Any]]:
+def stacks(left_at: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the stack of every Python thread, innermost frame first, and the exception that it handles. Skips
-    crossrank's own threads."""
+    crossrank's own threads. `left_at`: the stack of the main thread before the process began to end."""
     known = {thread.ident: thread for thread in threading.enumerate()}
 
     def is_ours(placed: tuple[FrameType, int]) -> bool:  # the thread that dumps
@@ -249,7 +249,7 @@ def stacks() -> list[dict[str, Any]]:
             stack: dict[str, Any] = {
                 "thread": writable(name),
                 "number": None if thread is None else number_of(thread),
-                "frames": exits.describe_frames(frames),
+                "frames": (thread is threading.main_thread() and left_at) or exits.describe_frames(frames),
                 "makes_group": _members_of_new_group(frame),
             }
             if (error := _handled_by(ident)) is not None:

@@ -207,8 +207,8 @@ NEXT_STEPS = {
     "idle": "look at the line where rank {ranks} is blocked: a sleep, a lock, a file system, a server or an input",
     "stopped": "find out what stopped rank {ranks}; `kill -CONT` with its process number continues it",
     "native": "rank {ranks} may come by itself; the C code that its line calls does not release the interpreter's lock",
-    "gone": "read the log and the exit code of rank {ranks}; if they give no reason, the kernel's log (dmesg) shows "
-    "whether the kernel killed it",
+    "gone": "read the log and the exit code of rank {ranks}, and the line where it left; after a signal, the kernel's "
+    "log (dmesg) shows whether the kernel killed it",
 }
 """State of a late rank -> the next step for the user. Other states have that of the kind of the finding."""
 

@@ -65,10 +65,13 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         row, what = len(trace.calls) - 1, "its last call"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
     main = worker_of(ending, finding.pg[0]) if is_culprit else first_thread(ending)
-    # At the end of a recording the main thread is in its shutdown code.
-    is_leaving = ending.reason in ("exit", "disable")
-    lost = main is not None and bool(frames) and not any(map(is_users, main.frames))  # reporting an exception
     of_call = place_of_call(job, rank, row, role, what) if row is not None else None
+    # At the end of a recording the main thread is in its shutdown code, or where it called `sys.exit` or `os._exit`.
+    is_leaving = ending.reason in ("exit", "disable")
+    if is_culprit and ending.reason == "exit" and main is not None and any(map(is_users, main.frames)):
+        left = Place(rank=rank, role=role, what="where it called exit", frames=frame_texts(main.frames))
+        return [left, *filter(None, [of_call])]
+    lost = main is not None and bool(frames) and not any(map(is_users, main.frames))  # reporting an exception
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
         where = Place(rank=rank, role=role, what=f"its {name}", frames=frame_texts(main.frames))

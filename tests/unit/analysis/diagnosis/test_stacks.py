@@ -184,3 +184,26 @@ def test_without_a_culprit_the_lines_of_both_sides_are_shown() -> None:
     assert (finding.kind, finding.culprit_ranks) == ("p2p_unmatched", [])
     shown = [(place.rank, place.role, place.frames) for place in finding.places]
     assert shown == [(0, "waiting", ["main (train.py:5)"]), (1, "member", ["main (train.py:10)"])]
+
+
+def test_the_line_where_a_rank_called_exit_is_shown_before_its_last_call() -> None:
+    left = [Frame(name="stop", filename="/home/me/train.py", line=30)]
+    made = (Frame(name="main", filename="train.py", line=10),)
+    stacks = [OwnStack(thread="MainThread", number=7, frames=left)]
+    gone = {"reason": "exit", "taken_at": SECOND, "stacks": stacks, "callers": {"0": 7}}
+    hung = {"reason": "hang", "taken_at": 9 * SECOND}
+    ranks = [
+        rank(0, *calls_at(made, 2), groups=(world(2),), ending=hung, backend="gloo"),
+        rank(1, *calls_at(made, 1), groups=(world(2),), ending=gone, backend="gloo"),
+    ]
+    (finding,) = diagnose(Evidence(ranks))[0].findings
+    shown = [(place.what, place.frames) for place in finding.places if place.role == "culprit"]
+    assert shown == [
+        ("where it called exit", ["stop (/home/me/train.py:30)"]),
+        ("its last call, all_reduce #1 on default_pg [0]", ["main (train.py:10)"]),
+    ]
+
+
+def calls_at(stack: tuple[Frame, ...], number: int) -> list[Any]:
+    """The first calls of a rank, the last of two unfinished."""
+    return [call(number=one, state=0 if one == 2 else 2, called=one, stack=stack) for one in range(1, number + 1)]
