@@ -149,7 +149,7 @@ def _history(job: JobState, rank: int, row: int, windows: int = 1, *, sized: boo
     some = slice(max(0, row - windows * WINDOW), row + 1)
     what = [(signatures[number].op, signatures[number].peer) for number in calls.signature[some]]
     places = [
-        (stack, signature if sized else -1)
+        (0 if job.signatures[signature].peer is not None else stack, signature if sized else -1)
         for stack, signature in zip(calls.stack[some], calls.signature[some], strict=True)
     ]
     return [(group, *one, place) for group, one, place in zip(calls.group[some], what, places, strict=True)]

@@ -39,6 +39,8 @@ from crossrank.tools.traces.rank_trace import GLOO, STARTED
 _SURE = 1_000_000_000
 """A rank counts as stuck if it waited for this many ns when its dump was written. For a process that ended with an
 exception, any wait counts."""
+_SURE_OF_CANCELLED = 2_500_000_000
+"""The same in a cancelled job: a rank writes its dump up to a second after the signal, later on a busy machine."""
 
 _STOPPED = 2_000_000_000
 """A rank counts as stopped if its comms file ended this many ns before those of the waiting ranks."""
@@ -55,7 +57,7 @@ def set_aside_what_just_began(search: Search) -> None:
     """Set aside operations that started just before the dumps: they were running, not stuck."""
     for op in search.graph.ops:
         age = _age(search, op)
-        if age is not None and age < _SURE:
+        if age is not None and age < (_SURE_OF_CANCELLED if search.cancelled else _SURE):
             text = f"running for {max(age, 0) / 1e6:.0f} ms when its first rank wrote its dump"
             search.in_progress.append(finding_of(op, "in_progress", text=text))
             search.graph.set_aside(op)

@@ -121,7 +121,7 @@ def _graph_of(job: JobState, blocked: dict[int, int], missed_ends: dict[int, int
             _place_members(job, graph, op)
     for op in graph.ops:
         there = op.absent & blocked.keys()
-        op.free = {rank for rank in there if _may_come_on_a_thread(job.ranks[rank].ending, op)}
+        op.free = {rank for rank in there if _may_come_on_a_thread(job, rank, op)}
     return graph
 
 
@@ -353,12 +353,15 @@ def _place_peers(job: JobState, graph: WaitForGraph, rank: int, pairing: Pairing
                 op.behind.add(peer)
 
 
-def _may_come_on_a_thread(ending: Ending, op: StuckOp) -> bool:
+def _may_come_on_a_thread(job: JobState, rank: int, op: StuckOp) -> bool:
     """Return whether a rank may still make the call of `op` although it waits: on the thread that makes its calls on
-    that group, while another thread waits. A thread without a line of the user is one of a pool or of torch: it works
-    for another one."""
+    that group, while another thread waits. With NCCL, where hosts do not wait, a thread with an unfinished call counts
+    as one that waits. A thread without a line of the user is one of a pool or of torch: it works for another one."""
+    trace, ending = job.ranks[rank], job.ranks[rank].ending
     caller = ending.caller(op.group.name, p2p=op.is_p2p)
-    waiting = {one.number for one in ending.waits or ()}
+    waiting: set[int | None] = {one.number for one in ending.waits or ()}
+    if trace.backend != GLOO:
+        waiting |= {ending.callers.get(job.group_at(rank, row).name) for row in job.open_rows[rank]}
     if caller is None or not waiting or caller.number in waiting or joins(caller):
         return False
     return any(map(is_users, caller.frames))

@@ -77,6 +77,8 @@ _COMPARED = 8
 """Number of calls of a group whose times are compared."""
 SAME_TIME = 50_000_000
 """Maximum ns between torch's and crossrank's record of one call: the launch is between them."""
+_RECENT = 2_000_000_000
+"""ns before a dump from which on a call of NCCL may just have begun."""
 GLOO_ALONE = (
     "dumps of gloo lack sends, receives and the members of groups: the ranks with calls on a group are its members"
 )
@@ -631,10 +633,10 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             trace.awaited.add(row)
         if record.id in waiting:
             trace.row_of_thread[waiting[record.id]] = row
-        # A call without `async_op=True` waits by itself. One that another thread waits for has no name of a user's
-        # function: a call of a backward pass.
-        is_async = record.is_async is not False
-        if is_async and record.api and record.id >= known_from and waited.isdisjoint((record.id, record.batch)):
+        # The stream waits for a call without `async_op=True`; a recent one may just have begun. The calls of a backward
+        # pass have no name of a user's function: another thread waits for them.
+        may_go_on = record.is_async is not False or moment.time_ns - calls.called[row] < _RECENT
+        if may_go_on and record.api and record.id >= known_from and waited.isdisjoint((record.id, record.batch)):
             trace.unawaited.add(row)
 
 

@@ -139,3 +139,12 @@ def test_a_thread_that_makes_other_calls_leaves_nothing_open() -> None:
     """As a heartbeat, which is no part of the training."""
     found = diagnosed(waiting(0, "2", "1", helper=SLEEPS, cpu_ns=SECOND, serves="3"), waiting(1, "1", "2"))
     assert [one.proof for one in found.findings] == ["deadlock"]
+
+
+def test_with_nccl_a_thread_without_an_unfinished_call_may_still_make_the_call_of_its_group() -> None:
+    """Hosts do not wait there, so no wait is known."""
+    ranks = [waiting(0, "2", "1", helper=SLEEPS, serves="2"), waiting(1, "1", "2")]
+    for one in ranks:
+        one.backend, one.ending.waits, one.awaited, one.row_of_thread = "nccl", [], set(), {}
+    (finding,) = diagnosed(*ranks).findings
+    assert (finding.kind, finding.proof, finding.culprit_ranks) == ("missing_rank", "late", [0])

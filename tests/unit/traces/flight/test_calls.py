@@ -357,11 +357,12 @@ def test_a_collective_of_nccl_is_awaited_if_it_is_synchronous_or_its_wait_has_en
         asynchronous | {"id": 3, "t": 1003, "seq": 4},
         asynchronous | {"id": 4, "t": 1004, "seq": 5, "async": False},
         asynchronous | {"id": 5, "t": 1005, "seq": 6, "api": None},
+        asynchronous | {"id": 6, "t": 2 * 10**9, "seq": 7, "async": False},  # just before the dump
     ]
     waits = [{"id": 3, "thread": "MainThread", "number": 7}]
-    entries = [entry(one, "nccl:all_reduce", one + 1) for one in range(6)]
-    trace = read(tmp_path, *entries, crossrank=moment(*calls, waits=waits, waited=[1]))
-    assert (trace.unawaited, trace.awaited, trace.row_of_thread) == ({2}, {3}, {7: 3})
+    entries = [entry(one, "nccl:all_reduce", one + 1, time_created_ns=call["t"]) for one, call in enumerate(calls)]
+    trace = read(tmp_path, *entries, crossrank=moment(*calls, waits=waits, waited=[1], time_ns=3 * 10**9))
+    assert (trace.unawaited, trace.awaited, trace.row_of_thread) == ({2, 6}, {3}, {7: 3})
 
 
 def test_sends_and_receives_of_nccl_get_their_source_lines_and_waits_from_the_records(tmp_path: Path) -> None:
