@@ -55,9 +55,11 @@ _ANSWERS = {"send": "recv", "recv": "send"}
 
 def set_aside_what_just_began(search: Search) -> None:
     """Set aside operations that started just before the dumps: they were running, not stuck."""
+    # A rank without files may have ended the others, so it is not known whether the job was cancelled.
+    is_cancelled = search.cancelled and len(search.job.ranks) == len(search.job.world)
     for op in search.graph.ops:
         age = _age(search, op)
-        if age is not None and age < (_SURE_OF_CANCELLED if search.cancelled else _SURE):
+        if age is not None and age < (_SURE_OF_CANCELLED if is_cancelled else _SURE):
             text = f"running for {max(age, 0) / 1e6:.0f} ms when its first rank wrote its dump"
             search.in_progress.append(finding_of(op, "in_progress", text=text))
             search.graph.set_aside(op)
