@@ -143,7 +143,7 @@ def returns_from_main(rank: int) -> None:
 kill, terminate, stop = (partial(signal.raise_signal, one) for one in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP))
 
 
-@fault(DIED, variant="with_os_exit", end=lambda: os._exit(3), culprits=(2,), delays=DELAYS, line_with_nccl=False)
+@fault((*RAISED, *DIED), variant="with_os_exit", end=lambda: os._exit(3), culprits=(2,), delays=DELAYS)
 @fault(DIED, variant="killed", end=kill, culprits=(2,), hang_seconds=300, delays=DELAYS, line_with_nccl=False)
 @fault(
     DIED,
@@ -164,7 +164,7 @@ def ends_suddenly(rank: int, end: Callable[[], object] | None) -> None:
         optimizer.step()
         time.sleep(0.02)
         if end is not None and step == 50:
-            end()
+            end()  # the culprit
 
 
 @fault(DIED, culprits=(2,), hang_seconds=1, hangs=False, delays=DELAYS, line_with_nccl=False)
