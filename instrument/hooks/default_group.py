@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.process_groups import GroupTable
 from crossrank.instrument.torch_private import has
 
 
-class Grouped(Protocol):
+class Grouped(Recording, Protocol):
     """A session that knows the process groups."""
 
     groups: GroupTable
@@ -41,6 +42,7 @@ def install(session: Grouped) -> None:
         if pg is not None:
             with suppress(Exception):  # an object of another library may raise anything
                 note(pg.size())
+            with session.failures.reported("the recording begins at the first communication"):
                 session.begin_files()
         return given
 

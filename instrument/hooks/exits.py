@@ -57,10 +57,10 @@ _session: Closable | None = None
 _finalizers: list[Finalize] = []
 _patches = Patches()
 _of_threads: list[dict[str, Any]] = []
-_of_worker: list[dict[str, Any]] = []
+_of_process: list[dict[str, Any]] = []
 """The exception that ends a worker of multiprocessing, or the call of `os._exit` with a code that ends a process."""
 _left_at: list[dict[str, Any]] = []
-"""The stack of the main thread in the last call of `sys.exit` or `os._exit`, innermost frame first."""
+"""The stack of the thread that called `sys.exit` or `os._exit` last, innermost frame first."""
 _WORKER_ENDS = {
     "print_exc": ("multiprocessing.process", "_bootstrap"),
     "format_exc": ("torch.multiprocessing.spawn", "_wrap"),
@@ -81,7 +81,7 @@ def install(session: Closable) -> None:
     atexit.register(_at_exit)
     _finalizers.append(Finalize(None, _at_exit, exitpriority=0))
     _of_threads.clear()
-    _of_worker.clear()
+    _of_process.clear()
     _left_at.clear()
     _earlier = getattr(sys, "last_value", None)
     original = threading.excepthook
@@ -111,11 +111,11 @@ def _finishing_first(original: Callable[[int], NoReturn]) -> Callable[[int], NoR
     @functools.wraps(original)
     def leave(status: int) -> NoReturn:
         session = _session
-        if session is not None:
+        if session is not None and not session.closing:
             with contextlib.suppress(Exception):
                 _left_at[:] = describe_frames(traceback.walk_stack(sys._getframe(1)))
                 if status:
-                    _of_worker[:] = [_why_it_leaves(status, sys.exc_info()[1])]
+                    _of_process[:] = [_why_it_leaves(status, sys.exc_info()[1])]
                 closing = threads.start("exit", lambda: session.close("exit", at_once=True))
                 if closing is not None:
                     closing.join(_LONGEST_END)
@@ -146,7 +146,7 @@ def _noting_the_line(original: Callable[..., NoReturn]) -> Callable[..., NoRetur
 
 
 def left_at() -> list[dict[str, Any]]:
-    """Return the stack of the main thread in the last call of `sys.exit` or `os._exit`, innermost frame first."""
+    """Return the stack of the thread that called `sys.exit` or `os._exit` last, innermost frame first."""
     return list(_left_at)
 
 
@@ -158,7 +158,7 @@ def _record_exception_in(original: Callable[..., Any], module: str, function: st
         caller, error = sys._getframe(1), sys.exc_info()[1]
         if error is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) == (module, function):
             with contextlib.suppress(Exception):  # the exception is printed anyway
-                _of_worker[:] = [describe(threading.main_thread().name, error)]
+                _of_process[:] = [describe(threading.main_thread().name, error)]
         return original(*args, **kwargs)
 
     return call
@@ -262,7 +262,7 @@ def exceptions(reason: str) -> list[dict[str, Any]]:
         last = getattr(sys, "last_value", None)
         error = last if last is not _earlier else None
     if error is None or isinstance(error, SystemExit | GeneratorExit):
-        return [*_of_worker, *_of_threads]
+        return [*_of_process, *_of_threads]
     return [describe(threading.main_thread().name, error), *_of_threads]
 
 

@@ -123,12 +123,11 @@ def sort_by_time(trace: RankTrace) -> None:
     """Put the calls in the order in which they were made."""
     called = trace.calls.called
     order = sorted(range(len(called)), key=called.__getitem__)
-    for rows in (trace.unawaited, trace.waited, trace.awaited):
-        rows_before = rows.copy()
-        rows.clear()
-        rows.update(new for new, old in enumerate(order) if old in rows_before)
-    threads = {old: thread for thread, old in trace.row_of_thread.items()}
-    trace.row_of_thread = {threads[old]: new for new, old in enumerate(order) if old in threads}
+    new_of = {old: new for new, old in enumerate(order)}
+    trace.unawaited, trace.waited, trace.awaited = (
+        {new_of[old] for old in rows} for rows in (trace.unawaited, trace.waited, trace.awaited)
+    )
+    trace.row_of_thread = {thread: new_of[old] for thread, old in trace.row_of_thread.items()}
     trace.calls = trace.calls.take(order)
 
 
