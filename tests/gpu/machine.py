@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ _SPEEDY = CUDA and not STAND_IN
 _DEADLINE = time.monotonic() + float(os.environ.get("CROSSRANK_GPU_SECONDS", "560" if _SPEEDY else "1800"))
 _SLOWER = 1.0 if _SPEEDY else 2.5
 """A machine without a GPU has few cores."""
-LAST_OUTPUT = 2000
+LAST_OUTPUT = 6000
 
 
 def seconds_left() -> float:
@@ -106,11 +105,8 @@ def started(words: Sequence[str | Path], folder: Path, **variables: str) -> Iter
 
 def torchrun(words: Sequence[str | Path], way: Way) -> list[str]:
     """The command that starts the ranks of a program; `env` of the way has to be among its variables."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(way.ranks)]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     # NCCL reads the variable when it is initialised, and only a shell knows the rank before.
     shell = 'export NCCL_HOSTID=crossrank-$RANK; exec "$@"' if way.own_host else 'exec "$@"'
     return [*launcher, "--no-python", "bash", "-c", shell, "_", sys.executable, *map(str, words)]

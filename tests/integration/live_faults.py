@@ -182,6 +182,18 @@ def is_killed_after_a_long_evaluation(rank: int) -> None:
             time.sleep(0.02)
 
 
+@fault(DIED, culprits=(2,), hang_seconds=1, hangs=False, delays=(0.4, 3.0))
+def is_killed_while_it_works(rank: int) -> None:
+    """It has answered that it runs, and what it has answered is out of date."""
+    dump = Path(os.environ[FOLDER]) / "recording" / f"rank-{rank}.flight.json.zst"
+    for step in range(6):
+        while (rank, step) == (2, 4):
+            sum(range(10_000))  # rank 2
+            if dump.exists():
+                kill()  # rank 2
+        dist.all_reduce(torch.ones(64))
+
+
 @fault(ABSENT, culprits=(1,), delays=(3.0,))
 def is_terminated(rank: int) -> None:
     model, optimizer = replicated()

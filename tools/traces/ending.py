@@ -58,6 +58,10 @@ class Ending:
     """The rank left the job by itself after this dump of a hang: the call in which it waited has ended."""
     was_ended: bool = False
     """According to the comms file, the process was ended from outside after this dump of a hang."""
+    has_no_end: bool = False
+    """Its comms file has no last line: the process was killed, or it still runs."""
+    vanished: bool = False
+    """The process was killed after this dump: that ended the communication of the others."""
     error: str | None = None
     """The exception that ended the process."""
     causes: tuple[str, ...] = ()
@@ -135,7 +139,7 @@ class Ending:
     @property
     def is_gone(self) -> bool:
         """Whether its process ended, so that it made no later calls."""
-        return self.reason not in _GOES_ON or self.was_ended or self.error is not None
+        return self.reason not in _GOES_ON or self.was_ended or self.vanished or self.error is not None
 
     @property
     def is_final(self) -> bool:

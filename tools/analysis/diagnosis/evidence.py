@@ -132,6 +132,8 @@ def put_together(
             elif comms is not None and best is not comms:
                 best.ending.was_ended = comms.ending.reason in CUT_SHORT
                 best.ending.went_on = best.ending.reason in ANSWERS and _has_ended_recording(comms)
+            if comms is not None and best is not comms:
+                best.ending.has_no_end = comms.ending.unseen
             evidence.ranks.append(best)
             evidence.skipped += [
                 f"{other.path}: skipped; {best.path} of the same rank {rank} is newer" for other in kept
@@ -139,6 +141,7 @@ def put_together(
     for comms in alone:
         _count_as_torch_does(comms, evidence.ranks)
     evidence.ranks += alone
+    _find_vanished(evidence.ranks, list(chain(*comms_files.values())))
     _add_seen(evidence, [one for one in results if isinstance(one, Seen)])
     sizes = Counter(one.world_size for one in chain(*comms_files.values()) if one.world_size)
     evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
@@ -149,6 +152,21 @@ def put_together(
             if result.candidate.rank not in usable and result.kind:
                 evidence.unusable[result.candidate.rank or 0] = result.kind
     return evidence
+
+
+def _find_vanished(ranks: Sequence[RankTrace], comms_files: Sequence[RankTrace]) -> None:
+    """Find the ranks whose processes were killed after they had answered.
+
+    The communication of the first rank that ended failed, so another rank had ended before: one without a last line. A
+    launcher or a user ends ranks with communication that works.
+    """
+    open_ones = [one.ending for one in ranks if one.ending.has_no_end and one.ending.reason in ANSWERS]
+    over = [(one.span[1], one.ending) for one in comms_files if one.ending.ended and one.span is not None]
+    if len(open_ones) + len(over) < len(ranks) or len(open_ones) >= len(over):
+        return
+    _, first = min(over, key=lambda one: one[0])
+    for ending in open_ones:
+        ending.vanished = first.has_failed and not first.was_terminated
 
 
 def _add_seen(evidence: Evidence, seen: Sequence[Seen]) -> None:

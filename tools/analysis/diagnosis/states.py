@@ -87,7 +87,10 @@ def state_of(trace: RankTrace, pg: str | None = None) -> LateRank:
     state, text, cpu = (seen if ending.reason in CUT_SHORT else None) or _gone(ending) or seen or _active(ending, pg)
     stack = worker_of(ending, pg)
     place = place_text(stack.frames) if stack is not None else ""
-    text += f" in {place}" if place and ending.seen is not None and ending.seen.frames else ""
+    if place and ending.vanished:
+        text += f", after it was seen in {place}"
+    elif place and ending.seen is not None and ending.seen.frames:
+        text += f" in {place}"
     return LateRank(rank=trace.rank or 0, state=state, text=text, cpu=cpu, place=place, host=trace.host)
 
 
@@ -99,6 +102,8 @@ def _gone(ending: Ending) -> State | None:
     if ending.reason in LEFT or ending.ended:
         why = error_text(ending.error) or ending.reason or "its recording ended"
         return GONE, f"has left the job ({why})", None
+    if ending.vanished:
+        return GONE, "has ended without an error message", None
     if ending.error is None:
         return None
     return GONE, f"has {'raised' if ending.reason in ANSWERS else 'ended'} ({error_text(ending.error)})", None
@@ -162,7 +167,7 @@ def is_moving(trace: RankTrace) -> bool:
     that were made or finished in between count.
     """
     ending, activity = trace.ending, trace.ending.activity
-    if activity is None or ending.reason not in ANSWERS:
+    if activity is None or ending.reason not in ANSWERS or ending.vanished:
         return False
     if trace.backend != GLOO:
         return activity.has_communicated

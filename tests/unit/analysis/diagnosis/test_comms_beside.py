@@ -12,7 +12,7 @@ import pytest
 from crossrank.comm import CommRecord
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.parallel import Fleet
-from tests.unit.analysis.diagnosis.moments import Moment, write_moments
+from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import (
     Collective,
     CpuStall,
@@ -39,6 +39,7 @@ def write_comms(
     reason: str = "exit",
     backend: str = "gloo",
     start: int = START,
+    error: str | None = None,
 ) -> None:
     """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
 
@@ -58,7 +59,8 @@ def write_comms(
     if until is not None:
         lines.append({"clock": {"t": int(until * 10**9), "wall": start + int(until * 10**9)}})
     if ended:
-        lines.append({"end": {"reason": reason}})
+        raised = [{"thread": "MainThread", "error": error, "frames": []}] if error else []
+        lines.append({"end": {"reason": reason, "exceptions": raised}})
     (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -275,3 +277,17 @@ def test_a_root_is_still_in_its_call_after_its_senders_leave(op: str, tmp_path: 
         records = [all_reduce(1), to_root, all_reduce(3)][: (2, 3, 1)[rank]]
         write_comms(tmp_path, rank, records, until=60)
     assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize("error, state", [(CLOSED, "gone"), (None, "silent")])
+def test_a_rank_that_answered_has_been_killed_if_that_broke_the_communication_of_the_first_rank_that_ended(
+    error: str | None, state: str, tmp_path: Path
+) -> None:
+    programs: Programs = [[Collective("0")] * 2, [Collective("0")] * 2, [Collective("0"), CpuStall()]]
+    write_moments(SimulatedJob(programs, GROUPS, backend="gloo"), tmp_path, dict.fromkeys(range(3), Moment()))
+    first = {"reason": "exit" if error else "SIGTERM", "error": error}
+    write_comms(tmp_path, 0, [all_reduce(1), all_reduce(2)], ended=True, until=9.0, **first)
+    write_comms(tmp_path, 1, [all_reduce(1), all_reduce(2)], ended=True, until=9.5, reason="SIGTERM")
+    write_comms(tmp_path, 2, [all_reduce(1)], until=8.8)
+    (root,) = diagnosis_of(tmp_path).findings
+    assert (root.culprit_ranks, [one.state for one in root.late_ranks]) == ([2], [state])
