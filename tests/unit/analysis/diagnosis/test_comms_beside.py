@@ -279,7 +279,7 @@ def test_a_root_is_still_in_its_call_after_its_senders_leave(op: str, tmp_path: 
     assert diagnosis_of(tmp_path).suspect_ranks == [2]
 
 
-@pytest.mark.parametrize("error, state", [(CLOSED, "gone"), (None, "silent")])
+@pytest.mark.parametrize(("error", "state"), [(CLOSED, "gone"), (None, "silent")])
 def test_a_rank_that_answered_has_been_killed_if_that_broke_the_communication_of_the_first_rank_that_ended(
     error: str | None, state: str, tmp_path: Path
 ) -> None:
