@@ -28,6 +28,7 @@ import orjson
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument import threads
+from crossrank.instrument.event_loops import tasks_of
 from crossrank.instrument.facts import Recording
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
@@ -251,6 +252,7 @@ def stacks(left_at: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "number": None if thread is None else number_of(thread),
                 "frames": (thread is threading.main_thread() and left_at) or exits.describe_frames(frames),
                 "makes_group": _members_of_new_group(frame),
+                "tasks": tasks_of(frame),
             }
             if (error := _handled_by(ident)) is not None:
                 stack["handles"] = exits.describe(name, error)

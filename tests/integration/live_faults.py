@@ -189,7 +189,7 @@ def is_killed_while_it_works(rank: int) -> None:
     for step in range(6):
         while (rank, step) == (2, 4):
             sum(range(10_000))  # rank 2
-            if dump.exists():
+            if dump.exists():  # rank 2
                 kill()  # rank 2
         dist.all_reduce(torch.ones(64))
 

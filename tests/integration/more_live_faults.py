@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import subprocess
@@ -464,3 +465,18 @@ def calls_on_one_group_from_two_threads(rank: int) -> None:
     is_first.set()
     dist.broadcast(torch.ones(256), src=0)  # every rank
     metrics.join()
+
+
+@fault(ABSENT, culprits=(2,))
+def awaits_what_never_comes(rank: int) -> None:
+    """The stack of the thread shows the event loop, and the line where it was started."""
+
+    async def fetch(step: int) -> None:
+        fetched = asyncio.get_running_loop().create_future()
+        if (rank, step) != (2, 3):
+            fetched.set_result(None)
+        await fetched  # rank 2
+
+    for step in range(5):
+        asyncio.run(fetch(step))
+        dist.all_reduce(torch.ones(64))

@@ -74,10 +74,11 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     lost = main is not None and bool(frames) and not any(map(is_users, main.frames))  # reporting an exception
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
-        where = Place(rank=rank, role=role, what=f"its {name}", frames=frame_texts(main.frames))
+        what_of = f"a task of the event loop of its {name}" if main.tasks else f"its {name}"
+        where = Place(rank=rank, role=role, what=what_of, frames=frame_texts(main.waits_at))
         # On a GPU the host continues while a call waits, and on gloo from an asynchronous call to its wait.
         may_go_on = trace.backend != GLOO or wrong is not None or row == blocked
-        has_gone_on = row is not None and may_go_on and not _is_in(main.frames, job.stack(rank, row))
+        has_gone_on = row is not None and may_go_on and not _is_in(main.waits_at, job.stack(rank, row))
         places = [of_call, where] if of_call is not None and has_gone_on else [where]
         if is_culprit and main.handles is not None:
             what = f"where it raised {error_text(main.handles.error)}, which its {name} handles"

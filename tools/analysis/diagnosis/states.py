@@ -86,7 +86,7 @@ def state_of(trace: RankTrace, pg: str | None = None) -> LateRank:
     seen = _seen(ending.seen)
     state, text, cpu = (seen if ending.reason in CUT_SHORT else None) or _gone(ending) or seen or _active(ending, pg)
     stack = worker_of(ending, pg)
-    place = place_text(stack.frames) if stack is not None else ""
+    place = place_text(stack.waits_at) if stack is not None else ""
     if place and ending.vanished:
         text += f", after it was seen in {place}"
     elif place and ending.seen is not None and ending.seen.frames:
@@ -132,7 +132,7 @@ def _active(ending: Ending, pg: str | None) -> State:
     calls = f"makes {plural(activity.calls, 'other call')} in {activity.seconds:.1f} s" if activity.calls > 0 else ""
     if thread is None:
         return (RUNS, calls or "finishes calls", None) if activity.has_communicated else (SILENT, _UNKNOWN, None)
-    place = place_text(stack.frames) if stack is not None else ""
+    place = place_text(stack.waits_at) if stack is not None else ""
     at = f" in {place}" if place else ""
     if thread.cpu_ns > _LEAST_NS:
         share = _share(thread.cpu_ns, activity)
@@ -201,7 +201,7 @@ def way_out(ending: Ending) -> str:
             continue
         is_free = is_main and bool(waiting) and (runs_event_loop(stack) or not waits_for_threads(stack))
         if works or is_timer(stack) or is_free:
-            place = place_text(stack.frames)
+            place = place_text(stack.waits_at)
             return f"its {'main thread' if is_main else f'thread {stack.thread}'}{f' in {place}' if place else ''}"
     return ""
 

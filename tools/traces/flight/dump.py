@@ -105,6 +105,13 @@ class OwnStack(msgspec.Struct, frozen=True):
     """Members of the process group that it is making: global ranks, empty for all; None if it makes none."""
     handles: Raised | None = None
     """The exception that it handles at this moment, in an `except` or a `finally`."""
+    tasks: Annotated[list[Frames], MANY] = []
+    """If it waits in an event loop: the stacks of the loop's tasks."""
+
+    @property
+    def waits_at(self) -> list[Frame]:
+        """The frames that show what it waits for: in an event loop those of its first task, above its own."""
+        return [*self.tasks[0], *self.frames] if self.tasks else self.frames
 
 
 class WaitUnderWay(msgspec.Struct, frozen=True, kw_only=True):
