@@ -285,8 +285,8 @@ def test_a_rank_that_answered_has_been_killed_if_that_broke_the_communication_of
 ) -> None:
     programs: Programs = [[Collective("0")] * 2, [Collective("0")] * 2, [Collective("0"), CpuStall()]]
     write_moments(SimulatedJob(programs, GROUPS, backend="gloo"), tmp_path, dict.fromkeys(range(3), Moment()))
-    first = {"reason": "exit" if error else "SIGTERM", "error": error}
-    write_comms(tmp_path, 0, [all_reduce(1), all_reduce(2)], ended=True, until=9.0, **first)
+    reason = "exit" if error else "SIGTERM"
+    write_comms(tmp_path, 0, [all_reduce(1), all_reduce(2)], ended=True, until=9.0, reason=reason, error=error)
     write_comms(tmp_path, 1, [all_reduce(1), all_reduce(2)], ended=True, until=9.5, reason="SIGTERM")
     write_comms(tmp_path, 2, [all_reduce(1)], until=8.8)
     (root,) = diagnosis_of(tmp_path).findings
