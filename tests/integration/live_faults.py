@@ -635,7 +635,7 @@ def has_a_microbatch_less(rank: int) -> None:
         dist.all_reduce(torch.ones(64))  # rank 0
 
 
-@fault(("p2p_tag_mismatch",), culprits=(1,), with_nccl=False)
+@fault(("p2p_tag_mismatch",), involved=(0, 1), with_nccl=False)
 def uses_another_tag(rank: int) -> None:
     for step in range(4):
         if rank in (0, 2):

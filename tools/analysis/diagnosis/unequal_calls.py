@@ -153,18 +153,22 @@ def find_unequal_tags(search: Search) -> None:
             continue
         ends = {"sender": send, "receiver": receive}
         places = [place_of_call(job, *end, role, "its call") for role, end in ends.items()]
+        text = (
+            f"rank {send[0]} sends with tag {job.signature(*send).tag}, "
+            f"rank {receive[0]} receives with tag {job.signature(*receive).tag}"
+        )
+        # Tags may be any numbers, so their order proves nothing.
         left_its_order = [rank for rank, row in (send, receive) if changes_tags_otherwise(job, rank, row)]
-        odd = left_its_order if len(left_its_order) == 1 else []
+        if len(left_its_order) == 1:
+            text += f"; the tag of rank {left_its_order[0]} does not follow from its earlier ones"
         finding = finding_on(
             job.group_at(*send),
             "p2p_tag_mismatch",
             proof="mismatch",
             p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
             op="send",
-            culprit_ranks=odd,
-            waiting_ranks=sorted(ranks.difference(odd)),
-            text=f"rank {send[0]} sends with tag {job.signature(*send).tag}, "
-            f"rank {receive[0]} receives with tag {job.signature(*receive).tag}",
+            waiting_ranks=sorted(ranks),
+            text=text,
             places=[place for place in places if place is not None],
         )
         search.add_root(finding, ops, job.moment(*send))
