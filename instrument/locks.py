@@ -9,14 +9,21 @@ import fcntl
 import hashlib
 import os
 import struct
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from crossrank.instrument.unpatched import time
 
-HeldLock = _socket.socket
-"""A lock of `take_lock`. gevent and eventlet replace the class of `socket`, and not this one below it."""
+
+class HeldLock(_socket.socket):
+    """A lock of `take_lock`. gevent and eventlet replace the class of `socket`, and not the one below it."""
+
+
+_sockets: weakref.WeakSet[HeldLock] = weakref.WeakSet()
+_descriptors: set[int] = set()
+"""The locks of this process: a forked child inherits them, and would hold them as long as it lives."""
 _MOST_ASKERS = 4096
 _UNKNOWN = -1
 _TRIES, _BETWEEN = 5, 0.01
@@ -43,6 +50,7 @@ def take_lock(name: str) -> HeldLock | None:
         if error.errno == errno.EADDRINUSE and _holder_of(address) in (_UNKNOWN, os.geteuid()):
             holder.close()
             return None
+    _sockets.add(holder)
     return holder
 
 
@@ -66,12 +74,15 @@ def _holder_of(address: str) -> int | None:
 def lock_file(path: Path) -> Iterator[int | None]:
     """Yield the descriptor of a lock on a file, which is created if needed; None while another process has the lock.
 
-    A process that inherits the descriptor has the lock too. On a file system without locks every caller gets it.
+    A process that is started with the descriptor has the lock too; a forked child closes its copy. On a file system
+    without locks every caller gets it.
     Raises `OSError` if the file cannot be created.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with contextlib.ExitStack() as opened:
         opened.callback(os.close, descriptor)  # close it, do not unlock it: another process may have it too
+        _descriptors.add(descriptor)
+        opened.callback(_descriptors.discard, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -80,3 +91,12 @@ def lock_file(path: Path) -> Iterator[int | None]:
         except OSError:
             pass
         yield descriptor
+
+
+def close_in_child() -> None:
+    """In a forked child: close the copies of its parent's locks."""
+    for lock in list(_sockets):
+        lock.close()
+    while _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(_descriptors.pop())

@@ -7,9 +7,10 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 
+from crossrank.instrument.locks import close_in_child
 from crossrank.instrument.unpatched import threading
 
-in_child: list[Callable[[], None]] = []
+in_child: list[Callable[[], None]] = [close_in_child]
 """Called in every forked child."""
 held_back: frozenset[signal.Signals] = frozenset()
 """Signals that a forked child blocks until `in_child` has run. Until then it shares the parent's pipe, and the parent

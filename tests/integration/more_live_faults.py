@@ -480,3 +480,26 @@ def awaits_what_never_comes(rank: int) -> None:
     for step in range(5):
         asyncio.run(fetch(step))
         dist.all_reduce(torch.ones(64))
+
+
+@fault(("group_order",), culprits=(2,), with_nccl=False)
+def makes_its_groups_in_another_order(rank: int) -> None:
+    """torch numbers the groups on every rank: those of one number find each other, and are not of one group."""
+    dist.all_reduce(torch.ones(64))
+    groups = {}
+    for ranks in ([2, 3], [0, 1]) if rank == 2 else ([0, 1], [2, 3]):
+        groups[tuple(ranks)] = dist.new_group(ranks)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(64), group=groups[(0, 1) if rank < 2 else (2, 3)])  # rank 2
+    dist.barrier()
+
+
+@fault(UNANSWERED, culprits=(3,))
+def sends_to_another_peer(rank: int) -> None:
+    for step in range(6):
+        after = (rank + (2 if (rank, step) == (3, 4) else 1)) % 4
+        sent = dist.P2POp(dist.isend, torch.ones(64), after)
+        received = dist.P2POp(dist.irecv, torch.ones(64), (rank - 1) % 4)
+        for work in dist.batch_isend_irecv([sent, received]):  # rank 3
+            work.wait()  # rank 3
+        dist.barrier()

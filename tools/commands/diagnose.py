@@ -54,7 +54,7 @@ class DiagnoseCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         evidence = _read(arguments)
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
-        if not any(len(one.calls) or one.dump.has_status for one in job.ranks.values()):
+        if not evidence.logs_only and not any(len(one.calls) or one.dump.has_status for one in job.ranks.values()):
             raise CrossrankError(
                 f"{', '.join(arguments.path)}: no dump has a call. Possible reasons: TORCH_FR_BUFFER_SIZE=0, a job "
                 "without communication, or only sends and receives on gloo, which torch does not record (crossrank "
@@ -83,7 +83,7 @@ def _read(arguments: argparse.Namespace) -> Evidence:
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
     named = not any(is_folder(path) for path in paths)
     evidence = read_evidence(candidates, fleet, named=named, last=arguments.last)
-    if not evidence.ranks:
+    if not evidence.ranks and not evidence.logs_only:
         reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump with a known rank"
         raise CrossrankError(
             f"{where}: nothing to diagnose ({reasons}); give a folder of flight-recorder dumps or a recording"

@@ -41,6 +41,8 @@ NSIGHT = "nsight"
 """An export of Nsight Systems: not a record of calls, but it has their times."""
 REPORT = "report"
 """A report of Nsight Systems; it must be exported first."""
+LOG = "log"
+"""What processes printed: of a launcher, with the lines of all ranks, or of one rank."""
 DATABASE = "database"
 """Output of `crossrank diagnose --database`."""
 
@@ -57,6 +59,7 @@ WHAT = {
     NSIGHT: "an export of Nsight Systems",
     REPORT: "a report of Nsight Systems",
     DATABASE: "a database of crossrank diagnose",
+    LOG: "a log",
     "": "a file of unknown type",
 }
 
@@ -85,6 +88,11 @@ _COMPILED = tuple((kind, tuple(map(re.compile, signs))) for kind, signs in _SIGN
 _BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep": REPORT}
 """Kinds that the first bytes may not show: reports, and exports that are cut off."""
 
+_LOG_NAME = re.compile(r"\.(?:log|out|err)(?:[.-]?\d+)?(?:\.gz|\.zst)?\Z|(?:\A|/)(?:std(?:out|err)|log)\Z", re.I)
+_LOG_SIGN = re.compile(
+    rb"^(?:\[rank\d+\]|\[\w+\d+\]:|Traceback \(most recent|[ \w.:-]*NCCL (?:INFO|WARN))|ProcessGroupNCCL", re.M
+)
+"""Names of logs, and lines that only logs have."""
 _SUFFIX = re.compile(r"(?:\.(?:pt|trace|json|jsonl|pickle|pkl|bin|dump|et|zst|gz|sqlite3?|nsys-rep|qdrep))+\Z", re.I)
 _RANK = re.compile(r"(?P<of>[a-z]*)[-_.]?rank[-_. ]?(?P<number>\d+)", re.I)
 _NOT_GLOBAL = frozenset(("tp", "pp", "dp", "cp", "ep", "mp", "sp", "node"))
@@ -174,10 +182,12 @@ def look(path: str) -> FoundFile:
     head = head[:_HEAD]
     kind = next((kind for kind, signs in _COMPILED if all(sign.search(head) for sign in signs)), "")
     kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")
+    if not kind and head and b"\0" not in head and (_LOG_NAME.search(name) or _LOG_SIGN.search(head)):
+        kind = LOG
     rank = _named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
         rank = _valid(found[1])
-    if rank is None and kind != INSPECTOR:  # names of its files have a process id
+    if rank is None and kind not in (INSPECTOR, LOG):  # names of its files have a process id
         rank = _numbered_rank(name)
     problem = "" if head else [*issues.problems, "is empty"][0]
     return FoundFile(path=path, kind=kind, rank=rank, problem=problem)

@@ -327,6 +327,8 @@ class RankTrace:
     row_of_thread: dict[int, int] = field(default_factory=dict)
     """Thread -> row of the call that it waited for then."""
 
+    log_lines: list[str] = field(default_factory=list)
+    """Lines of logs about the rank, as `file:line: text`."""
     ending: Ending = field(default_factory=Ending)
     dump: DumpState = field(default_factory=DumpState)
     attributed: Counter[str] = field(default_factory=Counter)

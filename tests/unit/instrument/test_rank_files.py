@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
@@ -12,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossrank.instrument.locks import take_lock
+from crossrank.instrument.hooks import fork
+from crossrank.instrument.locks import HeldLock, close_in_child, lock_file, take_lock
 from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA, Header, rank_folder
@@ -317,3 +319,33 @@ def test_a_process_started_by_a_rank_of_a_large_job_records_separately(
     monkeypatch.delenv("CROSSRANK_RECORDING")
     assert _forked(_record, tmp_path, 0, 1, tmp_path / "spawned-2") == 0
     files.close()
+
+
+@pytest.mark.parametrize("kind", ["socket", "file"])
+def test_a_forked_child_does_not_hold_the_locks_of_its_parent(kind: str, tmp_path: Path) -> None:
+    assert close_in_child in fork.in_child
+    with contextlib.ExitStack() as held:
+        if kind == "socket":
+            lock = take_lock(str(tmp_path))
+            assert lock is not None
+            held.callback(lock.close)
+        else:
+            held.enter_context(lock_file(tmp_path / "lock"))
+        ended, end = os.pipe()
+        heard, tell = os.pipe()
+        if not (child := os.fork()):
+            os.close(end)
+            os.write(tell, b"1")
+            os.read(ended, 1)
+            os._exit(0)
+        os.read(heard, 1)
+    again = take_lock(str(tmp_path)) if kind == "socket" else held.enter_context(lock_file(tmp_path / "lock"))
+    try:
+        assert again is not None
+    finally:
+        for descriptor in (ended, end, heard, tell):
+            os.close(descriptor)
+        os.waitpid(child, 0)
+        held.close()
+        if isinstance(again, HeldLock):
+            again.close()

@@ -15,6 +15,7 @@ from crossrank.tools.analysis.diagnosis.states import (
     SILENT,
     may_wait_for_others,
     state_of,
+    those_by_socket,
     waits_for_thread,
 )
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
@@ -79,11 +80,15 @@ def find_silent_ranks(search: Search) -> None:
         if culprits == absent and len(absent) * 2 > len(op.group.ranks) and may_wait_for_others(ranks, absent):
             culprits = set()
             text += "; they may wait for the others there, for example through the store"
+        elif culprits == absent and (unclear := those_by_socket(ranks, absent)):
+            gone = {one.rank for one in states if one.state == GONE}
+            culprits = gone
+            text += f"; {rank_text(unclear)} may wait for another of these ranks there, for example through the store"
         for rank in sorted(op.absent & search.may_wait_for_a_thread.keys()):
             senders = rank_text(search.may_wait_for_a_thread[rank])
             text += f"; rank {rank} has not made it either: one of its threads receives from {senders}"
         waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
-        late = states if culprits in (absent, set()) else []
+        late = states if culprits <= absent else []
         about: dict[str, Any] = {"text": text, "exception": exception, "proof": proof, "late_ranks": late}
         search.add_root(finding_of(op, kind, culprits=culprits, **about, **waiting), [op])
 

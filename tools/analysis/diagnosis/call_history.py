@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice, pairwise
 
+from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.job.groups import ProcessGroup
 
 WINDOW = 512
 """Number of earlier calls that are compared."""
+
+_OFTEN = 3
+"""Calls of a line that show whether it has always the same peer."""
 
 # (index of the rank's group, operation, peer, (stack, signature or -1))
 Token = tuple[int, str, "int | None", tuple[int, int]]
@@ -41,6 +45,17 @@ def is_from_elsewhere(job: JobState, rank: int, row: int) -> bool:
     """Return whether a rank made a call at a line where it had made none of this kind, after its usual calls."""
     *before, this = _history(job, rank, row)
     return bool(_expected(before)) and this not in before
+
+
+def changes_peer(job: JobState, rank: int, row: int) -> bool:
+    """Return whether a line sends to, or receives from, another rank than each time before."""
+    this = job.signature(rank, row)
+    if not is_p2p(this) or this.peer is None or this.source is None:
+        return False
+    before = (job.signature(rank, one) for one in range(row - 1, -1, -1))
+    same = (one.peer for one in before if (one.op, one.source) == (this.op, this.source))
+    peers = list(islice(same, WINDOW))
+    return len(peers) >= _OFTEN and len(set(peers)) == 1 and this.peer not in peers
 
 
 def changes_tags_otherwise(job: JobState, rank: int, row: int) -> bool:

@@ -17,6 +17,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
     ranks_text,
 )
 from crossrank.tools.analysis.diagnosis.job_state import JobState, is_torchs_own
+from crossrank.tools.analysis.diagnosis.log_evidence import lines_of, without_a_line
 from crossrank.tools.analysis.diagnosis.mismatches import find_mismatches
 from crossrank.tools.analysis.diagnosis.p2p import pair_up
 from crossrank.tools.analysis.diagnosis.search import Search
@@ -35,8 +36,10 @@ def diagnose(
     With `allow_missing`, ranks without a dump count as ranks that made every call, and are not a fault.
     """
     job = JobState.match(evidence.ranks, world_size or evidence.world_size)
-    lacking = dict.fromkeys(job.missing, "dump_missing") | evidence.unusable
+    lacking = dict.fromkeys(job.missing, "log_missing" if evidence.logs_only else "dump_missing") | evidence.unusable
     for rank, one in job.ranks.items():
+        if evidence.logs_only:
+            continue
         if not len(one.calls) and not one.dump.has_status and not one.dump.active_only and one.source == "flight":
             lacking[rank] = "no_entries"
     stragglers, clocks, late = find_stragglers(job)
@@ -46,8 +49,12 @@ def diagnose(
     if allow_missing:
         for op in graph.ops:
             op.absent -= lacking.keys()
+    if evidence.logs_only:
+        lacking = without_a_line(graph, lacking)
     search = Search(job, graph, pairing, {} if allow_missing else lacking)
     _find_causes(search)
+    if evidence.told and not any(root.culprit_ranks for root in search.roots):
+        search.roots = evidence.told
     short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
     for finding in search.roots:
         if short.intersection(finding.culprit_ranks):  # the ring may have lost the call it waits in
@@ -57,8 +64,10 @@ def diagnose(
     for finding in found:
         finding.backend = _backend(job, finding)
     add_places(job, graph, search.roots)
+    for finding in search.roots:
+        finding.lines = finding.lines or lines_of(job, finding)
     diagnosis = Diagnosis(
-        verdict=_verdict(job, search.roots),
+        verdict=_verdict(job, search.roots, logs_only=evidence.logs_only),
         proof=min((one.proof for one in search.roots), key=list(PROOFS).index, default=""),
         summary=_summary(search.roots[0]) if search.roots else "",
         world_size=len(job.world),
@@ -88,6 +97,7 @@ def _find_causes(search: Search) -> None:
     unequal_calls.find_misfits(search, find_mismatches(search.job))
     unequal_calls.find_unequal_pairs(search)
     unequal_calls.find_unequal_tags(search)
+    outside_calls.find_crossed_groups(search)
     root_causes.find_closed_ops(search)
     root_causes.find_cycles(search)
     outside_calls.find_lock_holders(search)
@@ -109,10 +119,10 @@ def _find_causes(search: Search) -> None:
             finding.because_of = order.index(finding.because_of)
 
 
-def _verdict(job: JobState, roots: Collection[Finding]) -> str:
-    """Return the verdict: see `Diagnosis`."""
+def _verdict(job: JobState, roots: Collection[Finding], *, logs_only: bool) -> str:
+    """Return the verdict: see `Diagnosis`. Logs alone prove no job healthy."""
     if not roots:
-        return "ok"
+        return "incomplete" if logs_only else "ok"
     if any(one.proof in PROVEN for one in roots):
         return "error"
     late = [one for one in roots if one.proof == "late"]

@@ -20,16 +20,18 @@ from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.recording import ANSWERS, COMMS, FLIGHT, SEEN, ReadIssues, read_chunks
 from crossrank.text import writable
-from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
+from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text, rank_text
+from crossrank.tools.analysis.diagnosis.log_evidence import add_logs
 from crossrank.tools.job.groups import Members
 from crossrank.tools.job.one_run import facts_of, several_runs
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.comms import read_comms, stack_of
-from crossrank.tools.traces.discover import WHAT, FoundFile, discover
+from crossrank.tools.traces.discover import LOG, WHAT, FoundFile, discover
 from crossrank.tools.traces.ending import CUT_SHORT, MAIN_THREAD
 from crossrank.tools.traces.flight.calls import SAME_TIME, UNRECORDED, read_flight
 from crossrank.tools.traces.flight.dump import NoDumpError, OwnStack
 from crossrank.tools.traces.growing import last_call_at
+from crossrank.tools.traces.logs.read import read_logs
 from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace, TraceBuilder, sort_by_time
 from crossrank.tools.traces.seen import Seen, read_seen
 
@@ -60,6 +62,10 @@ class Evidence:
     """Notes on the files."""
     world_size: int | None = None
     """World size in most comms files, including those of ranks without a dump."""
+    logs_only: bool = False
+    """Only logs were read: what a rank has not printed is unknown."""
+    told: list[Finding] = field(default_factory=list)
+    """What lines of logs say that no call shows."""
 
 
 def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[FoundFile]:
@@ -69,7 +75,7 @@ def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = No
     found = [
         file
         for file in (discover(named) if files is None else files)
-        if (file.kind in (FLIGHT, COMMS, SEEN, "") and not file.partial) or file.path in named
+        if (file.kind in (FLIGHT, COMMS, SEEN, LOG, "") and not file.partial) or file.path in named
     ]
     # Also read files of unknown kind: reading a damaged dump gives the best error message.
     return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
@@ -80,11 +86,15 @@ def read_evidence(
 ) -> Evidence:
     """Read all `candidates` with `fleet`; with `last` only the last calls (see `_last_calls`). `named`: the user gave
     each file, so an unrecognized file is reported."""
+    logs = [one.path for one in candidates if one.kind == LOG]
+    candidates = [one for one in candidates if one.kind != LOG]
     if last is not None:
         candidates, results = _last_calls(candidates, fleet, last)
     else:
         results = map_ranks(read_candidate, candidates, fleet, failed=failed)
     evidence = put_together(candidates, results, named=named)
+    if logs:
+        add_logs(evidence, read_logs(logs))
     if any(one.dump.left_out for one in evidence.ranks):
         evidence.notes.append(
             f"crossrank read only the unfinished calls of each dump and {last} calls before them (--last)"

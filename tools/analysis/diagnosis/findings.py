@@ -54,8 +54,12 @@ KINDS: dict[str, Kind] = {
     ),
     "reduce_op_mismatch": Kind("ranks made a collective with different reductions", "compare op= at the source line"),
     "opposite_order": Kind(
-        "ranks made their calls in different orders, so that each waits for the other",
-        "make these calls in the same order on every rank",
+        "ranks wait for each other in different calls: their orders differ, or one of them left a call out",
+        "compare the calls before these: every rank must make the same ones, in the same order",
+    ),
+    "group_order": Kind(
+        "ranks made their process groups in different orders",
+        "call `new_group` for all groups in one order on every rank, also for groups without this rank",
     ),
     "thread_order": Kind(
         "several threads of a rank call on one group, and their order differs between ranks",
@@ -119,6 +123,18 @@ KINDS: dict[str, Kind] = {
         "the dump of a rank is empty",
         "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
     ),
+    "log_missing": Kind(
+        "the logs have no line of ranks that others wait for",
+        "look for the logs of the other ranks, and what these ranks do (py-spy dump)",
+    ),
+    "never_joined": Kind(
+        "ranks never came to the store of the job",
+        "check that the launcher started rank {culprits}, with the same MASTER_ADDR and MASTER_PORT",
+    ),
+    "network_failed": Kind(
+        "the network between two hosts failed",
+        "check the link between these hosts: link counters, switch logs, NCCL_DEBUG=INFO",
+    ),
     "not_recorded": Kind(
         "ranks may wait for others, but the dumps cannot show it",
         "take the stacks of all ranks (py-spy dump), or record the job with crossrank and torch's flight recorder, "
@@ -136,7 +152,7 @@ KINDS: dict[str, Kind] = {
     "straggler": Kind("a rank that often arrives last in a group"),
 }
 
-LACKS_EVIDENCE = ("dump_missing", "no_entries", "not_recorded", "unreadable_dump", "refused_dump")
+LACKS_EVIDENCE = ("dump_missing", "log_missing", "no_entries", "not_recorded", "unreadable_dump", "refused_dump")
 """Kinds that mean missing evidence about a rank, not a fault of the rank."""
 
 
@@ -211,6 +227,9 @@ NEXT_STEPS = {
     "log (dmesg) shows whether the kernel killed it",
 }
 """State of a late rank -> the next step for the user. Other states have that of the kind of the finding."""
+
+LEFT_OUT = "look for a branch, or a handled exception, that makes rank {ranks} leave this call out"
+"""The next step if a rank waits elsewhere, and its lines are shown."""
 
 
 class LateRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,6 +312,8 @@ class Finding(msgspec.Struct, kw_only=True):
     because_of: int | None = None
     """For a consequence, the index of its root in `findings`."""
     places: list[Place] = []
+    lines: list[str] = []
+    """Lines of logs that show it, as `file:line: text`."""
 
 
 class GroupStragglers(msgspec.Struct, kw_only=True):

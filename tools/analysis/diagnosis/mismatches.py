@@ -324,7 +324,7 @@ class _Comparison:
         sent = {rank: _parts(one.inputs, one.in_split, one, size) for rank, one in signatures.items()}
         expected = {rank: _parts(one.outputs, one.out_split, one, size) for rank, one in signatures.items()}
         if not (all(sent.values()) and all(expected.values())):
-            return self._sums(seq, calls, list(signatures.values()))
+            return self._sums(seq, calls, signatures)
         pairs = [
             (sender, receiver)
             for index, sender in enumerate(self._group.ranks)
@@ -362,16 +362,24 @@ class _Comparison:
         ]
         return shares[0] != shares[1]
 
-    def _sums(self, seq: int, calls: dict[int, MatchKey], signatures: list[CommRecord]) -> Mismatch | None:
-        """Return a mismatch if the sums differ, for unknown splits."""
-        sent, expected = (
-            sum(_elements(one.inputs) for one in signatures),
-            sum(_elements(one.outputs) for one in signatures),
-        )
-        if sent == expected:
+    def _sums(self, seq: int, calls: dict[int, MatchKey], signatures: dict[int, CommRecord]) -> Mismatch | None:
+        """Return a mismatch if the sums differ, for unknown splits. If all ranks expect alike, and all but a few send
+        alike, those few are named."""
+        sent = {rank: _elements(one.inputs) for rank, one in signatures.items()}
+        expected = {rank: _elements(one.outputs) for rank, one in signatures.items()}
+        total, wanted = sum(sent.values()), sum(expected.values())
+        if total == wanted:
             return None
-        text = f"the ranks send {sent} elements in total and expect {expected}"
-        return self._mismatch(seq, SIZE, calls, "all_to_all", text)
+        text = f"the ranks send {total} elements in total and expect {wanted}"
+        usual, many = Counter(sent.values()).most_common(1)[0]
+        odd = [rank for rank, count in sent.items() if count != usual]
+        if len(set(expected.values())) > 1 or many <= len(sent) // 2:
+            odd = []
+        if odd:
+            text += (
+                f"; {', '.join(f'rank {rank} sends {sent[rank]}' for rank in odd[:_PAIRS])}, the others {usual} each"
+            )
+        return self._mismatch(seq, SIZE, calls, "all_to_all", text, odd)
 
 
 def _parts(shapes: list[list[int]], splits: list[int] | None, record: CommRecord, size: int) -> list[int]:

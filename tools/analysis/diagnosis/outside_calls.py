@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from crossrank.recording import ANSWERS
@@ -9,6 +10,7 @@ from crossrank.tools.analysis.diagnosis.findings import call_text, late_text, ra
 from crossrank.tools.analysis.diagnosis.job_state import ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING
 from crossrank.tools.analysis.diagnosis.search import Search, finding_of, finding_on
+from crossrank.tools.analysis.diagnosis.stacks import place_of_call
 from crossrank.tools.analysis.diagnosis.states import (
     IDLE,
     RUNS,
@@ -19,6 +21,7 @@ from crossrank.tools.analysis.diagnosis.states import (
     state_of,
     way_out,
 )
+from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.ending import Ending
 
 
@@ -62,6 +65,44 @@ def find_unrecorded_waits(search: Search) -> None:
         late_ranks=[state_of(ranks[rank]) for rank in sorted(culprits & silent)],
     )
     search.add_root(finding, stuck)
+
+
+def find_crossed_groups(search: Search) -> None:
+    """Find ranks that made their process groups in different orders.
+
+    torch numbers the groups that `new_group` makes, on every rank, and the members of one number find each other by it.
+    So a number with different members on two ranks is two groups, whose ranks talk to each other.
+    """
+    known: dict[str, list[ProcessGroup]] = defaultdict(list)
+    for group in search.job.groups:
+        if group.name.isdecimal() and not (group.inferred or group.apart) and group.local_index:
+            known[group.name].append(group)
+    ranks = search.job.ranks
+    making = {tuple(sorted(one)) for trace in ranks.values() if (one := members_in_making(trace.ending))}
+    stuck = {op.group.index for op in search.left()}
+    for name, same in sorted(known.items(), key=lambda one: int(one[0])):
+        if len({group.ranks for group in same}) < 2:
+            continue
+        if not any(group.index in stuck or group.ranks in making for group in same):
+            continue
+        same.sort(key=lambda group: (-len(group.local_index), group.ranks))
+        first, second = (len(group.local_index) for group in same[:2])
+        culprits = sorted(rank for group in same[1:] for rank in group.local_index) if first > second else []
+        texts = (f"on {rank_text(group.local_index)} it has {rank_text(group.ranks)}" for group in same)
+        waiting = {rank for op in search.left() for rank in op.waiting}
+        firsts = [(rank, group.lanes[rank].rows[0]) for group in same for rank in culprits if rank in group.lanes]
+        places = (place_of_call(search.job, *one, "culprit", "its first call on the group") for one in firsts)
+        finding = finding_on(
+            search.world,
+            "group_order",
+            culprit_ranks=culprits,
+            waiting_ranks=sorted(waiting.difference(culprits)),
+            text=f"group {name} has different members: {'; '.join(texts)}",
+            places=[place for place in places if place is not None],
+            proof="mismatch",
+        )
+        search.add_root(finding, search.left())
+        return
 
 
 def _differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | None]) -> bool:

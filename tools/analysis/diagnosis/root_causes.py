@@ -16,6 +16,7 @@ from collections import defaultdict
 
 from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.call_history import (
+    changes_peer,
     has_skipped,
     is_from_elsewhere,
     is_new,
@@ -84,8 +85,9 @@ def _age(search: Search, op: StuckOp) -> int | None:
     if any(one.has_left or (one.unseen and over) for one in awaited):
         return None
     began = [ranks[rank].calls.called[search.graph.blocked[rank]] for rank in op.waiting]
+    # What another rank saw of an awaited one later than its dump is newer.
     moments = [
-        one.taken_at
+        max(one.taken_at, one.seen.time_ns if one.seen is not None else 0)
         for one in awaited
         if one.taken_at is not None
         and (cancelled or not one.is_final)
@@ -217,7 +219,7 @@ def find_cycles(search: Search) -> None:
             (those, op), *_ = skipped.items()
             odd = list(those)
             kind, stuck = "p2p_unmatched" if op.is_p2p else MISSING, op.waiting
-            text = f"{rank_text(odd)} skipped it: {text}"
+            text = f"{rank_text(odd)} made another call where this one was due: {text}"
         elif len(p2p) == len(ops):
             kind, stuck, odd = "p2p_wait_cycle", cycle, _odd_in_cycle(search, cycle)
         elif all(_is_being_answered(search, one) for one in p2p):
@@ -226,6 +228,9 @@ def find_cycles(search: Search) -> None:
         else:
             # Either the matching call is missing, or the collective. Without similar earlier calls it is unknown which.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
+            changed = [rank for rank in cycle if changes_peer(search.job, rank, graph.blocked[rank])]
+            odd = changed if len(changed) == 1 else []
+            text += "".join(f"; the line of rank {rank} had another peer each time before" for rank in odd)
         proof = "deadlock"
         if ways := {rank: way for rank in cycle if (way := _way_out(search, rank))}:
             odd, proof = [], "not_known"

@@ -62,7 +62,8 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
     row = _row_of(job, finding, rank) if row is None else row
     what = "the call that it waits in" if row == blocked else "its call"
     if row is None and len(trace.calls):
-        row, what = len(trace.calls) - 1, "its last call"
+        # A process that was killed or stopped had not written its calls of the last second.
+        row, what = len(trace.calls) - 1, "the last call in its file" if ending.unseen else "its last call"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
     main = worker_of(ending, finding.pg[0]) if is_culprit else first_thread(ending)
     of_call = place_of_call(job, rank, row, role, what) if row is not None else None

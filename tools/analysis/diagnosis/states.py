@@ -186,6 +186,13 @@ def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) 
     return len({one.place for one in states}) == 1 and bool(states[0].place) and all(waits)
 
 
+def those_by_socket(ranks: Mapping[int, RankTrace], late: Collection[int]) -> set[int]:
+    """Return the late ranks that wait for data of a socket, if others of them do something else: what these others do
+    may release them."""
+    found = {rank for rank in late if _blocked_in(ranks[rank].ending) in _BY_SOCKET}
+    return found if found != set(late) else set()
+
+
 def way_out(ending: Ending) -> str:
     """Return the thread of a rank that waits for others that may still make a call, as text; empty if none is known.
 

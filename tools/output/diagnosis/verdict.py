@@ -11,6 +11,7 @@ from itertools import zip_longest
 from crossrank.text import milliseconds, percent, plural, printable, rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import (
     KINDS,
+    LEFT_OUT,
     NEXT_STEPS,
     PROOFS,
     Diagnosis,
@@ -108,6 +109,11 @@ def next_step(finding: Finding) -> str:
         return step.format(ranks=rank_ranges([one.rank for one in finding.late_ranks]))
     kind = KINDS[finding.kind]
     step = kind.next_step
+    if finding.kind == "missing_rank" and finding.culprit_ranks and finding.exception is None:
+        if finding.proof == "gone":
+            return NEXT_STEPS["gone"].format(ranks=rank_ranges(finding.culprit_ranks))
+        if finding.proof in ("mismatch", "deadlock") and any(one.role == "culprit" for one in finding.places):
+            return LEFT_OUT.format(ranks=rank_ranges(finding.culprit_ranks))
     if kind.without_gpu and finding.exception is not None:
         step = _AFTER_EXCEPTION
     elif kind.without_gpu and "nccl" not in finding.backend:
@@ -203,6 +209,8 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
     for name, text in facts(finding):
         print(f"   {name:<12} {printable(text)}")
     _print_places(finding.places)
+    for line in finding.lines:
+        print(f"   {'line':<12} {printable(line)}")
     follow = [one for one in diagnosis.consequences if one.because_of == index]
     if follow:
         waiting = rank_text({rank for one in follow for rank in one.waiting_ranks})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import changes_peer, has_skipped, is_new, is_usual
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from tests.unit.analysis.diagnosis.ranks import call, group, job, rank, world
 
@@ -75,3 +75,21 @@ def test_a_call_is_skipped_if_another_known_call_took_its_turn(
 def test_a_receive_is_not_skipped_if_a_send_to_the_rank_was_due(op: str, skipped: bool) -> None:
     found = made("ascascacd")
     assert has_skipped(found, 0, found.groups[0], 7, (1,), op) == skipped
+
+
+@pytest.mark.parametrize(
+    ("peers", "line", "changed"),
+    [
+        ((1, 1, 1, 2), "ring.py:9", True),
+        ((1, 1, 2), "ring.py:9", False),  # too few to tell
+        ((1, 2, 1, 2, 3), "ring.py:9", False),  # a line with another peer each time
+        ((1, 1, 1, 1), "ring.py:9", False),
+        ((1, 1, 1, 2), None, False),
+    ],
+)
+def test_a_line_that_always_had_one_peer_has_another_one(
+    peers: tuple[int, ...], line: str | None, changed: bool
+) -> None:
+    sends = [call("send", number=number, peer=peer, source=line) for number, peer in enumerate(peers, 1)]
+    found = job(rank(0, *sends, groups=(world(4),)))
+    assert changes_peer(found, 0, len(peers) - 1) == changed

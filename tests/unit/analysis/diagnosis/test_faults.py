@@ -217,7 +217,7 @@ def forward(odd: int, at: int, call: Call) -> Left:
         # an all_to_all does not add up
         (
             in_world(step(EXCHANGE), (2, 1, None), (2, 1, replace(EXCHANGE, inputs=((17,),)))),
-            "size_mismatch default_pg 2 [] <- [0, 1, 2, 3]",
+            "size_mismatch default_pg 2 [2] <- [0, 1, 3]",
         ),
         (with_odd(BROADCAST, 1, 2), "type_mismatch default_pg 2 [] <- [0, 1, 2, 3]"),  # two other operations of four
         # two other types of four

@@ -172,7 +172,8 @@ OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g"
         ([*all_to_alls((8, 8), (9, 8)), ""], ""),
         (
             all_to_alls((8, 8), (9, 8), (8, 8)),
-            "size_mismatch all_to_all #1 since 0 by [] of [0, 1, 2]: the ranks send 25 elements in total and expect 24",
+            "size_mismatch all_to_all #1 since 0 by [1] of [0, 1, 2]: the ranks send 25 elements in total and expect "
+            "24; rank 1 sends 9, the others 8 each",
         ),
         # What one rank has too few another has too many: the sums are equal.
         (

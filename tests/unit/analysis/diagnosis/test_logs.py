@@ -1,0 +1,67 @@
+"""A hang is diagnosed from the log of the job's launcher alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, roots
+from tests.unit.traces.logs.lines import monitor, traceback, watchdog
+
+
+def diagnosed(folder: Path, *lines: str) -> Diagnosis:
+    (folder / "train.log").write_text("\n".join(lines) + "\n")
+    return diagnosis_of(folder)
+
+
+def test_the_rank_that_never_came_is_named_with_the_lines_that_show_it(tmp_path: Path) -> None:
+    lines = [line for rank in (0, 1, 3) for line in watchdog(rank, 412, enqueued=415)]
+    found = diagnosed(tmp_path, *lines, monitor(2, 411, 411))
+    assert roots(found) == [("missing_rank", "default_pg", 412, [2], [0, 1, 3])]
+    assert [line.split(":")[1] for line in found.findings[0].lines] == ["7", "1", "2", "3", "4"]
+
+
+def test_ranks_of_a_group_are_not_those_of_the_job(tmp_path: Path) -> None:
+    """`[Rank 1]` of the group is rank 3 of the job; the members are equally spaced, so rank 5 is one too."""
+    lines = [
+        line
+        for member, rank in ((0, 1), (1, 3), (3, 7))
+        for line in watchdog(rank, 4, member=member, group="6", desc="data")
+    ]
+    assert roots(diagnosed(tmp_path, *lines)) == [("log_missing", "data", 4, [5], [1, 3, 7])]
+
+
+def test_a_rank_in_another_call_is_named(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in watchdog(rank, 9, op="BROADCAST" if rank == 1 else "ALLREDUCE")]
+    assert roots(diagnosed(tmp_path, *lines)) == [("type_mismatch", "default_pg", 9, [1], [0, 2, 3])]
+
+
+def test_a_silent_majority_is_not_accused(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, *watchdog(3, 655))
+    assert (found.verdict, found.suspect_ranks) == ("incomplete", [])
+
+
+def test_a_rank_that_raised_is_named_and_those_that_lost_it_are_not(tmp_path: Path) -> None:
+    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21141"
+    lines = [*traceback("ValueError: no batch", "[rank2]: ")]
+    lines += [line for rank in (0, 1) for line in traceback(closed, f"[rank{rank}]: ")]
+    found = diagnosed(tmp_path, *lines)
+    assert (found.suspect_ranks, found.findings[0].kind) == ([2], "raised")
+
+
+def test_a_task_that_the_kernel_killed_is_named_with_its_host(tmp_path: Path) -> None:
+    lines = [f" {rank}: step 1" for rank in range(4)] + ["srun: error: gpu-b: task 3: Out Of Memory"]
+    found = diagnosed(tmp_path, *(lines[:4] * 4), lines[4])
+    assert (found.suspect_ranks, found.hosts) == ([3], {"3": "gpu-b"})
+
+
+def test_ranks_that_never_came_to_the_store_are_named(tmp_path: Path) -> None:
+    waits = "torch.distributed.DistStoreError: Timed out after 7 seconds waiting for clients. 3/4 clients joined."
+    lines = [f"[rank{rank}]: starts" for rank in range(3)] + traceback(waits, "[rank0]: ")
+    found = diagnosed(tmp_path, *lines)
+    assert (found.findings[0].kind, found.suspect_ranks) == ("never_joined", [3])
+
+
+def test_a_log_never_proves_a_job_healthy(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, *(f"[rank0]: step {step} loss 1.0" for step in range(9)))
+    assert (found.verdict, found.findings) == ("incomplete", [])

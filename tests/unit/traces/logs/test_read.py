@@ -1,0 +1,73 @@
+"""What the lines of a job's logs say."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from crossrank.tools.traces.logs.read import read_logs
+from tests.unit.traces.logs.lines import traceback, watchdog
+
+
+def write(folder: Path, lines: list[str], name: str = "train.log") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_a_fact_has_its_line(tmp_path: Path) -> None:
+    attempt = read_logs([write(tmp_path, ["step 1", *watchdog(2, 7)])]).last
+    assert [(one.kind, one.origin.rank, one.quote.number) for one in attempt.facts] == [
+        ("timeout", 2, 2),
+        ("status", 2, 3),
+    ]
+
+
+def test_colors_are_taken_off_and_a_compressed_log_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.log.gz"
+    path.write_bytes(gzip.compress("\n".join(f"\x1b[31m{line}\x1b[0m" for line in watchdog(0, 3)).encode()))
+    assert [one.kind for one in read_logs([str(path)]).last.facts] == ["timeout", "status"]
+
+
+def test_a_traceback_is_read_between_the_lines_of_other_ranks(tmp_path: Path) -> None:
+    ours = traceback("ValueError: no batch", "[rank1]: ")
+    mixed = [line for pair in zip(ours, ["[rank0]: step"] * len(ours), strict=True) for line in pair]
+    (found,) = read_logs([write(tmp_path, mixed)]).last.tracebacks
+    assert (found.error, found.frames[0], found.origin.rank) == (
+        "ValueError: no batch",
+        ("main", "/job/train.py", 7),
+        1,
+    )
+    assert found.ended_process
+
+
+@pytest.mark.parametrize(("steps", "ended"), [(0, True), (20, False)])
+def test_an_exception_before_more_steps_was_handled(steps: int, ended: bool, tmp_path: Path) -> None:
+    lines = traceback("ValueError: bad sample") + [f"step {number} loss 1.0" for number in range(steps)]
+    (found,) = read_logs([write(tmp_path, lines, "rank-1.log")]).last.tracebacks
+    assert (found.origin.rank, found.ended_process) == (1, ended)
+
+
+def test_a_restart_begins_a_new_attempt(tmp_path: Path) -> None:
+    restart = "I1126 09:00:06 4000 torch/distributed/elastic/agent/server/api.py:943] [default] Worker group FAILED. "
+    lines = [*traceback("OSError: gone", "[rank1]: "), f"{restart}1/1 attempts left; will restart worker group"]
+    first, last = read_logs([write(tmp_path, lines + watchdog(0, 3))]).attempts
+    assert [one.error for one in first.tracebacks] == ["OSError: gone"]
+    assert [one.kind for one in last.facts] == ["timeout", "status"]
+    assert last.tracebacks == []
+
+
+def test_a_folder_of_torchrun_has_the_ranks_in_its_paths(tmp_path: Path) -> None:
+    path = write(tmp_path, traceback("ValueError: x"), "none_abc/attempt_1/3/stderr.log")
+    first, last = read_logs([path]).attempts
+    assert first.tracebacks == []
+    assert [one.origin.local for one in last.tracebacks] == [3]
+
+
+def test_a_long_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(b"x" * (4 << 20) + b"\n" + "\n".join(watchdog(0, 3)).encode())
+    assert [one.kind for one in read_logs([str(path)]).last.facts] == ["timeout", "status"]

@@ -1,0 +1,115 @@
+"""The evidence that logs of a job's launcher give: ranks for the search of causes, and what lines say directly.
+
+A log shows what a rank printed. It does not show peers, data types and roots of calls, nor a rank that prints nothing.
+So a rank without a line is named only if it is one of few that others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from crossrank.text import plural
+from crossrank.tools.analysis.diagnosis.findings import Finding, error_text, rank_text
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
+from crossrank.tools.traces.logs import formats
+from crossrank.tools.traces.logs.ranks import traces_of
+from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog
+from crossrank.tools.traces.rank_trace import RankTrace
+
+if TYPE_CHECKING:
+    from crossrank.tools.analysis.diagnosis.evidence import Evidence
+
+_WITHOUT_A_LINE = 0.5
+"""Share of a group's members up to which those without a line are named."""
+_QUOTED_CULPRITS, _QUOTED_WAITING = 3, 2
+"""Ranks whose lines a finding quotes."""
+
+
+def add_logs(evidence: Evidence, log: JobLog) -> None:
+    """Add what the logs of a job say to its evidence."""
+    known = {one.rank: one for one in evidence.ranks}
+    evidence.logs_only = not known
+    traces = traces_of(log.last)
+    for trace in traces:
+        if (other := known.get(trace.rank)) is None:
+            evidence.ranks.append(trace)
+        else:
+            _complete(other, trace)
+    sizes = [fact.number("expected") for fact in log.last.facts if fact.kind == formats.CLIENTS]
+    evidence.world_size = evidence.world_size or max(sizes, default=None)
+    evidence.told += _told(log.last, [one.rank or 0 for one in evidence.ranks])
+    evidence.notes += log.problems
+    evidence.notes += list(_notes(log))
+
+
+def _complete(trace: RankTrace, log: RankTrace) -> None:
+    """Add to a rank's dump, or its recording, what the log says of its end."""
+    trace.log_lines, trace.host = log.log_lines, trace.host or log.host
+    if trace.ending.error is None:
+        ending, of_log = trace.ending, log.ending
+        ending.error, ending.traceback, ending.causes = of_log.error, of_log.traceback, of_log.causes
+
+
+def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:
+    """Yield what lines say without a call: ranks that never came to the store, and a network that fails."""
+    world = list(ranks)
+    for fact in attempt.facts:
+        if fact.kind == formats.CLIENTS:
+            joined, expected = fact.number("joined"), fact.number("expected")
+            never = sorted(set(range(expected)).difference(ranks))
+            culprits = never if len(never) == expected - joined else []
+            who = f": {rank_text(culprits)} never came" if culprits else ""
+            text = f"{joined} of {expected} ranks joined the store of the job{who}"
+            yield _finding("never_joined", list(range(expected)), text, [fact], culprits)
+            return
+    network = [fact for fact in attempt.facts if fact.kind == formats.NETWORK]
+    if network:
+        ends = ", ".join(dict.fromkeys(fact.values["host"] for fact in network))
+        here = ", ".join(dict.fromkeys(fact.values["own_host"] for fact in network if "own_host" in fact.values))
+        at = f" on {here}" if here else ""
+        yield _finding("network_failed", world, f"the network (NET/IB){at} lost its connection to {ends}", network)
+
+
+def _finding(kind: str, ranks: list[int], text: str, facts: Sequence[Fact], culprits: Sequence[int] = ()) -> Finding:
+    lines = [str(fact.quote) for fact in facts[:3]]
+    waiting = [] if kind == "network_failed" else sorted(set(ranks).difference(culprits))
+    return Finding(
+        kind=kind,
+        pg=["", ""],
+        pg_ranks=ranks,
+        text=text,
+        culprit_ranks=list(culprits),
+        waiting_ranks=waiting,
+        proof="gone" if kind == "network_failed" else "late",
+        lines=lines,
+    )
+
+
+def _notes(log: JobLog) -> Iterator[str]:
+    """Yield what the logs could not tell."""
+    for number, attempt in enumerate(log.attempts[:-1]):
+        errors = [f"rank {one.origin.rank}: {error_text(one.error)}" for one in attempt.tracebacks[:1]]
+        yield f"attempt {number} of the job was restarted" + (f"; it ended with {errors[0]}" if errors else "")
+    if log.last.unplaced:
+        yield f"{plural(log.last.unplaced, 'line')} of the logs could not be given to a rank"
+
+
+def without_a_line(graph: WaitForGraph, lacking: Mapping[int, str]) -> dict[int, str]:
+    """Return the ranks without evidence that are few of those that make a call: the others wait for them."""
+    few: set[int] = set()
+    for op in graph.ops:
+        absent = op.absent.intersection(lacking)
+        if len(absent) <= len(op.group.ranks) * _WITHOUT_A_LINE:
+            few |= absent
+    return {rank: kind for rank, kind in lacking.items() if rank in few}
+
+
+def lines_of(job: JobState, finding: Finding) -> list[str]:
+    """Return the lines of logs that show a finding: the first of its culprits, and of two ranks that wait."""
+    found: list[str] = []
+    for ranks, most in ((finding.culprit_ranks[:_QUOTED_CULPRITS], 2), (finding.waiting_ranks[:_QUOTED_WAITING], 2)):
+        for rank in ranks:
+            found += job.ranks[rank].log_lines[:most] if rank in job.ranks else []
+    return found

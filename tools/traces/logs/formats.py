@@ -1,0 +1,132 @@
+"""What lines of logs mean: one row per format, with the source that prints it and the versions that do.
+
+Versions are those of torch if the source is a file of torch. Every pattern is searched in a line without its prefixes.
+Its named groups are numbers, except for those in `TEXTS`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+TEXTS = ("op", "name", "why", "host", "shape", "last", "keys", "signal", "desc", "group", "ranks")
+"""Named groups of patterns that stay texts."""
+
+_NCCL = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
+_GLOO = "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp"
+_WRAPPER = "torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp"
+_STORE = "torch/csrc/distributed/c10d/TCPStore.cpp"
+_AGENT = "torch/distributed/elastic/agent/server/api.py"
+_PROCESSES = "torch/distributed/elastic/multiprocessing/api.py"
+_SUMMARY = "torch/distributed/elastic/multiprocessing/errors/__init__.py"
+
+_PREFIX = r"\[PG (?:ID \d+ PG GUID )?(?P<group>[^\s(\]]+)(?:\((?P<desc>[^)]*)\))? Rank (?P<member>\d+)\]"
+"""`[PG ID 1 PG GUID 2(desc) Rank 0]` of 2.4 and later, `[PG 1 Rank 0]` of 2.3; the rank is that within the group."""
+_WORK = (
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+), "
+    r"Timeout\(ms\)=(?P<timeout_ms>\d+)\)"
+)
+_DONE = r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
+
+
+def _print_of(prefix: str) -> str:
+    """Return the pattern of a fingerprint; the names of its groups begin with `prefix`."""
+    return (
+        rf"CollectiveFingerPrint\((?:SequenceNumber=(?P<{prefix}seq>\d+), ?)?OpType=(?P<{prefix}op>\w+)"
+        rf"(?:, ?TensorShape=\[(?P<{prefix}shape>[\d, ]*)\])?"
+    )
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format of a line."""
+
+    kind: str
+    pattern: re.Pattern[str]
+    source: str
+    since: str = ""
+    until: str = ""
+
+
+def _row(kind: str, pattern: str, source: str, since: str = "", until: str = "") -> Format:
+    return Format(kind, re.compile(pattern), source, since, until)
+
+
+TIMEOUT, STATUS, ASYNC_ERROR, MISMATCH = "timeout", "status", "async_error", "mismatch"
+MONITOR, DUMP_SIGNAL = "monitor", "dump_signal"
+NOT_PASSED, CLIENTS, FAILED, SUMMARY_RANK, SUMMARY_EXIT = "not_passed", "clients", "failed", "summary_rank", "exit"
+RESTART, ENDED_BY_LAUNCHER, TASK_KILLED, NETWORK = "restart", "ended_by_launcher", "task_killed", "network"
+TRACEBACK = "traceback"
+
+FORMATS = (
+    _row(
+        TIMEOUT,
+        rf"\A.{{0,120}}?\[Rank (?P<member>\d+)\] Watchdog caught collective operation timeout: {_WORK}",
+        _NCCL,
+        "2.0",
+    ),
+    _row(
+        STATUS,
+        rf"{_PREFIX}.{{0,120}}? at work sequence id: (?P<seq>\d+) PG status: last enqueued work: (?P<enqueued>-?\d+),"
+        rf"(?: last started work: (?P<started>-?\d+) \((?P<name>[^)]*)\),)? {_DONE}",
+        _NCCL,
+        "2.7",
+    ),
+    _row(
+        STATUS,
+        rf"{_PREFIX} (?:Timeout at NCCL work|Exception \(either an error or timeout\) detected by watchdog at work): "
+        rf"(?P<seq>\d+), last enqueued NCCL work: (?P<enqueued>-?\d+), {_DONE}",
+        _NCCL,
+        "2.3",
+        "2.6",
+    ),
+    _row(
+        MONITOR,
+        rf"{_PREFIX} (?:Received a (?:dump|timeout) signal|Heartbeat monitor timed out).{{0,400}}?"
+        rf"Last enqueued NCCL work: (?P<enqueued>-?\d+), {_DONE}",
+        _NCCL,
+        "2.3",
+    ),
+    _row(
+        ASYNC_ERROR,
+        rf"\[Rank (?P<member>\d+)\] Collective {_WORK} raised the following async exception: (?P<why>.*)",
+        _NCCL,
+        "2.0",
+    ),
+    _row(
+        NETWORK,
+        r"NCCL WARN NET/IB ?: (?:[\w:.]+ )?Got (?:async event|completion) (?:from peer )?(?P<host>[\w.:-]+?)<\d+> "
+        r"(?:with (?:error|status=\w+\()|.*?)(?P<error>\d+)",
+        "nccl/src/transport/net_ib.cc",
+    ),
+    _row(
+        MISMATCH,
+        rf"Detected mismatch between collectives on ranks\. Rank (?P<rank>\d+) is running collective: {_print_of('')}"
+        rf".*?but Rank (?P<other>\d+) is running collective: {_print_of('other_')}",
+        _WRAPPER,
+        "1.9",
+    ),
+    _row(
+        NOT_PASSED, r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<timeout_ms>\d+) ms", _GLOO
+    ),
+    _row(CLIENTS, r"waiting for clients\. (?P<joined>\d+)/(?P<expected>\d+) clients joined", _STORE),
+    _row(RESTART, r"Worker group FAILED\. \d+/\d+ attempts left; will restart worker group", _AGENT),
+    _row(ENDED_BY_LAUNCHER, r"Sending process (?P<process>\d+) closing signal (?P<signal>\w+)", _PROCESSES),
+    _row(
+        FAILED,
+        r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<process>\d+)\)",
+        _PROCESSES,
+    ),
+    _row(SUMMARY_RANK, r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)", _SUMMARY),
+    _row(SUMMARY_EXIT, r"^\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<process>\d+)\)", _SUMMARY),
+    _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
+    _row(TRACEBACK, r"\ATraceback \(most recent call last\):", "Python"),
+)
+
+LITERALS = (
+    "Watchdog caught", " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work",
+    "Last enqueued NCCL work", "raised the following async", "NET/IB", "Detected mismatch between",
+    "failed to pass monitoredBarrier", "clients joined", "will restart worker group", "closing signal",
+    "failed (exitcode:", "local_rank: ", "exitcode ", "srun: error:", "Traceback (most recent",
+)  # fmt: skip
+"""A line without one of these has none of the formats: most lines of a log are of the script."""

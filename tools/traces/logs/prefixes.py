@@ -1,0 +1,86 @@
+"""Finds the rank and the host of a line of a log, by the prefixes that launchers add to it.
+
+A line may have several prefixes: Slurm's in front of torchrun's. torch's own `[rank3]:` has the global rank.
+`[default3]:` of torchrun, and its folders, have the number within a node. A number in front of a colon is Slurm's label
+only if most lines of the file begin so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
+"""Control sequences of terminals (ECMA-48), and carriage returns of progress bars."""
+
+_TIME = r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)"
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One form of prefix, and what its named groups are."""
+
+    launcher: str
+    pattern: re.Pattern[str]
+    is_label: bool = False
+    """It counts only if most lines of the file have it."""
+
+
+PREFIXES = (
+    Prefix("torch", re.compile(r"\[rank(?P<rank>\d{1,7})\]:? ?")),
+    Prefix("torchrun", re.compile(r"\[[A-Za-z_]\w*?(?P<local>\d{1,5})\]: ?")),
+    Prefix("mpirun", re.compile(r"\[\d+,(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?: ?")),
+    Prefix("ray", re.compile(r"\((?P<task>[\w.:<>-]+) pid=(?P<process>\d+)(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
+    Prefix("kubernetes", re.compile(r"\[(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
+    Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),
+    Prefix("srun", re.compile(r" {0,6}(?P<rank>\d{1,7}): "), is_label=True),
+)
+"""Row by row, until none matches: a later prefix is nearer to the text, and knows the rank better."""
+
+_LABELLED = 0.8
+"""Share of a file's lines from which a label counts as one."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a line comes from; None or empty = its prefixes do not say it."""
+
+    rank: int | None = None
+    local: int | None = None
+    """Number of the process within its node."""
+    host: str = ""
+
+
+def labels_of(lines: Iterable[str]) -> frozenset[str]:
+    """Return the launchers whose labels most of these lines have."""
+    given = [line for line in lines if line.strip()]
+    return frozenset(
+        one.launcher
+        for one in PREFIXES
+        if one.is_label and given and sum(bool(one.pattern.match(line)) for line in given) >= _LABELLED * len(given)
+    )
+
+
+def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, str]:
+    """Return where a line comes from, and its text without prefixes. `origin` is that of its file."""
+    text = line
+    found = True
+    while found:
+        found = False
+        for one in PREFIXES:
+            if one.is_label and one.launcher not in labels:
+                continue
+            match = one.pattern.match(text)
+            if match is None:
+                continue
+            values = match.groupdict()
+            if (rank := values.get("rank")) is not None:
+                origin = replace(origin, rank=int(rank))
+            if (local := values.get("local")) is not None:
+                origin = replace(origin, local=int(local))
+            if host := values.get("host"):
+                origin = replace(origin, host=host)
+            text, found = text[match.end() :], True
+            break
+    return origin, text

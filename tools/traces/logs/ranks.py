@@ -1,0 +1,216 @@
+"""Makes from what the logs of a job say one `RankTrace` for each rank: its groups, its progress, its end.
+
+It is as the dump of a rank that has its unfinished calls only. These rules hold for torch's lines:
+
+* `[Rank 1]` and `Rank 1]` count within a process group. Its members are the global ranks that print lines of the group.
+  Where the known members are equally spaced, so are those between them.
+* Lines of the heartbeat monitor have the numbers of the default group, also if another group failed. So they count only
+  for a rank that has no line of a failed call.
+* torchrun lists ranks that it ended itself as failures too: their processes are those to which it sent a signal.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.tools.traces.ending import MAIN_THREAD
+from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
+from crossrank.tools.traces.logs import formats
+from crossrank.tools.traces.logs.read import Attempt, Fact, Traceback
+from crossrank.tools.traces.rank_trace import SCHEDULED, RankTrace, TraceBuilder
+
+_DEFAULT = "default_pg"
+_KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Signals that end a process because of something in it. SIGABRT is also how torch ends after a timeout."""
+
+_OF_RANKS = (formats.TIMEOUT, formats.STATUS, formats.MONITOR, formats.ASYNC_ERROR)
+"""Kinds of facts about the rank that prints them."""
+
+Key = tuple[str, str]
+"""Name and description of a group."""
+
+
+@dataclass
+class RankLog:
+    """What the lines of one rank say."""
+
+    rank: int
+    facts: list[Fact] = field(default_factory=list)
+    raised: Traceback | None = None
+    killed: tuple[str, Fact] | None = None
+    """How its process was killed, and the line that says so."""
+    host: str = ""
+
+    def lines(self) -> list[str]:
+        """Return the lines that say something, as `file:line: text`."""
+        quotes = [one.quote for one in self.facts]
+        if self.raised is not None:
+            quotes.append(self.raised.quote)
+        if self.killed is not None:
+            quotes.append(self.killed[1].quote)
+        return [str(one) for one in dict.fromkeys(sorted(quotes, key=lambda one: (one.path, one.number)))]
+
+
+def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
+    """Return what the lines of each rank say. A rank may have no line of its own."""
+    local_to_rank = {
+        one.number("local"): one.number("rank") for one in attempt.facts if one.kind == formats.SUMMARY_RANK
+    }
+
+    def global_of(own_rank: int | None, local: int | None) -> int | None:
+        return own_rank if own_rank is not None else local_to_rank.get(local, local) if local is not None else None
+
+    found: dict[int, RankLog] = {}
+
+    def of(rank: int) -> RankLog:
+        return found.setdefault(rank, RankLog(rank))
+
+    for rank in attempt.lines_of:
+        of(rank)
+    for fact in attempt.facts:
+        printed_by = global_of(fact.origin.rank, fact.origin.local)
+        if printed_by is not None and fact.kind in _OF_RANKS:
+            of(printed_by).facts.append(fact)
+            of(printed_by).host = of(printed_by).host or fact.origin.host
+    for one in attempt.tracebacks:
+        raised_by = global_of(one.origin.rank, one.origin.local)
+        if raised_by is not None and one.ended_process:
+            of(raised_by).raised = one
+    for rank, how, fact in _kills(attempt, local_to_rank):
+        of(rank).killed = how, fact
+        of(rank).host = of(rank).host or fact.values.get("host", "")
+    for fact in attempt.facts:
+        if fact.kind == formats.MISMATCH:
+            for name in ("rank", "other"):
+                of(fact.number(name))
+    return found
+
+
+def _kills(attempt: Attempt, local_to_rank: Mapping[int, int]) -> Iterator[tuple[int, str, Fact]]:
+    """Yield (rank, how its process was killed, the line that says so), without those that the launcher ended."""
+    ended = {one.values["process"] for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
+    for fact in attempt.facts:
+        if fact.kind == formats.FAILED and fact.values["process"] not in ended and fact.number("code") < 0:
+            with suppress(ValueError):
+                if (number := signal.Signals(-fact.number("code"))) in _KILLED:
+                    local = fact.number("local")
+                    yield local_to_rank.get(local, local), f"killed by {number.name}", fact
+        if fact.kind == formats.TASK_KILLED:
+            why = fact.values["why"]
+            if why.startswith(("Out Of Memory", "Segmentation fault", "Killed", "Bus error")):
+                yield fact.number("rank"), why, fact
+
+
+def traces_of(attempt: Attempt) -> list[RankTrace]:
+    """Return the ranks that the logs of one attempt say something about."""
+    members, ranks = members_of(attempt), ranks_of(attempt)
+    found = []
+    for rank, one in sorted(ranks.items()):
+        trace = RankTrace(rank=rank, path="", source="flight", backend="nccl", host=one.host, log_lines=one.lines())
+        trace.dump.active_only = True
+        _add_calls(trace, one.facts, members)
+        _add_end(trace, one)
+        found.append(trace)
+    _add_fingerprints(found, attempt)
+    return found
+
+
+def members_of(attempt: Attempt) -> dict[Key, dict[int, int]]:
+    """Return, for each group in an attempt's lines, the members: rank in the group -> global rank."""
+    found: dict[Key, dict[int, int]] = defaultdict(dict)
+    for fact in attempt.facts:
+        if fact.kind in (formats.STATUS, formats.MONITOR) and fact.origin.rank is not None:
+            found[_key(fact)][fact.number("member")] = fact.origin.rank
+    for key, known in found.items():
+        _fill(known)
+        if key[1] == _DEFAULT or key[0] == "0":
+            known.update({rank: rank for rank in range(max(attempt.lines_of, default=0) + 1)})
+    return dict(found)
+
+
+def _fill(known: dict[int, int]) -> None:
+    """Add the members between known ones that are equally spaced, and those before them."""
+    pairs = sorted(known.items())
+    steps = {(rank - other) / (place - before) for (before, other), (place, rank) in pairwise(pairs)}
+    if len(steps) != 1 or not (step := steps.pop()).is_integer() or step <= 0:
+        return
+    first, rank = pairs[0]
+    for place in range(pairs[-1][0] + 1):
+        if (member := rank + int(step) * (place - first)) >= 0:
+            known.setdefault(place, member)
+
+
+def _key(fact: Fact) -> Key:
+    return fact.values["group"], fact.values.get("desc", "")
+
+
+def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[int, int]]) -> None:
+    """Add a rank's progress on its groups, and the call of each that did not end."""
+    builder = TraceBuilder(trace)
+    works = [fact for fact in facts if fact.kind == formats.TIMEOUT]
+    status = {_key(fact): fact for fact in facts if fact.kind == formats.STATUS}
+    for fact in facts:
+        if fact.kind == formats.MONITOR and not status:
+            status[_key(fact)] = fact
+    for key, fact in status.items():
+        name, desc = key
+        ranks = [rank for _, rank in sorted(members[key].items())]
+        index = builder.define(Group(pg=name, desc=desc, size=len(ranks), ranks=ranks, backend="nccl"))
+        enqueued, completed = fact.number("enqueued"), fact.number("completed")
+        trace.dump.progress[index] = Progress(last_enqueued_collective=enqueued, last_completed_collective=completed)
+        trace.dump.has_status = True
+        if fact.kind == formats.MONITOR:
+            continue
+        seq = fact.number("seq")
+        same = (one for one in works if one.number("seq") == seq and one.values["member"] == fact.values["member"])
+        if (work := next(same, None)) is not None:
+            sizes = [[work.number(name)] for name in ("numel_in", "numel_out")]
+            builder.add(_record(work.values["op"], name, seq, sizes), called=0, state=SCHEDULED, group=index)
+
+
+def _record(op: str, pg: str, seq: int, sizes: list[list[int]]) -> CommRecord:
+    operation = operation_of(op)
+    name = operation.name if operation is not None else op.lower()
+    inputs, outputs = [sizes[0]], [sizes[-1]]
+    return CommRecord(id=seq, op=name, c10d="", pg=pg, bytes=-1, t=0, seq=seq, inputs=inputs, outputs=outputs)
+
+
+def _add_end(trace: RankTrace, one: RankLog) -> None:
+    """Add how a rank's process ended."""
+    raised = one.raised
+    if raised is not None:
+        frames = [Frame(*frame) for frame in raised.frames[:MOST_FRAMES]]
+        error = Raised(thread=MAIN_THREAD, error=raised.error, causes=list(raised.causes), frames=frames)
+    elif one.killed is not None:
+        error = Raised(thread=MAIN_THREAD, error=one.killed[0])
+    elif failed := [fact for fact in one.facts if fact.kind == formats.ASYNC_ERROR]:
+        error = Raised(thread=MAIN_THREAD, error=f"DistBackendError: {failed[0].values['why']}")
+    else:
+        return
+    trace.ending.reason = "exit"
+    trace.ending.take_exceptions([error])
+
+
+def _add_fingerprints(traces: list[RankTrace], attempt: Attempt) -> None:
+    """Add the calls that `TORCH_DISTRIBUTED_DEBUG=DETAIL` compared: a line names two ranks that differ."""
+    everyone = [trace.rank or 0 for trace in traces]
+    called: dict[int, tuple[str, int, list[int]]] = {}
+    for fact in attempt.facts:
+        if fact.kind == formats.MISMATCH:
+            for rank, prefix in (("rank", ""), ("other", "other_")):
+                shape = [int(one) for one in fact.values.get(f"{prefix}shape", "").split(",") if one.strip()]
+                seq = int(fact.values.get(f"{prefix}seq", 1))
+                called[fact.number(rank)] = fact.values[f"{prefix}op"], seq, shape
+    for trace in traces:
+        if (call := called.get(trace.rank or 0)) is not None and not len(trace.calls):
+            op, seq, shape = call
+            builder = TraceBuilder(trace)
+            index = builder.define(Group(pg="0", desc=_DEFAULT, size=len(everyone), ranks=everyone))
+            builder.add(_record(op, "0", seq, [shape]), called=0, state=SCHEDULED, group=index)
+            trace.dump.has_status = True

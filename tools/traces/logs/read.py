@@ -1,0 +1,246 @@
+"""Reads logs of one job: what their lines say of each rank, with the lines themselves.
+
+Files are read line by line. If the launcher restarted the job, the last attempt counts, and what ended each earlier one
+is noted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import PurePosixPath
+
+from crossrank.recording import ReadIssues, read_chunks
+from crossrank.text import writable
+from crossrank.tools.traces.discover import rank_in_name
+from crossrank.tools.traces.logs import formats
+from crossrank.tools.traces.logs.prefixes import COLORS, Origin, labels_of, split
+
+_LONGEST_LINE = 1 << 16
+"""Characters of a line that are read: the rest says nothing more."""
+_SAMPLE = 400
+"""Lines at the start of a file that show which labels it has."""
+_QUOTED = 200
+"""Characters of a line that are quoted."""
+_FOLDER = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out|err)\.log\Z")
+"""End of the path of a file that `torchrun --log-dir` writes."""
+_FRAME = re.compile(r'\A\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)')
+_RAISED = re.compile(
+    r"\A(?:[\w.]+\.)?(?P<type>[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failed|Killed))\b(?::|\Z)"
+)
+_LAST_LINES = 2
+"""Lines that a script prints at most while an exception ends it."""
+_OF_THE_END = re.compile(
+    r"\A(?:\s*\Z|\s*#\d+ |frame #|Exception raised from|terminate called|  what\(\)|\s+[\w.~^]|\[?[IWEF]\d{3,4} |"
+    r"[\w.]*(?:Error|Warning)\b|ncclRemoteError|Last error|srun|slurmstepd|=+\s*\Z|-+\s*\Z|Fatal Python|\[rank)"
+)
+"""Lines that libraries and launchers print at the end of a process."""
+_MODULE = re.compile(r"\A(?:[A-Za-z_]\w*\.)+(?=[A-Z])")
+"""The module in front of the type of an exception."""
+_LONGEST_ERROR = 500
+_LINKS = ("During handling of the above exception", "The above exception was the direct cause")
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A line of a log."""
+
+    path: str
+    number: int
+    """From 1."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What one line says."""
+
+    kind: str
+    values: dict[str, str]
+    quote: Quote
+    origin: Origin
+
+    def number(self, name: str) -> int:
+        return int(self.values[name])
+
+
+@dataclass
+class Traceback:
+    """An exception in a log."""
+
+    error: str
+    causes: tuple[str, ...]
+    """Texts of the exceptions before it: the direct cause first."""
+    frames: tuple[tuple[str, str, int], ...]
+    """(function, file, line), innermost first."""
+    quote: Quote
+    origin: Origin
+    is_marked: bool
+    """torch marked its lines with the rank, which it does for an exception that ends the process."""
+    attempt: int = 0
+    followed: int = 0
+    """Lines of the script after it, from the same place."""
+
+    @property
+    def ended_process(self) -> bool:
+        """Whether it ended its process: the script did not go on."""
+        return self.is_marked or self.followed <= _LAST_LINES
+
+
+@dataclass
+class Attempt:
+    """One start of the job's processes."""
+
+    facts: list[Fact] = field(default_factory=list)
+    tracebacks: list[Traceback] = field(default_factory=list)
+    lines_of: Counter[int] = field(default_factory=Counter)
+    """Rank -> its lines."""
+    unplaced: int = 0
+    """Lines that belong to no rank."""
+
+
+@dataclass
+class JobLog:
+    """What the logs of a job say."""
+
+    attempts: list[Attempt] = field(default_factory=lambda: [Attempt()])
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> Attempt:
+        return self.attempts[-1]
+
+    def attempt(self, number: int) -> Attempt:
+        """Return an attempt by its number, from 0."""
+        while len(self.attempts) <= number:
+            self.attempts.append(Attempt())
+        return self.attempts[number]
+
+
+def read_logs(paths: Iterable[str]) -> JobLog:
+    """Read the logs of one job."""
+    job = JobLog()
+    for path in paths:
+        _File(path, job).read()
+    return job
+
+
+class _File:
+    """Reads one file into a job."""
+
+    def __init__(self, path: str, job: JobLog) -> None:
+        self._path, self._job = writable(path), job
+        self._issues = ReadIssues(path)
+        found = _FOLDER.search(path)
+        self._attempt = int(found["attempt"]) if found else 0
+        named = re.search(r"rank", PurePosixPath(path).name, re.IGNORECASE) is not None
+        rank = rank_in_name(PurePosixPath(path).name) if named else None
+        self._origin = Origin(rank=rank, local=int(found["local"]) if found else None)
+        self._open: dict[Origin, _Lines] = {}
+        """Origin -> the traceback that its lines are in."""
+        self._latest: dict[Origin, Traceback] = {}
+        """Origin -> its last traceback."""
+
+    def read(self) -> None:
+        lines = self._lines()
+        first = list(islice(lines, _SAMPLE))
+        labels = labels_of(line for _, line in first)
+        for number, line in chain(first, lines):
+            self._take(number, line, labels)
+        for opened in self._open.values():
+            self._close(opened)
+        self._job.problems += [f"{self._path}: {problem}" for problem in self._issues.problems]
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        number, rest = 0, b""
+        for piece in read_chunks(self._path, self._issues):
+            *whole, rest = (rest + piece).split(b"\n")
+            for line in whole:
+                number += 1
+                yield number, COLORS.sub("", line[:_LONGEST_LINE].decode(errors="replace"))
+            rest = rest[:_LONGEST_LINE]
+        if rest:
+            yield number + 1, COLORS.sub("", rest.decode(errors="replace"))
+
+    @property
+    def _now(self) -> Attempt:
+        return self._job.attempt(self._attempt)
+
+    def _take(self, number: int, line: str, labels: frozenset[str]) -> None:
+        origin, text = split(line, self._origin, labels)
+        if origin.rank is None and origin.local is None:
+            self._now.unplaced += 1
+        elif origin.rank is not None:
+            self._now.lines_of[origin.rank] += 1
+        opened = self._open.get(origin)
+        if opened is not None and not opened.add(text):
+            self._close(self._open.pop(origin))
+            opened = None
+        if opened is None and (latest := self._latest.get(origin)) is not None and not _OF_THE_END.match(text):
+            latest.followed += 1
+        if not any(literal in text for literal in formats.LITERALS):
+            return
+        quote = Quote(self._path, number, writable(text[:_QUOTED]))
+        for one in formats.FORMATS:
+            match = one.pattern.search(text)
+            if match is None:
+                continue
+            if one.kind == formats.TRACEBACK:
+                if origin not in self._open:
+                    self._open[origin] = _Lines(quote, origin, "[rank" in line, self._attempt)
+            elif one.kind == formats.RESTART:
+                self._attempt += 1
+            else:
+                values = {name: value for name, value in match.groupdict().items() if value is not None}
+                self._now.facts.append(Fact(one.kind, values, quote, origin))
+            return
+
+    def _close(self, opened: _Lines) -> None:
+        if (found := opened.traceback()) is not None:
+            self._job.attempt(found.attempt).tracebacks.append(found)
+            self._latest[found.origin] = found
+
+
+class _Lines:
+    """The lines of a traceback that is being read."""
+
+    def __init__(self, quote: Quote, origin: Origin, is_marked: bool, attempt: int) -> None:
+        self._quote, self._origin, self._is_marked, self._attempt = quote, origin, is_marked, attempt
+        self._frames: list[tuple[str, str, int]] = []
+        self._errors: list[str] = []
+        self._is_over = False
+
+    def add(self, text: str) -> bool:
+        """Take a line; return whether it belongs to the traceback."""
+        if self._is_over:
+            if not text.strip() or text.startswith(_LINKS):
+                return True
+            if text.startswith("Traceback (most recent"):
+                self._frames, self._is_over = [], False
+                return True
+            return False
+        if (frame := _FRAME.match(text)) is not None:
+            self._frames.append((frame["name"], frame["file"], int(frame["line"])))
+            return True
+        if text.startswith(" ") or not text.strip():
+            return True
+        if _RAISED.match(text) is None and not self._frames:
+            return False
+        self._errors.append(writable(_MODULE.sub("", text.strip()[:_LONGEST_ERROR])))
+        self._is_over = True
+        return True
+
+    def traceback(self) -> Traceback | None:
+        if not self._errors:
+            return None
+        *causes, error = self._errors
+        frames = tuple(reversed(self._frames))
+        return Traceback(
+            error, tuple(reversed(causes)), frames, self._quote, self._origin, self._is_marked, self._attempt
+        )
