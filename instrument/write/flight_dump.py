@@ -50,8 +50,8 @@ _VERSION = "2.10"
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NOTICED = 1.0
 """Seconds within which torch notices the end of an NCCL call."""
-_MAKES_GROUP, _C10D = "new_group", "distributed_c10d.py"
-"""Function of torch that makes a process group, and its file."""
+_MAKES_GROUP, _HELPER, _C10D = "new_group", "_new_process_group_helper", "distributed_c10d.py"
+"""Functions of torch that make a process group, the second one with its name, and their file."""
 _PATIENCE = 10.0
 """Seconds that the end of a recording waits for the dump of another thread."""
 
@@ -252,6 +252,7 @@ def stacks(left_at: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "number": None if thread is None else number_of(thread),
                 "frames": (thread is threading.main_thread() and left_at) or exits.describe_frames(frames),
                 "makes_group": _members_of_new_group(frame),
+                "makes_name": writable(str(_local_of(frame, _HELPER, "group_name") or "")),
                 "tasks": tasks_of(frame),
             }
             if (error := _handled_by(ident)) is not None:
@@ -262,10 +263,17 @@ def stacks(left_at: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _members_of_new_group(frame: FrameType | None) -> list[int] | None:
     """Return the members of the process group that a thread is making, empty for all; None if it makes none."""
+    ranks = _local_of(frame, _MAKES_GROUP, "ranks", default=[])
+    return None if ranks is None else list(map(int, ranks))
+
+
+def _local_of(frame: FrameType | None, function: str, name: str, default: Any = "") -> Any:
+    """Return a local variable of a function of torch.distributed that a thread is in, `default` for None; None if it is
+    in no such function."""
     while frame is not None:
-        if frame.f_code.co_name == _MAKES_GROUP and frame.f_code.co_filename.endswith(_C10D):
-            ranks = frame.f_locals.get("ranks")
-            return list(map(int, ranks)) if ranks is not None else []
+        if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(_C10D):
+            value = frame.f_locals.get(name)
+            return default if value is None else value
         frame = frame.f_back
     return None
 

@@ -488,7 +488,7 @@ def makes_its_groups_in_another_order(rank: int) -> None:
     dist.all_reduce(torch.ones(64))
     groups = {}
     for ranks in ([2, 3], [0, 1]) if rank == 2 else ([0, 1], [2, 3]):
-        groups[tuple(ranks)] = dist.new_group(ranks)
+        groups[tuple(ranks)] = dist.new_group(ranks)  # rank 2
     for _ in range(3):
         dist.all_reduce(torch.ones(64), group=groups[(0, 1) if rank < 2 else (2, 3)])  # rank 2
     dist.barrier()

@@ -17,11 +17,11 @@ from crossrank.tools.analysis.diagnosis.states import (
     STOPPED,
     lock_holder,
     members_in_making,
+    name_in_making,
     polls_only,
     state_of,
     way_out,
 )
-from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.ending import Ending
 
 
@@ -73,36 +73,39 @@ def find_crossed_groups(search: Search) -> None:
     torch numbers the groups that `new_group` makes, on every rank, and the members of one number find each other by it.
     So a number with different members on two ranks is two groups, whose ranks talk to each other.
     """
-    known: dict[str, list[ProcessGroup]] = defaultdict(list)
+    by_name: dict[str, dict[tuple[int, ...], set[int]]] = defaultdict(lambda: defaultdict(set))
+    stuck: set[str] = set()
+    ranks, left = search.job.ranks, list(search.left())
     for group in search.job.groups:
-        if group.name.isdecimal() and not (group.inferred or group.apart) and group.local_index:
-            known[group.name].append(group)
-    ranks = search.job.ranks
-    making = {tuple(sorted(one)) for trace in ranks.values() if (one := members_in_making(trace.ending))}
-    stuck = {op.group.index for op in search.left()}
-    for name, same in sorted(known.items(), key=lambda one: int(one[0])):
-        if len({group.ranks for group in same}) < 2:
-            continue
-        if not any(group.index in stuck or group.ranks in making for group in same):
-            continue
-        same.sort(key=lambda group: (-len(group.local_index), group.ranks))
-        first, second = (len(group.local_index) for group in same[:2])
-        culprits = sorted(rank for group in same[1:] for rank in group.local_index) if first > second else []
-        texts = (f"on {rank_text(group.local_index)} it has {rank_text(group.ranks)}" for group in same)
-        waiting = {rank for op in search.left() for rank in op.waiting}
-        firsts = [(rank, group.lanes[rank].rows[0]) for group in same for rank in culprits if rank in group.lanes]
-        places = (place_of_call(search.job, *one, "culprit", "its first call on the group") for one in firsts)
-        finding = finding_on(
-            search.world,
-            "group_order",
-            culprit_ranks=culprits,
-            waiting_ranks=sorted(waiting.difference(culprits)),
-            text=f"group {name} has different members: {'; '.join(texts)}",
-            places=[place for place in places if place is not None],
-            proof="mismatch",
-        )
-        search.add_root(finding, search.left())
+        if not (group.inferred or group.apart):
+            by_name[group.name][group.ranks].update(group.local_index)
+            stuck |= {group.name for op in left if op.group is group}
+    for rank, trace in ranks.items():
+        members, name = members_in_making(trace.ending), name_in_making(trace.ending)
+        if members:
+            stuck |= {one for one, known in by_name.items() if tuple(sorted(members)) in known}
+            by_name[name][tuple(sorted(members))].add(rank)
+            stuck.add(name)
+    crossed = (name for name in stuck if name.isdecimal() and len(by_name[name]) > 1)
+    first = min(crossed, key=int, default=None)
+    if first is None:
         return
+    most, *others = sorted(by_name[first].items(), key=lambda one: (-len(one[1]), one[0]))
+    odd = {rank for _, those in others for rank in those} if len(most[1]) > len(others[0][1]) else set()
+    groups = [group for group in search.job.groups if group.name == first]
+    firsts = [(rank, group.lanes[rank].rows[0]) for group in groups for rank in odd if rank in group.lanes]
+    places = (place_of_call(search.job, *one, "culprit", "its first call on the group") for one in sorted(firsts))
+    texts = (f"on {rank_text(those)} it has {rank_text(members)}" for members, those in (most, *others))
+    finding = finding_on(
+        search.world,
+        "group_order",
+        culprit_ranks=sorted(odd),
+        waiting_ranks=sorted({rank for op in left for rank in op.waiting} - odd),
+        text=f"group {first} has different members: {'; '.join(texts)}",
+        places=[place for place in places if place is not None],
+        proof="mismatch",
+    )
+    search.add_root(finding, left)
 
 
 def _differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | None]) -> bool:

@@ -235,6 +235,11 @@ def members_in_making(ending: Ending) -> list[int] | None:
     return next((stack.makes_group for stack in ending.stacks if stack.makes_group is not None), None)
 
 
+def name_in_making(ending: Ending) -> str:
+    """Return the name of the group that a rank is making; empty if it makes none, or the name is unknown."""
+    return next((stack.makes_name for stack in ending.stacks if stack.makes_group is not None), "")
+
+
 def polls_only(ending: Ending) -> bool:
     """Return whether a rank that runs uses so little CPU time that it only looks for something now and then."""
     thread, activity = ending.activity_of(first_thread(ending)), ending.activity

@@ -103,6 +103,8 @@ class OwnStack(msgspec.Struct, frozen=True):
     """The operating system's id of the thread; None if unknown."""
     makes_group: list[Number] | None = None
     """Members of the process group that it is making: global ranks, empty for all; None if it makes none."""
+    makes_name: Annotated[Text, Privacy.GROUP] = ""
+    """Name of this group; empty if it is not known, and in older dumps."""
     handles: Raised | None = None
     """The exception that it handles at this moment, in an `except` or a `finally`."""
     tasks: Annotated[list[Frames], MANY] = []
