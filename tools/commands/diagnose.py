@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
@@ -16,6 +17,10 @@ from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
+from crossrank.tools.traces.discover import LOG
+
+_HEAD = 1 << 12
+"""Bytes at the start of a file that show whether it is a text."""
 
 
 class DiagnoseCommand:
@@ -78,6 +83,8 @@ def _read(arguments: argparse.Namespace) -> Evidence:
     paths: list[str] = arguments.path
     where = ", ".join(paths)
     candidates = find_candidates(paths)
+    if all(one.kind in ("", LOG) for one in candidates):  # files of unknown types: what processes printed
+        candidates = [replace(one, kind=LOG, problem="") for one in candidates if _is_text(one.path)] or candidates
     if not candidates:
         raise CrossrankError(f"{where}: has no dumps and no comms files; give the folder of the dumps or a recording")
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
@@ -89,6 +96,15 @@ def _read(arguments: argparse.Namespace) -> Evidence:
             f"{where}: nothing to diagnose ({reasons}); give a folder of flight-recorder dumps or a recording"
         )
     return evidence
+
+
+def _is_text(path: str) -> bool:
+    """Return whether a file may be what a process printed."""
+    try:
+        with open(path, "rb") as file:
+            return b"\0" not in file.read(_HEAD)
+    except OSError:
+        return False
 
 
 def _count(text: str) -> int:

@@ -15,7 +15,7 @@ from crossrank.tools.analysis.diagnosis.states import (
     SILENT,
     may_wait_for_others,
     state_of,
-    those_by_socket,
+    that_may_wait_for_the_rest,
     waits_for_thread,
 )
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
@@ -80,10 +80,11 @@ def find_silent_ranks(search: Search) -> None:
         if culprits == absent and len(absent) * 2 > len(op.group.ranks) and may_wait_for_others(ranks, absent):
             culprits = set()
             text += "; they may wait for the others there, for example through the store"
-        elif culprits == absent and (unclear := those_by_socket(ranks, absent)):
-            gone = {one.rank for one in states if one.state == GONE}
-            culprits = gone
-            text += f"; {rank_text(unclear)} may wait for another of these ranks there, for example through the store"
+        elif culprits == absent and (unclear := that_may_wait_for_the_rest(ranks, absent)):
+            culprits = absent - unclear
+            text += (
+                f"; {rank_text(unclear)} may wait for another of these ranks, for example through the store or a file"
+            )
         for rank in sorted(op.absent & search.may_wait_for_a_thread.keys()):
             senders = rank_text(search.may_wait_for_a_thread[rank])
             text += f"; rank {rank} has not made it either: one of its threads receives from {senders}"

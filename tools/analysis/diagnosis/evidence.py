@@ -191,6 +191,8 @@ def _add_seen(evidence: Evidence, seen: Sequence[Seen]) -> None:
             or (not (ending.ended or ending.went_on) and (ending.unseen or (ending.taken_at or 0) < found.time_ns))
         ):
             ending.seen = found
+            if found.state != "X" and not found.frames:
+                ending.stacks = []  # those of an earlier answer
             if found.frames:
                 ending.stacks = [OwnStack(thread=MAIN_THREAD, number=found.process, frames=found.frames)]
 

@@ -131,6 +131,10 @@ KINDS: dict[str, Kind] = {
         "ranks never came to the store of the job",
         "check that the launcher started rank {culprits}, with the same MASTER_ADDR and MASTER_PORT",
     ),
+    "log_error": Kind(
+        "a line of the logs says what failed, and names no rank",
+        "read the lines around it",
+    ),
     "network_failed": Kind(
         "the network between two hosts failed",
         "check the link between these hosts: link counters, switch logs, NCCL_DEBUG=INFO",

@@ -6,6 +6,7 @@ So a rank without a line is named only if it is one of few that others wait for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,17 @@ from crossrank.tools.analysis.diagnosis.findings import Finding, error_text, ran
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.logs import formats
+from crossrank.tools.traces.logs.prefixes import Origin
 from crossrank.tools.traces.logs.ranks import traces_of
-from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog
+from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog, Traceback
 from crossrank.tools.traces.rank_trace import RankTrace
 
 if TYPE_CHECKING:
     from crossrank.tools.analysis.diagnosis.evidence import Evidence
 
-_WITHOUT_A_LINE = 0.5
-"""Share of a group's members up to which those without a line are named."""
+_WITHOUT_A_LINE = 0.25
+"""Share of a group's members up to which several without a line are named: the logs of a node may be missing."""
+_WITHOUT_WAITS = ("network_failed", "log_error")
 _QUOTED_CULPRITS, _QUOTED_WAITING = 3, 2
 """Ranks whose lines a finding quotes."""
 
@@ -64,17 +67,34 @@ def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:
             text = f"{joined} of {expected} ranks joined the store of the job{who}"
             yield _finding("never_joined", list(range(expected)), text, [fact], culprits)
             return
+    faulty = [fact for fact in attempt.facts if fact.kind == formats.FAULTY]
+    if faulty:
+        why = faulty[0].values["why"]
+        same = [fact for fact in faulty if fact.values["why"] == why]
+        those = sorted({int(rank) for fact in same for rank in fact.values["ranks"].split(", ")})
+        yield _finding("missing_rank", sorted({*world, *those}), f"{rank_text(those)} {why}", same, those)
+        return
     network = [fact for fact in attempt.facts if fact.kind == formats.NETWORK]
     if network:
         ends = ", ".join(dict.fromkeys(fact.values["host"] for fact in network))
         here = ", ".join(dict.fromkeys(fact.values["own_host"] for fact in network if "own_host" in fact.values))
         at = f" on {here}" if here else ""
         yield _finding("network_failed", world, f"the network (NET/IB){at} lost its connection to {ends}", network)
+    said = [fact for fact in attempt.facts if fact.kind == formats.SAID]
+    if said:
+        yield _finding("log_error", world, said[0].values["why"], said)
+    errors = [one for one in attempt.tracebacks if one.ended_process and one.origin == Origin()]
+    if errors and not said:
+        texts = Counter(error_text(one.error) for one in errors)
+        text = "; ".join(f"{error} ({plural(count, 'time')})" for error, count in texts.most_common(3))
+        yield _finding("log_error", world, f"{text}; the logs do not show which ranks raised it", [errors[0]])
 
 
-def _finding(kind: str, ranks: list[int], text: str, facts: Sequence[Fact], culprits: Sequence[int] = ()) -> Finding:
+def _finding(
+    kind: str, ranks: list[int], text: str, facts: Sequence[Fact | Traceback], culprits: Sequence[int] = ()
+) -> Finding:
     lines = [str(fact.quote) for fact in facts[:3]]
-    waiting = [] if kind == "network_failed" else sorted(set(ranks).difference(culprits))
+    waiting = [] if kind in _WITHOUT_WAITS else sorted(set(ranks).difference(culprits))
     return Finding(
         kind=kind,
         pg=["", ""],
@@ -82,7 +102,7 @@ def _finding(kind: str, ranks: list[int], text: str, facts: Sequence[Fact], culp
         text=text,
         culprit_ranks=list(culprits),
         waiting_ranks=waiting,
-        proof="gone" if kind == "network_failed" else "late",
+        proof="gone" if kind in _WITHOUT_WAITS else "late",
         lines=lines,
     )
 
@@ -101,7 +121,7 @@ def without_a_line(graph: WaitForGraph, lacking: Mapping[int, str]) -> dict[int,
     few: set[int] = set()
     for op in graph.ops:
         absent = op.absent.intersection(lacking)
-        if len(absent) <= len(op.group.ranks) * _WITHOUT_A_LINE:
+        if len(absent) <= max(1, len(op.group.ranks) * _WITHOUT_A_LINE):
             few |= absent
     return {rank: kind for rank, kind in lacking.items() if rank in few}
 

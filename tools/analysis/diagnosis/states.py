@@ -186,11 +186,12 @@ def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) 
     return len({one.place for one in states}) == 1 and bool(states[0].place) and all(waits)
 
 
-def those_by_socket(ranks: Mapping[int, RankTrace], late: Collection[int]) -> set[int]:
-    """Return the late ranks that wait for data of a socket, if others of them do something else: what these others do
-    may release them."""
-    found = {rank for rank in late if _blocked_in(ranks[rank].ending) in _BY_SOCKET}
-    return found if found != set(late) else set()
+def that_may_wait_for_the_rest(ranks: Mapping[int, RankTrace], late: Collection[int]) -> set[int]:
+    """Return the late ranks that wait for data of a socket, or poll: another late rank may release them. Empty if there
+    is no other, or if all of them do so at one line."""
+    found = {rank for rank in late if _blocked_in(ranks[rank].ending) in _BY_SOCKET or polls_only(ranks[rank].ending)}
+    places = {state_of(ranks[rank]).place for rank in found}
+    return found if len(late) > 1 and (found != set(late) or len(places) > 1) else set()
 
 
 def way_out(ending: Ending) -> str:

@@ -20,7 +20,7 @@ _AGENT = "torch/distributed/elastic/agent/server/api.py"
 _PROCESSES = "torch/distributed/elastic/multiprocessing/api.py"
 _SUMMARY = "torch/distributed/elastic/multiprocessing/errors/__init__.py"
 
-_PREFIX = r"\[PG (?:ID \d+ PG GUID )?(?P<group>[^\s(\]]+)(?:\((?P<desc>[^)]*)\))? Rank (?P<member>\d+)\]"
+_PREFIX = r"\[PG (?:ID \d+ PG GUID )?(?P<group>[^\s(\]]+) ?(?:\((?P<desc>[^)]*)\))? Rank (?P<member>\d+)\]"
 """`[PG ID 1 PG GUID 2(desc) Rank 0]` of 2.4 and later, `[PG 1 Rank 0]` of 2.3; the rank is that within the group."""
 _WORK = (
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+), "
@@ -46,17 +46,23 @@ class Format:
     source: str
     since: str = ""
     until: str = ""
+    why: str = ""
+    """What such a line means, if it does not say it itself."""
 
 
-def _row(kind: str, pattern: str, source: str, since: str = "", until: str = "") -> Format:
-    return Format(kind, re.compile(pattern), source, since, until)
+def _row(kind: str, pattern: str, source: str, since: str = "", until: str = "", why: str = "") -> Format:
+    return Format(kind, re.compile(pattern), source, since, until, why)
 
 
 TIMEOUT, STATUS, ASYNC_ERROR, MISMATCH = "timeout", "status", "async_error", "mismatch"
 MONITOR, DUMP_SIGNAL = "monitor", "dump_signal"
-NOT_PASSED, CLIENTS, FAILED, SUMMARY_RANK, SUMMARY_EXIT = "not_passed", "clients", "failed", "summary_rank", "exit"
+CLIENTS, FAILED, SUMMARY_RANK, SUMMARY_EXIT = "clients", "failed", "summary_rank", "exit"
 RESTART, ENDED_BY_LAUNCHER, TASK_KILLED, NETWORK = "restart", "ended_by_launcher", "task_killed", "network"
-TRACEBACK = "traceback"
+OF_LAUNCHER = (FAILED, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCHER)
+"""Kinds of lines of torchrun."""
+TRACEBACK, SPAWNED = "traceback", "spawned"
+FAULTY, GPU_FAILED, SAID = "faulty", "gpu_failed", "said"
+"""A line that names the ranks at fault; an error of the GPU of the rank that prints it; one that names no rank."""
 
 FORMATS = (
     _row(
@@ -107,8 +113,57 @@ FORMATS = (
         "1.9",
     ),
     _row(
-        NOT_PASSED, r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<timeout_ms>\d+) ms", _GLOO
+        FAULTY,
+        r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<timeout_ms>\d+) ms",
+        _GLOO,
+        why="has not come to the monitored barrier",
     ),
+    _row(
+        FAULTY,
+        r"\[(?P<ranks>\d+)\] finished collective #\d+, but didn't join collective #(?P<seq>\d+)",
+        "torch/csrc/distributed/c10d/TraceUtils.h",
+        "1.13",
+        "2.5",
+        "has not joined this collective",
+    ),
+    _row(
+        FAULTY,
+        r"ranks \[(?P<ranks>\d+(?:, \d+)*)\] are the lagging ranks that caused this timeout",
+        "torch/csrc/distributed/c10d/TraceUtils.h",
+        "1.13",
+        "2.5",
+        "has joined no collective",
+    ),
+    _row(
+        MISMATCH,
+        r"(?P<op>DDP) expects same model across all ranks, but Rank (?P<rank>\d+) has (?P<shape>\d+) params, while "
+        r"rank (?P<other>\d+) has inconsistent (?P<other_shape>\d+) params",
+        "torch/csrc/distributed/c10d/reducer.cpp",
+        "1.9",
+    ),
+    _row(
+        GPU_FAILED,
+        r"watchdog thread terminated with exception: (?P<why>CUDA error: [^.\n]*)",
+        _NCCL,
+        "1.13",
+    ),
+    _row(GPU_FAILED, r"(?P<why>ProcessGroupNCCL's watchdog got stuck for \d+ seconds)", _NCCL, "2.4"),
+    _row(
+        TASK_KILLED, r"process (?P<rank>\d+) terminated with signal (?P<why>SIG\w+)", "torch/multiprocessing/spawn.py"
+    ),
+    _row(SPAWNED, r"-- Process (?P<rank>\d+) terminated with the following error", "torch/multiprocessing/spawn.py"),
+    _row(TASK_KILLED, r"(?P<host>[\w.-]+-(?P<rank>\d+)) +\d+/\d+ +(?P<why>OOMKilled)", "kubectl get pods"),
+    _row(
+        TASK_KILLED,
+        r"Memory on the node \(IP: (?P<host>[\w.:]+).*name=[^,]*?(?P<rank>\d+), pid=",
+        "ray",
+        why="Out Of Memory: killed by Ray",
+    ),
+    _row(SAID, r"(?P<why>srun: error: Node failure on \S+)", "slurm/src/srun"),
+    _row(SAID, r"NCCL WARN (?P<why>(?:Duplicate GPU detected|socketStartConnect: Connect to|Net : ).*)", "nccl"),
+    _row(SAID, r"(?P<why>Rendezvous(?:Connection|Timeout|Closed)\w*Error.*)", "torch/distributed/elastic/rendezvous"),
+    _row(SAID, r"(?P<why>exits with return code = -\d+)", "deepspeed/launcher/launch.py"),
+    _row(SAID, r"(?P<why>NVRM: Xid .*|Memory access fault by GPU.*)", "drivers"),
     _row(CLIENTS, r"waiting for clients\. (?P<joined>\d+)/(?P<expected>\d+) clients joined", _STORE),
     _row(RESTART, r"Worker group FAILED\. \d+/\d+ attempts left; will restart worker group", _AGENT),
     _row(ENDED_BY_LAUNCHER, r"Sending process (?P<process>\d+) closing signal (?P<signal>\w+)", _PROCESSES),
@@ -127,6 +182,8 @@ LITERALS = (
     "Watchdog caught", " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work",
     "Last enqueued NCCL work", "raised the following async", "NET/IB", "Detected mismatch between",
     "failed to pass monitoredBarrier", "clients joined", "will restart worker group", "closing signal",
-    "failed (exitcode:", "local_rank: ", "exitcode ", "srun: error:", "Traceback (most recent",
+    "failed (exitcode:", "local_rank: ", "exitcode ", "terminated with", "OOMKilled", "Memory on the node",
+    "Node failure", "NCCL WARN", "Rendezvous", "return code", "NVRM: Xid", "Memory access fault", "got stuck for",
+    "params, while", "lagging ranks", "finished collective", "srun: error:", "Traceback (most recent",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

@@ -26,10 +26,12 @@ from crossrank.tools.traces.logs.read import Attempt, Fact, Traceback
 from crossrank.tools.traces.rank_trace import SCHEDULED, RankTrace, TraceBuilder
 
 _DEFAULT = "default_pg"
-_KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Signals that end a process because of something in it. SIGABRT is also how torch ends after a timeout."""
 
-_OF_RANKS = (formats.TIMEOUT, formats.STATUS, formats.MONITOR, formats.ASYNC_ERROR)
+_DEADLY = ("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS")
+"""First words of what schedulers say of a process that was killed."""
+_OF_RANKS = (formats.TIMEOUT, formats.STATUS, formats.MONITOR, formats.ASYNC_ERROR, formats.GPU_FAILED)
 """Kinds of facts about the rank that prints them."""
 
 Key = tuple[str, str]
@@ -95,15 +97,19 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
 def _kills(attempt: Attempt, local_to_rank: Mapping[int, int]) -> Iterator[tuple[int, str, Fact]]:
     """Yield (rank, how its process was killed, the line that says so), without those that the launcher ended."""
     ended = {one.values["process"] for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
+    has_agents = any(one.kind in formats.OF_LAUNCHER or one.origin.local is not None for one in attempt.facts)
+    timed_out = any(one.kind in (formats.TIMEOUT, formats.ASYNC_ERROR) for one in attempt.facts)
     for fact in attempt.facts:
         if fact.kind == formats.FAILED and fact.values["process"] not in ended and fact.number("code") < 0:
             with suppress(ValueError):
-                if (number := signal.Signals(-fact.number("code"))) in _KILLED:
+                number = signal.Signals(-fact.number("code"))
+                if number in _KILLED and not (timed_out and number == signal.SIGABRT):
                     local = fact.number("local")
                     yield local_to_rank.get(local, local), f"killed by {number.name}", fact
-        if fact.kind == formats.TASK_KILLED:
+        # Under torchrun a task of Slurm is a launcher.
+        if fact.kind == formats.TASK_KILLED and not (has_agents and fact.quote.text.startswith("srun")):
             why = fact.values["why"]
-            if why.startswith(("Out Of Memory", "Segmentation fault", "Killed", "Bus error")):
+            if why.startswith(_DEADLY):
                 yield fact.number("rank"), why, fact
 
 
@@ -189,6 +195,8 @@ def _add_end(trace: RankTrace, one: RankLog) -> None:
         error = Raised(thread=MAIN_THREAD, error=raised.error, causes=list(raised.causes), frames=frames)
     elif one.killed is not None:
         error = Raised(thread=MAIN_THREAD, error=one.killed[0])
+    elif gpu := [fact for fact in one.facts if fact.kind == formats.GPU_FAILED]:
+        error = Raised(thread=MAIN_THREAD, error=gpu[0].values["why"])
     elif failed := [fact for fact in one.facts if fact.kind == formats.ASYNC_ERROR]:
         error = Raised(thread=MAIN_THREAD, error=f"DistBackendError: {failed[0].values['why']}")
     else:
@@ -206,7 +214,7 @@ def _add_fingerprints(traces: list[RankTrace], attempt: Attempt) -> None:
             for rank, prefix in (("rank", ""), ("other", "other_")):
                 shape = [int(one) for one in fact.values.get(f"{prefix}shape", "").split(",") if one.strip()]
                 seq = int(fact.values.get(f"{prefix}seq", 1))
-                called[fact.number(rank)] = fact.values[f"{prefix}op"], seq, shape
+                called[fact.number(rank)] = fact.values.get(f"{prefix}op", fact.values["op"]), seq, shape
     for trace in traces:
         if (call := called.get(trace.rank or 0)) is not None and not len(trace.calls):
             op, seq, shape = call

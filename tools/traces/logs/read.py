@@ -31,8 +31,20 @@ _FRAME = re.compile(r'\A\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<na
 _RAISED = re.compile(
     r"\A(?:[\w.]+\.)?(?P<type>[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failed|Killed))\b(?::|\Z)"
 )
-_LAST_LINES = 2
-"""Lines that a script prints at most while an exception ends it."""
+_LAST_LINES, _LAST_MARKED_LINES = 2, 8
+"""Lines that a script prints at most while an exception ends it, or one that torch has marked with the rank."""
+_RESTARTED = 8
+"""Lines of the script after a failure from which on the launcher has started the job again."""
+_SUMMARY = re.compile(
+    r"\[\d+\]:|.*\bFAILED\b|Failures:|Root Cause|<NO_OTHER|\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
+)
+"""Lines of torchrun's summary of failures."""
+_GLUED = re.compile(r"(?=\[rank\d+\]:\[[EWIF]\d)")
+"""Where another process has begun to print within a line."""
+_OF_TESTS = "E  "
+"""Start of the lines in which pytest shows an exception."""
+_OF_LAUNCHER = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
+"""Exceptions of launchers, which say that a process has failed."""
 _OF_THE_END = re.compile(
     r"\A(?:\s*\Z|\s*#\d+ |frame #|Exception raised from|terminate called|  what\(\)|\s+[\w.~^]|\[?[IWEF]\d{3,4} |"
     r"[\w.]*(?:Error|Warning)\b|ncclRemoteError|Last error|srun|slurmstepd|=+\s*\Z|-+\s*\Z|Fatal Python|\[rank)"
@@ -90,7 +102,7 @@ class Traceback:
     @property
     def ended_process(self) -> bool:
         """Whether it ended its process: the script did not go on."""
-        return self.is_marked or self.followed <= _LAST_LINES
+        return self.followed <= (_LAST_MARKED_LINES if self.is_marked else _LAST_LINES)
 
 
 @dataclass
@@ -116,6 +128,15 @@ class JobLog:
     def last(self) -> Attempt:
         return self.attempts[-1]
 
+    def join_summary(self) -> None:
+        """Give the launcher's summary of failures, if it is all that the last attempt has, to the one before."""
+        last = self.last
+        only_summary = bool(last.facts) and all(one.kind in formats.OF_LAUNCHER for one in last.facts)
+        if len(self.attempts) > 1 and only_summary and not last.tracebacks:
+            self.attempts.pop()
+            self.last.facts += last.facts
+            self.last.lines_of.update(last.lines_of)
+
     def attempt(self, number: int) -> Attempt:
         """Return an attempt by its number, from 0."""
         while len(self.attempts) <= number:
@@ -128,6 +149,7 @@ def read_logs(paths: Iterable[str]) -> JobLog:
     job = JobLog()
     for path in paths:
         _File(path, job).read()
+    job.join_summary()
     return job
 
 
@@ -146,6 +168,10 @@ class _File:
         """Origin -> the traceback that its lines are in."""
         self._latest: dict[Origin, Traceback] = {}
         """Origin -> its last traceback."""
+        self._since_failure: int | None = None
+        """Lines of the script since the launcher noticed a failure."""
+        self._spawned: int | None = None
+        """The process that the next traceback is of."""
 
     def read(self) -> None:
         lines = self._lines()
@@ -173,6 +199,11 @@ class _File:
         return self._job.attempt(self._attempt)
 
     def _take(self, number: int, line: str, labels: frozenset[str]) -> None:
+        for part in _GLUED.split(line):
+            if part or part == line:
+                self._take_part(number, part, labels)
+
+    def _take_part(self, number: int, line: str, labels: frozenset[str]) -> None:
         origin, text = split(line, self._origin, labels)
         if origin.rank is None and origin.local is None:
             self._now.unplaced += 1
@@ -182,27 +213,43 @@ class _File:
         if opened is not None and not opened.add(text):
             self._close(self._open.pop(origin))
             opened = None
-        if opened is None and (latest := self._latest.get(origin)) is not None and not _OF_THE_END.match(text):
-            latest.followed += 1
+        if opened is None and not _OF_THE_END.match(text):
+            if (latest := self._latest.get(origin)) is not None:
+                latest.followed += 1
+            self._note_work(text)
         if not any(literal in text for literal in formats.LITERALS):
             return
         quote = Quote(self._path, number, writable(text[:_QUOTED]))
         for one in formats.FORMATS:
             match = one.pattern.search(text)
-            if match is None:
+            if match is None or text.startswith(_OF_TESTS):
                 continue
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
-                    self._open[origin] = _Lines(quote, origin, "[rank" in line, self._attempt)
+                    of = origin if self._spawned is None else Origin(rank=self._spawned)
+                    self._open[origin] = _Lines(quote, of, "[rank" in line, self._attempt)
+                    self._spawned = None
             elif one.kind == formats.RESTART:
-                self._attempt += 1
+                self._attempt, self._since_failure = self._attempt + 1, None
+            elif one.kind == formats.SPAWNED:
+                self._spawned = int(match["rank"])
             else:
+                if one.kind == formats.FAILED:
+                    self._since_failure = 0
                 values = {name: value for name, value in match.groupdict().items() if value is not None}
+                values.setdefault("why", one.why)
                 self._now.facts.append(Fact(one.kind, values, quote, origin))
             return
 
+    def _note_work(self, text: str) -> None:
+        """Note a line of the script: many after a failure are those of the next attempt."""
+        if self._since_failure is not None and not _SUMMARY.match(text):
+            self._since_failure += 1
+            if self._since_failure >= _RESTARTED:
+                self._attempt, self._since_failure = self._attempt + 1, None
+
     def _close(self, opened: _Lines) -> None:
-        if (found := opened.traceback()) is not None:
+        if (found := opened.traceback()) is not None and not found.error.startswith(_OF_LAUNCHER):
             self._job.attempt(found.attempt).tracebacks.append(found)
             self._latest[found.origin] = found
 
