@@ -17,7 +17,7 @@ from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
-from crossrank.tools.traces.discover import LOG
+from crossrank.tools.traces.discover import LOG, FoundFile
 
 _HEAD = 1 << 12
 """Bytes at the start of a file that show whether it is a text."""
@@ -83,12 +83,12 @@ def _read(arguments: argparse.Namespace) -> Evidence:
     paths: list[str] = arguments.path
     where = ", ".join(paths)
     candidates = find_candidates(paths)
-    if all(one.kind in ("", LOG) for one in candidates):  # files of unknown types: what processes printed
-        candidates = [replace(one, kind=LOG, problem="") for one in candidates if _is_text(one.path)] or candidates
+    named = not any(is_folder(path) for path in paths)
+    if named:  # a text of an unknown kind is what a process printed
+        candidates = [replace(one, kind=LOG, problem="") if _is_text(one) else one for one in candidates]
     if not candidates:
         raise CrossrankError(f"{where}: has no dumps and no comms files; give the folder of the dumps or a recording")
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
-    named = not any(is_folder(path) for path in paths)
     evidence = read_evidence(candidates, fleet, named=named, last=arguments.last)
     if not evidence.ranks and not evidence.logs_only:
         reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump with a known rank"
@@ -98,13 +98,16 @@ def _read(arguments: argparse.Namespace) -> Evidence:
     return evidence
 
 
-def _is_text(path: str) -> bool:
-    """Return whether a file may be what a process printed."""
+def _is_text(found: FoundFile) -> bool:
+    """Return whether a file of an unknown kind is a text, and no JSON."""
+    if found.kind or not found.size:
+        return False
     try:
-        with open(path, "rb") as file:
-            return b"\0" not in file.read(_HEAD)
+        with open(found.path, "rb") as file:
+            head = file.read(_HEAD)
     except OSError:
         return False
+    return b"\0" not in head and not head.lstrip().startswith(b"{")
 
 
 def _count(text: str) -> int:
