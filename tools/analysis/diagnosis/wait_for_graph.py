@@ -136,8 +136,11 @@ def _has_ended_well(job: JobState, rank: int) -> bool:
     where torch records no ends, nothing else does."""
     trace = job.ranks[rank]
     shows_open = trace.backend != GLOO and not trace.dump.ends_frozen and bool(job.open_rows[rank])
-    went_on = trace.ending.went_on and not shows_open
-    return (trace.ending.ended_well or went_on) and not _was_left_alone(job, rank)
+    ending = trace.ending
+    # torch may note the end of a host's last call, or its timeout, only after the recording has ended.
+    has_stopped = trace.backend == GLOO and ending.reason == "disable" and ending.error is None and ending.waits == []
+    went_on = ending.went_on and not shows_open
+    return (ending.ended_well or went_on or has_stopped) and not _was_left_alone(job, rank)
 
 
 def _was_left_alone(job: JobState, rank: int) -> bool:
