@@ -70,13 +70,19 @@ class Evidence:
 
 def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[FoundFile]:
     """Return every dump and comms file at `paths`, with all subfolders, also damaged ones, and files of other kinds
-    that `paths` has itself. `files` are the files there, if already listed."""
+    that `paths` has itself. `files` are the files there, if already listed.
+
+    Beside dumps and comms files, a log counts only if `paths` has it: it may be of another run, and a job that hangs
+    diagnoses its own folder.
+    """
     named = list(paths)
     found = [
         file
         for file in (discover(named) if files is None else files)
         if (file.kind in (FLIGHT, COMMS, SEEN, LOG, "") and not file.partial) or file.path in named
     ]
+    if any(one.kind in (FLIGHT, COMMS, SEEN) for one in found):
+        found = [one for one in found if one.kind != LOG or one.path in named]
     # Also read files of unknown kind: reading a damaged dump gives the best error message.
     return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, roots
+from crossrank.tools.parallel import Fleet
+from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Programs, SimulatedJob
+from tests.unit.analysis.diagnosis.verdicts import diagnose_job, diagnosis_of, roots
 from tests.unit.traces.logs.lines import monitor, traceback, watchdog
 
 
@@ -60,6 +64,17 @@ def test_ranks_that_never_came_to_the_store_are_named(tmp_path: Path) -> None:
     lines = [f"[rank{rank}]: starts" for rank in range(3)] + traceback(waits, "[rank0]: ")
     found = diagnosed(tmp_path, *lines)
     assert (found.findings[0].kind, found.suspect_ranks) == ("never_joined", [3])
+
+
+def test_a_log_in_the_folder_of_a_recording_counts_only_if_it_is_named(tmp_path: Path) -> None:
+    """A job that waits diagnoses its own folder: what its ranks printed before must not end it."""
+    programs: Programs = [[Collective("0")] * 2, [Collective("0")] * 2, [Collective("0"), CpuStall()]]
+    diagnose_job(SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2])}, backend="gloo"), tmp_path)
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(traceback("ValueError: handled", "[rank2]: ")))
+    assert [one.exception for one in diagnosis_of(tmp_path).findings] == [None]
+    evidence = read_evidence(find_candidates([str(tmp_path), str(log)]), Fleet())
+    assert [one.exception for one in diagnose(evidence)[0].findings] == ["ValueError: handled"]
 
 
 def test_a_log_never_proves_a_job_healthy(tmp_path: Path) -> None:
