@@ -20,6 +20,8 @@ import msgspec
 
 from crossrank.privacy import Privacy
 
+DEFAULT_GROUP = "default_pg"
+"""Description that torch gives the default process group."""
 MOST_RANKS = 1 << 20
 """More ranks than any job has. A larger number in a file or an option is an error, and no list is made of it."""
 

@@ -27,7 +27,11 @@ def tasks_of(frame: FrameType | None) -> list[list[dict[str, Any]]]:
     loop = _loop_of(frame)
     if loop is None or asyncio.current_task(loop) is not None:
         return []
-    tasks = [task for task in asyncio.all_tasks(loop) if not _waits_for_task(task)]
+    try:
+        everyone = asyncio.all_tasks(loop)
+    except RuntimeError:  # the thread of the loop changes it all the time
+        return []
+    tasks = [task for task in everyone if not _waits_for_task(task)]
     tasks.sort(key=lambda task: (len(task.get_name()), task.get_name()))  # Task-9 was made before Task-10
     stacks = (list(_frames_of(task.get_coro())) for task in tasks)
     return [describe_frames((one, one.f_lineno) for one in reversed(stack)) for stack in stacks if stack][:_MOST_TASKS]

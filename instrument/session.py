@@ -198,9 +198,8 @@ class Session:
         self.hangs.abandon()
         once_per_job.forget()
         self.windows.abandon()
-        for opened in (self.writer, self.files):
-            if opened is not None:
-                opened.abandon()
+        if self.writer is not None:
+            self.writer.abandon()
         registry.leave_to_parent()
 
     def _end_recording(self) -> None:

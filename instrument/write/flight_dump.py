@@ -20,6 +20,7 @@ import pickle
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -252,7 +253,7 @@ def stacks(left_at: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "number": None if thread is None else number_of(thread),
                 "frames": (thread is threading.main_thread() and left_at) or exits.describe_frames(frames),
                 "makes_group": _members_of_new_group(frame),
-                "makes_name": writable(str(_local_of(frame, _HELPER, "group_name") or "")),
+                "makes_name": writable(str((_variables_of(frame, _HELPER) or {}).get("group_name") or "")),
                 "tasks": tasks_of(frame),
             }
             if (error := _handled_by(ident)) is not None:
@@ -263,17 +264,15 @@ def stacks(left_at: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _members_of_new_group(frame: FrameType | None) -> list[int] | None:
     """Return the members of the process group that a thread is making, empty for all; None if it makes none."""
-    ranks = _local_of(frame, _MAKES_GROUP, "ranks", default=[])
-    return None if ranks is None else list(map(int, ranks))
+    variables = _variables_of(frame, _MAKES_GROUP)
+    return None if variables is None else list(map(int, variables.get("ranks") or ()))
 
 
-def _local_of(frame: FrameType | None, function: str, name: str, default: Any = "") -> Any:
-    """Return a local variable of a function of torch.distributed that a thread is in, `default` for None; None if it is
-    in no such function."""
+def _variables_of(frame: FrameType | None, function: str) -> Mapping[str, Any] | None:
+    """Return the variables of a function of torch.distributed that a thread is in; None if it is in no such one."""
     while frame is not None:
         if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(_C10D):
-            value = frame.f_locals.get(name)
-            return default if value is None else value
+            return frame.f_locals
         frame = frame.f_back
     return None
 

@@ -117,7 +117,7 @@ class RankFiles:
         self.abandon()
 
     def abandon(self) -> None:
-        """Release only the lock of the folder. In a forked child, the parent keeps it."""
+        """Release only the lock of the folder."""
         if self._lock is not None:
             self._lock.close()
 

@@ -17,10 +17,7 @@ from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
-from crossrank.tools.traces.discover import LOG, FoundFile
-
-_HEAD = 1 << 12
-"""Bytes at the start of a file that show whether it is a text."""
+from crossrank.tools.traces.discover import LOG
 
 
 class DiagnoseCommand:
@@ -85,7 +82,7 @@ def _read(arguments: argparse.Namespace) -> Evidence:
     candidates = find_candidates(paths)
     named = not any(is_folder(path) for path in paths)
     if named:  # a text of an unknown kind is what a process printed
-        candidates = [replace(one, kind=LOG, problem="") if _is_text(one) else one for one in candidates]
+        candidates = [replace(one, kind=LOG) if one.is_text and not one.kind else one for one in candidates]
     if not candidates:
         raise CrossrankError(f"{where}: has no dumps and no comms files; give the folder of the dumps or a recording")
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
@@ -96,18 +93,6 @@ def _read(arguments: argparse.Namespace) -> Evidence:
             f"{where}: nothing to diagnose ({reasons}); give a folder of flight-recorder dumps or a recording"
         )
     return evidence
-
-
-def _is_text(found: FoundFile) -> bool:
-    """Return whether a file of an unknown kind is a text, and no JSON."""
-    if found.kind or not found.size:
-        return False
-    try:
-        with open(found.path, "rb") as file:
-            head = file.read(_HEAD)
-    except OSError:
-        return False
-    return b"\0" not in head and not head.lstrip().startswith(b"{")
 
 
 def _count(text: str) -> int:

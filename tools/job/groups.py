@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality
+from crossrank.comm import DEFAULT_GROUP, MOST_RANKS, CommRecord, Group, Locality
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.param_comms import named_by_address
 from crossrank.tools.traces.rank_trace import RankTrace
 
-DEFAULT_GROUP = "default_pg"
 _GLOO_ONLY = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
 """Backends of a group that is gloo on every device."""
 _ONE_INPUT_PER_MEMBER = {"all_gather": 1, "gather": 1, "reduce_scatter": -1, "scatter": -1}

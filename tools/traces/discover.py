@@ -127,6 +127,8 @@ class FoundFile:
     """Why it cannot be used."""
     partial: bool = False
     """It was cut off during writing."""
+    is_text: bool = False
+    """Its first bytes are a text, and not an object of JSON."""
     left_out: bool = False
     """It can be used, but another file is nearer to the given path."""
 
@@ -143,11 +145,11 @@ def rank_in_name(name: str) -> int | None:
     >>> [rank_in_name(name) for name in ("rank2_trace_20261122.json", "gpu7_4711.1790000000000000000.pt.trace.json")]
     [2, None]
     """
-    named = _named_rank(name)
+    named = named_rank(name)
     return named if named is not None else _numbered_rank(name)
 
 
-def _named_rank(name: str) -> int | None:
+def named_rank(name: str) -> int | None:
     """The last number that the name marks as a rank of the job."""
     found = [one["number"] for one in _RANK.finditer(name) if one["of"].lower() not in {*_NOT_GLOBAL, "local"}]
     return _valid(found[-1]) if found else None
@@ -182,15 +184,18 @@ def look(path: str) -> FoundFile:
     head = head[:_HEAD]
     kind = next((kind for kind, signs in _COMPILED if all(sign.search(head) for sign in signs)), "")
     kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")
-    if not kind and head and b"\0" not in head and (_LOG_NAME.search(name) or _LOG_SIGN.search(head)):
+    is_text = bool(head) and b"\0" not in head
+    if not kind and is_text and (_LOG_NAME.search(name) or _LOG_SIGN.search(head)):
         kind = LOG
-    rank = _named_rank(name)
+    rank = named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
         rank = _valid(found[1])
     if rank is None and kind not in (INSPECTOR, LOG):  # names of its files have a process id
         rank = _numbered_rank(name)
     problem = "" if head else [*issues.problems, "is empty"][0]
-    return FoundFile(path=path, kind=kind, rank=rank, problem=problem)
+    return FoundFile(
+        path=path, kind=kind, rank=rank, problem=problem, is_text=is_text and not head.lstrip().startswith(b"{")
+    )
 
 
 def discover(paths: Iterable[str]) -> list[FoundFile]:

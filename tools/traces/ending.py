@@ -59,8 +59,6 @@ class Ending:
     """The rank left the job by itself after this dump of a hang: the call in which it waited has ended."""
     was_ended: bool = False
     """According to the comms file, the process was ended from outside after this dump of a hang."""
-    has_no_end: bool = False
-    """Its comms file has no last line: the process was killed, or it still runs."""
     vanished: bool = False
     """The process was killed after this dump: that ended the communication of the others."""
     error: str | None = None

@@ -38,8 +38,6 @@ def diagnose(
     job = JobState.match(evidence.ranks, world_size or evidence.world_size)
     lacking = dict.fromkeys(job.missing, "log_missing" if evidence.logs_only else "dump_missing") | evidence.unusable
     for rank, one in job.ranks.items():
-        if evidence.logs_only:
-            continue
         if not len(one.calls) and not one.dump.has_status and not one.dump.active_only and one.source == "flight":
             lacking[rank] = "no_entries"
     stragglers, clocks, late = find_stragglers(job)

@@ -72,7 +72,7 @@ def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = No
     """Return every dump and comms file at `paths`, with all subfolders, also damaged ones, and files of other kinds
     that `paths` has itself. `files` are the files there, if already listed.
 
-    Beside dumps and comms files, a log counts only if `paths` has it: it may be of another run, and a job that hangs
+    Next to dumps and comms files, a log counts only if `paths` has it: it may be of another run, and a job that hangs
     diagnoses its own folder.
     """
     named = list(paths)
@@ -148,8 +148,6 @@ def put_together(
             elif comms is not None and best is not comms:
                 best.ending.was_ended = comms.ending.reason in CUT_SHORT
                 best.ending.went_on = best.ending.reason in ANSWERS and _has_ended_recording(comms)
-            if comms is not None and best is not comms:
-                best.ending.has_no_end = comms.ending.unseen
             evidence.ranks.append(best)
             evidence.skipped += [
                 f"{other.path}: skipped; {best.path} of the same rank {rank} is newer" for other in kept
@@ -176,7 +174,8 @@ def _find_vanished(ranks: Sequence[RankTrace], comms_files: Sequence[RankTrace])
     The communication of the first rank that ended failed, so another rank had ended before: one without a last line. A
     launcher or a user ends ranks with communication that works.
     """
-    open_ones = [one.ending for one in ranks if one.ending.has_no_end and one.ending.reason in ANSWERS]
+    cut_off = {one.rank for one in comms_files if one.ending.unseen}
+    open_ones = [one.ending for one in ranks if one.rank in cut_off and one.ending.reason in ANSWERS]
     over = [(one.span[1], one.ending) for one in comms_files if one.ending.ended and one.span is not None]
     if len(open_ones) + len(over) < len(ranks) or len(open_ones) >= len(over):
         return

@@ -34,8 +34,7 @@ def add_logs(evidence: Evidence, log: JobLog) -> None:
     """Add what the logs of a job say to its evidence."""
     known = {one.rank: one for one in evidence.ranks}
     evidence.logs_only = not known
-    traces = traces_of(log.last)
-    for trace in traces:
+    for trace in traces_of(log.last):
         if (other := known.get(trace.rank)) is None:
             evidence.ranks.append(trace)
         else:
@@ -77,9 +76,7 @@ def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:
     network = [fact for fact in attempt.facts if fact.kind == formats.NETWORK]
     if network:
         ends = ", ".join(dict.fromkeys(fact.values["host"] for fact in network))
-        here = ", ".join(dict.fromkeys(fact.values["own_host"] for fact in network if "own_host" in fact.values))
-        at = f" on {here}" if here else ""
-        yield _finding("network_failed", world, f"the network (NET/IB){at} lost its connection to {ends}", network)
+        yield _finding("network_failed", world, f"the network (NET/IB) lost its connection to {ends}", network)
     said = [fact for fact in attempt.facts if fact.kind == formats.SAID]
     if said:
         yield _finding("log_error", world, said[0].values["why"], said)

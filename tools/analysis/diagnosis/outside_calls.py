@@ -81,11 +81,10 @@ def find_crossed_groups(search: Search) -> None:
             by_name[group.name][group.ranks].update(group.local_index)
             stuck |= {group.name for op in left if op.group is group}
     for rank, trace in ranks.items():
-        members, name = members_in_making(trace.ending), name_in_making(trace.ending)
-        if members:
-            stuck |= {one for one, known in by_name.items() if tuple(sorted(members)) in known}
-            by_name[name][tuple(sorted(members))].add(rank)
-            stuck.add(name)
+        if members := tuple(sorted(members_in_making(trace.ending) or ())):
+            name = name_in_making(trace.ending)
+            stuck |= {name, *(one for one, known in by_name.items() if members in known)}
+            by_name[name][members].add(rank)
     crossed = (name for name in stuck if name.isdecimal() and len(by_name[name]) > 1)
     first = min(crossed, key=int, default=None)
     if first is None:

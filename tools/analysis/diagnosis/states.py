@@ -182,16 +182,21 @@ def may_wait_for_others(ranks: Mapping[int, RankTrace], those: Collection[int]) 
     """Return whether some ranks are all at one line where they poll, or wait for data of a socket: they may wait for
     other ranks there, in a way that is not recorded."""
     states = [state_of(ranks[rank]) for rank in those]
-    waits = (polls_only(ranks[rank].ending) or _blocked_in(ranks[rank].ending) in _BY_SOCKET for rank in those)
+    waits = (_may_wait_for_another(ranks[rank].ending) for rank in those)
     return len({one.place for one in states}) == 1 and bool(states[0].place) and all(waits)
 
 
 def that_may_wait_for_the_rest(ranks: Mapping[int, RankTrace], late: Collection[int]) -> set[int]:
     """Return the late ranks that wait for data of a socket, or poll: another late rank may release them. Empty if there
     is no other, or if all of them do so at one line."""
-    found = {rank for rank in late if _blocked_in(ranks[rank].ending) in _BY_SOCKET or polls_only(ranks[rank].ending)}
+    found = {rank for rank in late if _may_wait_for_another(ranks[rank].ending)}
     places = {state_of(ranks[rank]).place for rank in found}
     return found if len(late) > 1 and (found != set(late) or len(places) > 1) else set()
+
+
+def _may_wait_for_another(ending: Ending) -> bool:
+    """Return whether a rank polls, or waits for data of a socket."""
+    return polls_only(ending) or _blocked_in(ending) in _BY_SOCKET
 
 
 def way_out(ending: Ending) -> str:

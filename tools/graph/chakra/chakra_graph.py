@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import DEFAULT_GROUP, CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.linking import EdgeKind, LinkedTrace
 from crossrank.tools.traces.execution_trace import HostOp
@@ -118,7 +118,7 @@ def number_group(group: Group, world_size: int | None) -> NumberedGroup:
     ranks = tuple(group.ranks)
     by_address = named_by_address(group.pg)
     number = str(1 + zlib.crc32(msgspec.json.encode(["" if by_address else group.pg, ranks])) % _MAX_INT)
-    if (by_address or group.pg == "0" or group.desc == "default_pg") and world_size is not None:
+    if (by_address or group.pg == "0" or group.desc == DEFAULT_GROUP) and world_size is not None:
         number = WORLD if ranks == tuple(range(world_size)) else number
     return NumberedGroup(number=number, ranks=ranks, pg=group.pg, desc=group.desc)
 

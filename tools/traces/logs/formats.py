@@ -1,16 +1,12 @@
 """What lines of logs mean: one row per format, with the source that prints it and the versions that do.
 
 Versions are those of torch if the source is a file of torch. Every pattern is searched in a line without its prefixes.
-Its named groups are numbers, except for those in `TEXTS`.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-TEXTS = ("op", "name", "why", "host", "shape", "last", "keys", "signal", "desc", "group", "ranks")
-"""Named groups of patterns that stay texts."""
 
 _NCCL = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
 _GLOO = "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp"
@@ -55,7 +51,7 @@ def _row(kind: str, pattern: str, source: str, since: str = "", until: str = "",
 
 
 TIMEOUT, STATUS, ASYNC_ERROR, MISMATCH = "timeout", "status", "async_error", "mismatch"
-MONITOR, DUMP_SIGNAL = "monitor", "dump_signal"
+MONITOR = "monitor"
 CLIENTS, FAILED, SUMMARY_RANK, SUMMARY_EXIT = "clients", "failed", "summary_rank", "exit"
 RESTART, ENDED_BY_LAUNCHER, TASK_KILLED, NETWORK = "restart", "ended_by_launcher", "task_killed", "network"
 OF_LAUNCHER = (FAILED, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCHER)

@@ -19,7 +19,7 @@ _TIME = r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)
 
 @dataclass(frozen=True)
 class Prefix:
-    """One form of prefix, and what its named groups are."""
+    """One form of prefix. The named groups of its pattern are fields of `Origin`."""
 
     launcher: str
     pattern: re.Pattern[str]
@@ -31,7 +31,7 @@ PREFIXES = (
     Prefix("torch", re.compile(r"\[rank(?P<rank>\d{1,7})\]:? ?")),
     Prefix("torchrun", re.compile(r"\[[A-Za-z_]\w*?(?P<local>\d{1,5})\]: ?")),
     Prefix("mpirun", re.compile(r"\[\d+,(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?: ?")),
-    Prefix("ray", re.compile(r"\((?P<task>[\w.:<>-]+) pid=(?P<process>\d+)(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
+    Prefix("ray", re.compile(r"\([\w.:<>-]+ pid=\d+(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
     Prefix("kubernetes", re.compile(r"\[(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),
     Prefix("srun", re.compile(r" {0,6}(?P<rank>\d{1,7}): "), is_label=True),
@@ -64,23 +64,11 @@ def labels_of(lines: Iterable[str]) -> frozenset[str]:
 
 def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, str]:
     """Return where a line comes from, and its text without prefixes. `origin` is that of its file."""
+    patterns = [one.pattern for one in PREFIXES if not one.is_label or one.launcher in labels]
     text = line
-    found = True
-    while found:
-        found = False
-        for one in PREFIXES:
-            if one.is_label and one.launcher not in labels:
-                continue
-            match = one.pattern.match(text)
-            if match is None:
-                continue
-            values = match.groupdict()
-            if (rank := values.get("rank")) is not None:
-                origin = replace(origin, rank=int(rank))
-            if (local := values.get("local")) is not None:
-                origin = replace(origin, local=int(local))
-            if host := values.get("host"):
-                origin = replace(origin, host=host)
-            text, found = text[match.end() :], True
-            break
+    while (match := next(filter(None, (one.match(text) for one in patterns)), None)) is not None:
+        given = {name: value for name, value in match.groupdict().items() if value}
+        numbers = {name: int(value) for name, value in given.items() if name != "host"}
+        origin = replace(origin, host=given.get("host", origin.host), **numbers)
+        text = text[match.end() :]
     return origin, text

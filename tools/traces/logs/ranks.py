@@ -18,14 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.comm import DEFAULT_GROUP, CommRecord, Group, operation_of
 from crossrank.tools.traces.ending import MAIN_THREAD
 from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.read import Attempt, Fact, Traceback
 from crossrank.tools.traces.rank_trace import SCHEDULED, RankTrace, TraceBuilder
 
-_DEFAULT = "default_pg"
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Signals that end a process because of something in it. SIGABRT is also how torch ends after a timeout."""
 
@@ -135,7 +134,7 @@ def members_of(attempt: Attempt) -> dict[Key, dict[int, int]]:
             found[_key(fact)][fact.number("member")] = fact.origin.rank
     for key, known in found.items():
         _fill(known)
-        if key[1] == _DEFAULT or key[0] == "0":
+        if key[1] == DEFAULT_GROUP or key[0] == "0":
             known.update({rank: rank for rank in range(max(attempt.lines_of, default=0) + 1)})
     return dict(found)
 
@@ -219,6 +218,6 @@ def _add_fingerprints(traces: list[RankTrace], attempt: Attempt) -> None:
         if (call := called.get(trace.rank or 0)) is not None and not len(trace.calls):
             op, seq, shape = call
             builder = TraceBuilder(trace)
-            index = builder.define(Group(pg="0", desc=_DEFAULT, size=len(everyone), ranks=everyone))
+            index = builder.define(Group(pg="0", desc=DEFAULT_GROUP, size=len(everyone), ranks=everyone))
             builder.add(_record(op, "0", seq, [shape]), called=0, state=SCHEDULED, group=index)
             trace.dump.has_status = True

@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 from crossrank.recording import ReadIssues, read_chunks
 from crossrank.text import writable
-from crossrank.tools.traces.discover import rank_in_name
+from crossrank.tools.traces.discover import named_rank
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.prefixes import COLORS, Origin, labels_of, split
 
@@ -161,8 +161,7 @@ class _File:
         self._issues = ReadIssues(path)
         found = _FOLDER.search(path)
         self._attempt = int(found["attempt"]) if found else 0
-        named = re.search(r"rank", PurePosixPath(path).name, re.IGNORECASE) is not None
-        rank = rank_in_name(PurePosixPath(path).name) if named else None
+        rank = None if found else named_rank(PurePosixPath(path).name)
         self._origin = Origin(rank=rank, local=int(found["local"]) if found else None)
         self._open: dict[Origin, _Lines] = {}
         """Origin -> the traceback that its lines are in."""
@@ -217,12 +216,12 @@ class _File:
             if (latest := self._latest.get(origin)) is not None:
                 latest.followed += 1
             self._note_work(text)
-        if not any(literal in text for literal in formats.LITERALS):
+        if text.startswith(_OF_TESTS) or not any(literal in text for literal in formats.LITERALS):
             return
         quote = Quote(self._path, number, writable(text[:_QUOTED]))
         for one in formats.FORMATS:
             match = one.pattern.search(text)
-            if match is None or text.startswith(_OF_TESTS):
+            if match is None:
                 continue
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
