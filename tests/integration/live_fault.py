@@ -96,6 +96,10 @@ class Fault:
     line_with_nccl: bool = True
     """Whether its line can be shown there. A backward pass on a GPU makes its calls on a thread without Python."""
 
+    by_majority: bool = False
+    """Whether only the calls of most ranks show who is wrong: nobody can be named if too few came to that call before
+    the job was ended."""
+
     @property
     def name(self) -> str:
         return "_".join(filter(None, (self.job.__name__, self.variant)))

@@ -464,7 +464,7 @@ class _Towers(nn.Module):
         return self.down(self.up(batch))  # type: ignore[no-any-return, operator]
 
 
-@fault((*RAISED, "size_mismatch"), culprits=(1,), delays=DELAYS)
+@fault((*RAISED, "size_mismatch"), culprits=(1,), delays=DELAYS, by_majority=True)
 def has_another_parameter_order(rank: int) -> None:
     model = DistributedDataParallel(_Towers(["down", "up"] if rank == 1 else ["up", "down"]))  # rank 1
     for batch in batches(3):
@@ -472,7 +472,7 @@ def has_another_parameter_order(rank: int) -> None:
 
 
 # A majority of five, where one is terminated before it comes to this call.
-@fault(ABORTED, culprits=(2,), ranks=5, delays=DELAYS)
+@fault(ABORTED, culprits=(2,), ranks=5, delays=DELAYS, by_majority=True)
 def has_other_buckets(rank: int) -> None:
     layers = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 512), nn.Linear(512, 512))
     # DDP sends rank 0's buckets to all ranks, but not where parameters may be unused.
@@ -481,7 +481,7 @@ def has_other_buckets(rank: int) -> None:
         model(batch).sum().backward()  # rank 2
 
 
-@fault((*DIED, "size_mismatch"), culprits=(1,), delays=DELAYS)
+@fault((*DIED, "size_mismatch"), culprits=(1,), delays=DELAYS, by_majority=True)
 def reduces_less(rank: int) -> None:
     """gloo aborts the process that is sent more than it has room for: here the one that is wrong."""
     for step in range(4):
@@ -489,7 +489,7 @@ def reduces_less(rank: int) -> None:
         dist.all_reduce(tokens)  # rank 1
 
 
-@fault(("size_mismatch",), culprits=(1,), delays=DELAYS)
+@fault(("size_mismatch",), culprits=(1,), delays=DELAYS, by_majority=True)
 def reduces_more(rank: int) -> None:
     """Here gloo aborts the neighbour of the one that is wrong."""
     for step in range(4):
@@ -497,7 +497,7 @@ def reduces_more(rank: int) -> None:
         dist.all_reduce(tokens)  # rank 1
 
 
-@fault((*DIED, "dtype_mismatch"), culprits=(3,), delays=DELAYS)
+@fault((*DIED, "dtype_mismatch"), culprits=(3,), delays=DELAYS, by_majority=True)
 def runs_in_autocast(rank: int) -> None:
     head = nn.Linear(16, 16)
     for step, batch in enumerate(batches(4)):
@@ -506,7 +506,7 @@ def runs_in_autocast(rank: int) -> None:
         dist.all_reduce(logits)  # rank 3
 
 
-@fault(("size_mismatch",), culprits=(1,), delays=DELAYS)
+@fault(("size_mismatch",), culprits=(1,), delays=DELAYS, by_majority=True)
 def exchanges_other_splits(rank: int) -> None:
     """Experts exchange tokens; rank 1 expects two more of each than it is sent."""
     for step in range(4):

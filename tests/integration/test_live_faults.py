@@ -130,7 +130,8 @@ def complaints(fault: Fault, job: Job, command: Commands) -> list[str]:
     diagnosis = json.loads(command.ended("diagnose", job.recording, "--json")[1])
     found = [] if code == 1 else [f"exit code {code}, verdict {diagnosis['verdict']}"]
     without_dump = {rank for rank in range(fault.ranks) if not job.dump(rank).exists()}
-    return found + list(untrue(fault, diagnosis, without_dump)) + list(not_shown(fault, diagnosis, text))
+    owed = () if fault.by_majority and not most_came_to_their_last_call(fault, job) else fault.culprits
+    return found + list(untrue(fault, diagnosis, without_dump, owed)) + list(not_shown(fault, diagnosis, text))
 
 
 def complaints_about_parts(fault: Fault, job: Job, folder: Path, command: Commands) -> list[str]:
@@ -185,7 +186,13 @@ def accused(roots: list[tuple[Any, ...]], without_dump: set[int]) -> set[int]:
     return {rank for kind, *ranks in roots for rank in ranks if kind != "dump_missing" or rank not in without_dump}
 
 
-def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> Iterator[str]:
+def most_came_to_their_last_call(fault: Fault, job: Job) -> bool:
+    calls = [len(job.recorded(rank)) for rank in range(fault.ranks) if rank not in fault.culprits]
+    return calls.count(max(calls)) > fault.ranks / 2
+
+
+def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int], owed: tuple[int, ...]) -> Iterator[str]:
+    """What is not true, and which of the culprits that the recording can show, `owed`, is not named."""
     roots = roots_of(diagnosis)
     named = {rank for kind, *ranks in roots if kind in fault.kinds for rank in ranks}
     standing = {
@@ -195,7 +202,7 @@ def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> I
     }
     if innocent := sorted(accused(roots, without_dump) & fault.innocent):
         yield f"accuses rank {innocent}, who are innocent: {roots}"
-    if missed := sorted(set(fault.culprits) - named):
+    if missed := sorted(set(owed) - named):
         yield f"does not name rank {missed} for {' or '.join(fault.kinds)}: {roots}"
     if overlooked := sorted(set(fault.involved) - standing):
         yield f"says nothing of rank {overlooked}: {roots}"
