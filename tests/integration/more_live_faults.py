@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import socket
 import subprocess
 import threading
 import time
@@ -503,3 +504,49 @@ def sends_to_another_peer(rank: int) -> None:
         for work in dist.batch_isend_irecv([sent, received]):  # rank 3
             work.wait()  # rank 3
         dist.barrier()
+
+
+# --- ranks that wait for each other's data outside of torch ----------------------------------------------------------
+
+
+def _connection(rank: int, server: int, client: int) -> socket.socket:
+    """A connection of two ranks; the others have one that nobody uses."""
+    path = f"{os.environ[FOLDER]}/{server}-{client}"
+    if rank == server:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            Path(f"{path}.part").write_text(str(listener.getsockname()[1]))
+            Path(f"{path}.part").rename(path)
+            return listener.accept()[0]
+    if rank != client:
+        return socket.socket()
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return socket.create_connection(("127.0.0.1", int(Path(path).read_text())))
+
+
+@fault(("owes_data",), culprits=(0,), with_nccl=False)
+def sends_another_rank_too_little(rank: int) -> None:
+    """Rank 3 gets its configuration from rank 0 through a connection of their own."""
+    connection = _connection(rank, 0, 3)
+    for step in range(5):
+        if rank == 0:
+            connection.sendall(b"x" * (60 if step == 3 else 64))
+        elif rank == 3:
+            left = 64
+            while left:
+                left -= len(connection.recv(left))
+        dist.all_reduce(torch.ones(64))  # rank 0
+
+
+@fault(ABSENT, culprits=(1,), with_nccl=False)
+def keeps_another_rank_waiting_for_its_data(rank: int) -> None:
+    """Rank 2 waits for what rank 1 sends, which waits for something else."""
+    connection = _connection(rank, 1, 2)
+    for step in range(5):
+        if rank == 1:
+            if step == 3:
+                threading.Event().wait()  # rank 1
+            connection.sendall(b"x")
+        elif rank == 2:
+            connection.recv(1)
+        dist.all_reduce(torch.ones(64))

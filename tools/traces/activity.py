@@ -31,8 +31,9 @@ class ThreadActivity(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes read and written."""
     blocked_in: Annotated[Text, Privacy.WORD] = ""
     """The system call that it was in at the second look; empty if it ran, or if that is unknown."""
-    lock_of: Number | None = None
-    """The process that holds the file lock that it waits for."""
+    released_by: Annotated[list[Number], MANY] = []
+    """Processes of its node that can end this: the holder of a file lock, or those that have the other end of a pipe or
+    socket. Empty if that is unknown."""
 
 
 class ChildActivity(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import subprocess
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,27 +118,3 @@ def test_the_cpu_time_of_a_child_process_is_measured() -> None:
             assert used[child.pid] > 0
         finally:
             child.kill()
-
-
-def test_the_holder_of_a_file_lock_is_known_to_a_thread_that_waits_for_it(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    path.touch()
-    program = (
-        f"import fcntl; f = open({str(path)!r}); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as holder:  # type: ignore[call-overload]
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        waiting = [sys.executable, "-c", f"import fcntl; fcntl.flock(open({str(path)!r}), fcntl.LOCK_EX)"]
-        with subprocess.Popen(waiting) as waiter:
-            try:
-                deadline = time.monotonic() + 30
-                while waiter.pid not in activity._lock_holders() and time.monotonic() < deadline:
-                    pass
-                assert activity._lock_holders()[waiter.pid] == holder.pid
-            finally:
-                waiter.kill()
-                holder.kill()
-    with path.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

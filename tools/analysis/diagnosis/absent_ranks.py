@@ -40,7 +40,9 @@ def find_silent_ranks(search: Search) -> None:
         if ranks[rank].ending.has_failed or (_was_ended_next(search, rank) and not _left_a_call_out(search, rank))
     }
     silent = search.silent - ended_by_others - search.may_wait_for_a_thread.keys()
-    for op, absent in search.by_most_waited_for(silent, free=True):
+    for op, met in search.by_most_waited_for(silent, free=True):
+        kept_by = {rank: search.kept_by(rank, op.group.name) for rank in met}
+        absent = set().union(*kept_by.values())
         culprits, exception = absent, None
         states = [state_of(ranks[rank], op.group.name) for rank in sorted(absent)]
         proof = _proof_by(search, states)
@@ -85,6 +87,9 @@ def find_silent_ranks(search: Search) -> None:
             text += (
                 f"; {rank_text(unclear)} may wait for another of these ranks, for example through the store or a file"
             )
+        for rank in sorted(met - absent):
+            by = rank_text(search.released_by(rank, op.group.name))
+            text += f"; {late_text([state_of(ranks[rank], op.group.name)])}, has not made it either: it waits for {by}"
         for rank in sorted(op.absent & search.may_wait_for_a_thread.keys()):
             senders = rank_text(search.may_wait_for_a_thread[rank])
             text += f"; rank {rank} has not made it either: one of its threads receives from {senders}"

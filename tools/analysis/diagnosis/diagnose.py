@@ -98,7 +98,7 @@ def _find_causes(search: Search) -> None:
     outside_calls.find_crossed_groups(search)
     root_causes.find_closed_ops(search)
     root_causes.find_cycles(search)
-    outside_calls.find_lock_holders(search)
+    outside_calls.find_holders(search)
     absent_ranks.find_silent_ranks(search)
     absent_ranks.find_stale_ranks(search)
     outside_calls.find_unrecorded_waits(search)

@@ -111,6 +111,10 @@ KINDS: dict[str, Kind] = {
         "a rank waits in a call while it holds a file lock that other ranks wait for",
         "release the lock on rank {culprits} before this call, or make the call outside of it on every rank",
     ),
+    "owes_data": Kind(
+        "a rank waits in a call while other ranks wait for data from it, through a pipe or a socket",
+        "send this data on rank {culprits} before this call, or do not wait for it",
+    ),
     "no_progress": Kind(
         "no rank waits in a call, and some ranks do nothing",
         "check what these ranks are doing: their logs, their stacks (py-spy dump)",

@@ -15,11 +15,11 @@ from crossrank.tools.analysis.diagnosis.states import (
     IDLE,
     RUNS,
     STOPPED,
-    lock_holder,
     members_in_making,
     name_in_making,
     polls_only,
     state_of,
+    waits_for_lock,
     way_out,
 )
 from crossrank.tools.traces.ending import Ending
@@ -130,20 +130,27 @@ def _by_size(found: tuple[str, list[int]]) -> tuple[int, list[int]]:
     return -len(found[1]), found[1]
 
 
-def find_lock_holders(search: Search) -> None:
-    """Find ranks that wait in a call for ranks that wait for a file lock of theirs."""
+def find_holders(search: Search) -> None:
+    """Find ranks that wait in a call for ranks that wait for them in something else: for a file lock, or for data of a
+    pipe or socket."""
     ranks = search.job.ranks
-    rank_of = {(one.host, one.ending.process): rank for rank, one in ranks.items() if one.ending.process is not None}
     for op in search.left():
-        locks = {rank: lock_holder(ranks[rank].ending, op.group.name) for rank in op.absent & ranks.keys()}
-        holders = {rank: rank_of.get((ranks[rank].host, process)) for rank, process in locks.items() if process}
-        culprits = {holder for holder in holders.values() if holder in op.waiting and holder is not None}
-        # Each rank that has not come waits for a lock, which one of the waiting ranks holds, or another of these ranks.
-        if culprits and op.absent == holders.keys() and all(one in {*culprits, *holders} for one in holders.values()):
-            text = f"{rank_text(holders)} waits for a file lock that {rank_text(culprits)} holds"
-            # Another thread may release the lock, or a process that has inherited it, or a signal may end the wait.
-            about = {"text": text, "waiting_ranks": sorted(holders), "proof": "late"}
-            search.add_root(finding_of(op, "holds_lock", culprits=culprits, **about), [op])
+        by = {rank: search.released_by(rank, op.group.name) for rank in op.absent & ranks.keys()}
+        those = set().union(*by.values())
+        culprits = those.intersection(op.waiting)
+        # Each rank that has not come waits for one of the waiting ranks, or for another of these ranks.
+        if not culprits or op.absent != by.keys() or not all(by.values()) or not those <= {*culprits, *by}:
+            continue
+        locks = {rank for rank in by if waits_for_lock(ranks[rank].ending, op.group.name)}
+        kind, what = ("holds_lock", "a file lock") if locks else ("owes_data", "data of a pipe or socket")
+        places = {rank: state_of(ranks[rank], op.group.name).place for rank in by}
+        where = "".join(f", in {place}" for place in sorted(set(places.values())) if place)
+        text = f"{rank_text(by)} waits for {what} that {rank_text(culprits)} has the other end of{where}"
+        if locks:
+            text = f"{rank_text(by)} waits for {what} that {rank_text(culprits)} holds{where}"
+        # Another thread may release it, or a process that has inherited it, or a signal may end the wait.
+        about = {"text": text, "waiting_ranks": sorted(by), "proof": "late"}
+        search.add_root(finding_of(op, kind, culprits=culprits, **about), [op])
 
 
 def find_unknown_waits(search: Search) -> None:

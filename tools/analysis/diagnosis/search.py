@@ -11,7 +11,7 @@ from crossrank.tools.analysis.diagnosis.call_history import first_in_program, mo
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
-from crossrank.tools.analysis.diagnosis.states import is_moving
+from crossrank.tools.analysis.diagnosis.states import is_moving, released_by
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph
 from crossrank.tools.job.groups import ProcessGroup
 
@@ -95,6 +95,38 @@ class Search:
                 if rank not in found and (those := (silent | found.keys()) & senders - {rank}):
                     found[rank] = those
         return found
+
+    @cached_property
+    def _rank_of_process(self) -> dict[tuple[str, int], int]:
+        """(host, process) -> the rank that it is, or that it is a child of."""
+        found = {}
+        for rank, trace in self.job.ranks.items():
+            activity, process = trace.ending.activity, trace.ending.process
+            for one in (process, *(child.id for child in (activity.children if activity is not None else ()))):
+                if one is not None:
+                    found[trace.host, one] = rank
+        return found
+
+    def released_by(self, rank: int, pg: str) -> set[int]:
+        """Return the other ranks that can release a rank that has not made a call on a group: it waits for a file lock
+        of theirs, or for their data. Empty if something else may release it."""
+        trace = self.job.ranks[rank]
+        found = {self._rank_of_process.get((trace.host, one)) for one in released_by(trace.ending, pg)}
+        return set() if None in found or rank in found else {one for one in found if one is not None}
+
+    def kept_by(self, rank: int, pg: str) -> set[int]:
+        """Return the silent ranks at the ends of what a silent rank waits for: through pipes, sockets and file locks,
+        and through the calls that those wait in. The rank itself if it waits for none."""
+        reached, left, ends = {rank}, [rank], set[int]()
+        while left:
+            one = left.pop()
+            op = self.graph.op_of.get(one)
+            those = op.absent if op is not None else self.released_by(one, pg) if one in self.job.ranks else set()
+            left += those - reached
+            reached |= those
+            if not those:
+                ends.add(one)
+        return ends if ends and ends <= self.silent else {rank}
 
     @cached_property
     def cancelled(self) -> bool:

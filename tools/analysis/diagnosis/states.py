@@ -34,6 +34,8 @@ _BY_THREADS = ("futex", "poll", "select", "epoll_wait", "read", "wait4", "waitid
 """System calls that another thread or a child process can end; empty: unknown."""
 _BY_SOCKET = ("poll", "select", "epoll_wait", "recvfrom", "recvmsg")
 """System calls in which a thread waits for data of a socket, such as an answer of the store."""
+_BY_LOCK = ("flock", "fcntl")
+"""System calls in which a thread waits for a file lock."""
 _BACKGROUND = (
     "crossrank",
     "pt_nccl_",
@@ -229,11 +231,16 @@ def waits_for_thread(ending: Ending) -> bool:
     return _blocked_in(ending) in _BY_THREADS
 
 
-def lock_holder(ending: Ending, pg: str) -> int | None:
-    """Return the process that holds the file lock for which the thread waits that calls on a group; None if it waits
-    for none."""
+def released_by(ending: Ending, pg: str) -> Sequence[int]:
+    """Return the processes that can end what the thread waits for that calls on a group; empty if that is unknown."""
     thread = ending.activity_of(worker_of(ending, pg))
-    return None if thread is None else thread.lock_of
+    return [] if thread is None or thread.cpu_ns > _LEAST_NS else thread.released_by
+
+
+def waits_for_lock(ending: Ending, pg: str) -> bool:
+    """Return whether the thread that calls on a group waits for a file lock."""
+    thread = ending.activity_of(worker_of(ending, pg))
+    return thread is not None and thread.blocked_in in _BY_LOCK
 
 
 def members_in_making(ending: Ending) -> list[int] | None:

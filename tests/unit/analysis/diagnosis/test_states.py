@@ -192,7 +192,7 @@ def test_a_rank_that_moves_in_its_wait_is_not_stuck() -> None:
 
 def test_the_file_lock_of_a_waiting_rank_is_named_and_proves_no_deadlock() -> None:
     """Another thread of it may release the lock."""
-    locked = answer(thread(blocked_in="flock", lock_of=50), callers={"0": MAIN})
+    locked = answer(thread(blocked_in="flock", released_by=[50]), callers={"0": MAIN})
     found = diagnosed(waiting(0, process=50), absent(1, locked))
     (finding,) = found.findings
     assert (finding.kind, finding.proof, finding.culprit_ranks, finding.waiting_ranks) == (
@@ -201,6 +201,31 @@ def test_the_file_lock_of_a_waiting_rank_is_named_and_proves_no_deadlock() -> No
         [0],
         [1],
     )
+
+
+def reads_from(writer: int, **facts: Any) -> dict[str, Any]:
+    return answer(thread(blocked_in="recvfrom", released_by=[writer]), **facts)
+
+
+def test_a_rank_whose_data_others_wait_for_while_it_waits_for_them_is_named() -> None:
+    found = diagnosed(waiting(0, process=50, size=3), waiting(1, process=51, size=3), absent(2, reads_from(50), size=3))
+    (finding,) = found.findings
+    assert (finding.kind, finding.proof, finding.culprit_ranks) == ("owes_data", "late", [0])
+    assert finding.text == f"rank 2 waits for data of a pipe or socket that rank 0 has the other end of, in {AT}"
+
+
+def test_a_late_rank_that_waits_for_data_of_another_late_one_is_not_accused() -> None:
+    asleep = answer(thread(blocked_in="nanosleep"), process=52)
+    chain = (reads_from(52, process=51), asleep)
+    found = diagnosed(waiting(0, size=3), *(absent(rank, how, size=3) for rank, how in enumerate(chain, 1)))
+    assert found.suspect_ranks == [2]
+    assert "it waits for rank 2" in found.findings[0].text
+
+
+def test_a_late_rank_that_waits_for_a_process_outside_of_the_job_is_named() -> None:
+    chain = (reads_from(7, process=51), reads_from(51, process=52))
+    found = diagnosed(waiting(0, size=3), *(absent(rank, how, size=3) for rank, how in enumerate(chain, 1)))
+    assert found.suspect_ranks == [1]
 
 
 def test_ranks_that_do_nothing_while_others_poll_are_named() -> None:
