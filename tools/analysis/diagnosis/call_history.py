@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice, pairwise
 
 from crossrank.comm import is_p2p
@@ -13,6 +13,9 @@ from crossrank.tools.job.groups import ProcessGroup
 
 WINDOW = 512
 """Number of earlier calls that are compared."""
+
+_MOST_RANKS, _MOST_CALLS = 32, 1 << 16
+"""Ranks, and calls of each, up to which whole programs are compared."""
 
 _OFTEN = 3
 """Calls of a line that show whether it has always the same peer."""
@@ -87,6 +90,44 @@ def has_skipped(
 
     follows = _due_instead(job, rank, row)
     return (bool(follows) and all(map(is_wanted, follows))) or any(map(is_wanted, _left_out(job, rank, row)))
+
+
+def unlike_the_rest(job: JobState, among: Collection[int]) -> dict[int, int]:
+    """Return rank of `among` -> row of its first call that is another one than most ranks made. The ranks of a mesh
+    make the same calls, each on groups of its own.
+
+    Empty if most ranks do not agree, the call is of a kind that only some have made, or the first calls are not known.
+    """
+    some = [*sorted(among), *sorted(job.ranks.keys() - set(among))][:_MOST_RANKS]
+    programs = {rank: _program(job, rank) for rank in some}
+    if not all(programs.values()):
+        return {}
+    for usual in sorted(programs.values(), key=len, reverse=True):
+        parts = {rank: at for rank in some if (at := _parts_at(programs[rank], usual)) is not None}
+        if len(parts) * 2 < len(some) and len(some) - len(parts) >= _OFTEN:
+            known = all(programs[rank][at] in usual and usual[at] in programs[rank][:at] for rank, at in parts.items())
+            return parts if known and parts.keys() <= set(among) else {}
+    return {}
+
+
+def _program(job: JobState, rank: int) -> list[tuple[str, int, int]]:
+    """Return (operation, the number of the group by its first call, bytes) of each call of a rank. Empty if the first
+    calls are unknown, or some calls are sends and receives, which differ between ranks."""
+    calls, own = job.ranks[rank].calls, job.group_of[rank]
+    signatures = [job.signatures[one] for one in calls.signature[:_MOST_CALLS]]
+    firsts: dict[int, int] = {}
+    """Group -> the number of its first call."""
+    for local, number in zip(calls.group, calls.number, strict=True):
+        firsts.setdefault(own[local], number)
+    order = {group: place for place, group in enumerate(firsts)}
+    if any(number != 1 for number in firsts.values()) or len(calls) > _MOST_CALLS or any(map(is_p2p, signatures)):
+        return []
+    return [(one.op, order[own[local]], one.bytes) for one, local in zip(signatures, calls.group, strict=True)]
+
+
+def _parts_at(some: list[tuple[str, int, int]], others: list[tuple[str, int, int]]) -> int | None:
+    """Return the index of the first call that differs; None if one list begins with the other."""
+    return next((at for at, (one, other) in enumerate(zip(some, others)) if one != other), None)  # noqa: B905
 
 
 def _left_out(job: JobState, rank: int, row: int) -> list[Token]:

@@ -21,7 +21,12 @@ from typing import NamedTuple
 
 from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.dtypes import dtype_of
-from crossrank.tools.analysis.diagnosis.call_history import is_from_elsewhere, is_out_of_turn, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import (
+    is_from_elsewhere,
+    is_out_of_turn,
+    is_usual,
+    unlike_the_rest,
+)
 from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState, called_op
 from crossrank.tools.job.groups import ProcessGroup
@@ -258,7 +263,11 @@ class _Comparison:
         kind = next((kind for kind, *values in columns if len({one for one in values if one is not None}) > 1), TYPE)
         if kind in (SIZE, DTYPE) and len(set(map(_copied_bytes, calls.values()))) == 1 and not self._is_stuck(seq):
             return None
-        odd = sorted(rank for ranks in others for rank in ranks) if has_majority else []
+        odd = (
+            sorted(rank for ranks in others for rank in ranks)
+            if has_majority
+            else sorted(unlike_the_rest(self._job, calls))
+        )
         op, text = calls[largest[0]].op, _by_text({rank: key.text for rank, key in calls.items()})
         # If only root or reduction differ, no rank made an extra call.
         shifts = {self._shift(seq, rank, largest[0]) for rank in odd} if kind not in (ROOT, REDUCE) else set()

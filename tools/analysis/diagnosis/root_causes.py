@@ -22,6 +22,7 @@ from crossrank.tools.analysis.diagnosis.call_history import (
     is_new,
     is_out_of_turn,
     is_usual,
+    unlike_the_rest,
 )
 from crossrank.tools.analysis.diagnosis.findings import (
     call_text,
@@ -30,7 +31,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
     rank_text,
     ranks_by,
 )
-from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, is_torchs_own
+from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING
 from crossrank.tools.analysis.diagnosis.search import Search, finding_of
 from crossrank.tools.analysis.diagnosis.states import way_out
@@ -231,12 +232,23 @@ def find_cycles(search: Search) -> None:
             changed = [rank for rank in cycle if changes_peer(search.job, rank, graph.blocked[rank])]
             odd = changed if len(changed) == 1 else []
             text += "".join(f"; the line of rank {rank} had another peer each time before" for rank in odd)
+        if not odd:
+            parts = unlike_the_rest(search.job, cycle)
+            odd = sorted(parts)
+            text += "".join(f"; {_parting_text(search.job, *end)}" for end in parts.items())
         proof = "deadlock"
         if ways := {rank: way for rank in cycle if (way := _way_out(search, rank))}:
             odd, proof = [], "not_known"
             text += "".join(f"; rank {rank} may still go on: {way}" for rank, way in ways.items())
         waiting = sorted(set(stuck).difference(odd))
         search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof=proof), ops)
+
+
+def _parting_text(job: JobState, rank: int, row: int) -> str:
+    call = job.signature(rank, row)
+    where = f" ({call.source})" if call.source else ""
+    group = group_text(job.group_at(rank, row).pg)
+    return f"most ranks made another call than rank {rank}'s {call_text(call.op, call.seq)} of {group}{where}"
 
 
 def _has_another_sender(search: Search, rank: int, cycle: list[int]) -> bool:

@@ -53,6 +53,23 @@ SENDS_LATE = pipeline(4, 2)[0][2][5]
 BOTH_WAYS = pipeline(4, 3)[0][1][2]
 assert isinstance(BOTH_WAYS, Batch)
 WITHOUT_A_RECEIVE = Batch((*BOTH_WAYS.ops[:2], BOTH_WAYS.ops[3]))
+MESH: Groups = {
+    **WORLD, "1": ("tp", [0, 1]), "2": ("tp", [2, 3]), "3": ("dp", [0, 2]), "4": ("dp", [1, 3])
+}  # fmt: skip
+IN_MESH: tuple[Programs, Groups] = (
+    [
+        [*(Collective(one, inputs=((4,),)) for _ in range(4) for one in (tp, dp)), REDUCE]
+        for tp, dp in ("13", "14", "23", "24")
+    ],
+    MESH,
+)
+"""Both pairs of a mesh make the same calls, in groups of their own."""
+OF_PAIR: Call = Collective("1", inputs=((4,),))
+OF_A_PAIR: tuple[Programs, Groups] = (
+    [[REDUCE, OF_PAIR, REDUCE, REDUCE, OF_PAIR, REDUCE]] * 2 + [[REDUCE] * 4] * 2,
+    {**WORLD, "1": ("pair", [0, 1])},
+)
+"""Two ranks have a group of their own, on which the others make no calls."""
 BARRIERS: tuple[Programs, Groups] = [[B, A, A if rank == 3 else B] for rank in range(4)], FOUR
 ACTIVE = {"active_only": True}
 
@@ -186,6 +203,8 @@ def forward(odd: int, at: int, call: Call) -> Left:
             "not_completed default_pg 1 [2] <- []; p2p_wait_cycle mesh_pp 23 [] <- [1, 2]",
         ),
         (job(training(4, 3), (2, 7, None)), "missing_rank default_pg 2 [2] <- [0, 1, 3]"),  # a collective left out
+        (job(IN_MESH, (1, 2, None)), "opposite_order tp 4 [1] <- [0, 2, 3]"),  # a call left out in one of two pairs
+        (job(OF_A_PAIR, (1, 4, None)), "opposite_order pair 2 [] <- [0, 1, 2, 3]"),  # only one pair makes such calls
         (job(BARRIERS), "opposite_order b 2 [3] <- [0, 1, 2]"),  # another group's barrier
         (job(BARRIERS, backend="gloo"), "opposite_order b 2 [3] <- [0, 1, 2]"),  # another group's barrier on gloo
         (sends_of_which_one_is_not_received(), "p2p_unmatched default_pg 3 [1] <- [0]"),  # a receive left out
