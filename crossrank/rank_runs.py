@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from crossrank.comm import MOST_RANKS
@@ -38,3 +39,23 @@ def from_runs(runs: Sequence[Run]) -> list[int] | None:
         return None
     ranks = [first + i * step for first, count, step in runs for i in range(count)]
     return ranks if all(0 <= rank < MOST_RANKS for rank in ranks) else None
+
+
+def ranks_in(text: str) -> set[int]:
+    """Return the ranks of a list as `rank_ranges` writes it. Raises `ValueError`.
+
+    >>> sorted(ranks_in("0-2,5"))
+    [0, 1, 2, 5]
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of ranks; write it as 0-7,12")
+        if match[2] and int(match[2]) < int(match[1]):
+            raise ValueError(f"{part!r} goes backwards; write the lower rank first")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= MOST_RANKS:
+            raise ValueError(f"{text!r} has a rank above {MOST_RANKS - 1}")
+        ranks.update(range(first, last + 1))
+    return ranks

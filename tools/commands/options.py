@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossrank.atomic_file import make_folder, whole_file
-from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError, one_line
+from crossrank.rank_runs import ranks_in
 from crossrank.recording import is_folder
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.output.console import terminal
@@ -28,18 +27,10 @@ _WORTH_PROCESSES = 8_000_000
 
 
 def rank_list(text: str) -> set[int]:
-    ranks: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks; write it as 0-7,12")
-        if match[2] and int(match[2]) < int(match[1]):
-            raise argparse.ArgumentTypeError(f"{part!r} goes backwards; write the lower rank first")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last >= MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"{text!r} has a rank above {MOST_RANKS - 1}")
-        ranks.update(range(first, last + 1))
-    return ranks
+    try:
+        return ranks_in(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def iterations(text: str) -> tuple[int, int]:

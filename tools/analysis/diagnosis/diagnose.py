@@ -51,7 +51,7 @@ def diagnose(
         lacking = without_a_line(graph, lacking)
     search = Search(job, graph, pairing, {} if allow_missing else lacking)
     _find_causes(search)
-    if evidence.told and not any(root.culprit_ranks for root in search.roots):
+    if evidence.told and not any(root.culprit_ranks for root in search.roots if root.kind != "log_missing"):
         search.roots = evidence.told
     short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
     for finding in search.roots:

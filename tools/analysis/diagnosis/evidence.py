@@ -278,13 +278,18 @@ def _has_ended_recording(comms: RankTrace) -> bool:
 def _went_on(dump: RankTrace, comms: RankTrace, *, is_over: bool) -> bool:
     """Return whether a rank made calls after its dump, and ended before it wrote the next one. `is_over`: a rank of the
     job has ended."""
-    taken_at = dump.ending.taken_at
+    taken_at, calls = dump.ending.taken_at, comms.calls
     if comms is dump or taken_at is None or comms.filtered:
         return False
+    # On gloo, hosts wait for their calls: a thread that made another one has left the wait that the dump shows.
+    waiting = {one.number for one in dump.ending.waits or () if one.number} or {*dump.ending.callers.values()}
+    later = np.flatnonzero(np.asarray(calls.called) > taken_at + SAME_TIME)
+    if dump.backend == GLOO and waiting and waiting <= set(np.asarray(calls.thread)[later].tolist()):
+        return True
     # While the job runs, or a thread waits, an answer shows what a rank does that makes more calls, until it is old.
     activity = dump.ending.activity
     counts = activity is not None and not comms.ending.ended and (bool(activity.held) or not is_over)
-    return max(comms.calls.called, default=0) > taken_at + (NEWER if counts else SAME_TIME)
+    return bool(len(later)) and max(calls.called) > taken_at + (NEWER if counts else SAME_TIME)
 
 
 # --- a dump and a comms file of one rank ------------------------------------------------------------------------------

@@ -135,6 +135,10 @@ KINDS: dict[str, Kind] = {
         "ranks never came to the store of the job",
         "check that the launcher started rank {culprits}, with the same MASTER_ADDR and MASTER_PORT",
     ),
+    "printed_verdict": Kind(
+        "crossrank said in the job which rank the others wait for",
+        "run `crossrank diagnose` on the recording that the line names",
+    ),
     "log_error": Kind(
         "a line of the logs says what failed, and names no rank",
         "read the lines around it",

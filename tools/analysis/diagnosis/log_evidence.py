@@ -7,9 +7,11 @@ So a rank without a line is named only if it is one of few that others wait for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from crossrank.rank_runs import ranks_in
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import Finding, error_text, rank_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState
@@ -55,47 +57,94 @@ def _complete(trace: RankTrace, log: RankTrace) -> None:
 
 
 def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:
-    """Yield what lines say without a call: ranks that never came to the store, and a network that fails."""
-    world = list(ranks)
-    for fact in attempt.facts:
-        if fact.kind == formats.CLIENTS:
-            joined, expected = fact.number("joined"), fact.number("expected")
-            never = sorted(set(range(expected)).difference(ranks))
-            culprits = never if len(never) == expected - joined else []
-            who = f": {rank_text(culprits)} never came" if culprits else ""
-            text = f"{joined} of {expected} ranks joined the store of the job{who}"
-            yield _finding("never_joined", list(range(expected)), text, [fact], culprits)
+    """Yield what lines say without a call, the most certain first: a verdict that crossrank printed in the job, ranks
+    that never came to the store, or that others waited for, and errors."""
+    for told in (_printed_verdict, _never_joined, _at_fault, _awaited):
+        if finding := told(attempt.facts, ranks):
+            yield finding
             return
-    faulty = [fact for fact in attempt.facts if fact.kind == formats.FAULTY]
-    if faulty:
-        why = faulty[0].values["why"]
-        same = [fact for fact in faulty if fact.values["why"] == why]
-        those = sorted({int(rank) for fact in same for rank in fact.values["ranks"].split(", ")})
-        yield _finding("missing_rank", sorted({*world, *those}), f"{rank_text(those)} {why}", same, those)
-        return
-    network = [fact for fact in attempt.facts if fact.kind == formats.NETWORK]
+    network = _of_kind(attempt.facts, formats.NETWORK)
     if network:
         ends = ", ".join(dict.fromkeys(fact.values["host"] for fact in network))
-        yield _finding("network_failed", world, f"the network (NET/IB) lost its connection to {ends}", network)
-    said = [fact for fact in attempt.facts if fact.kind == formats.SAID]
+        yield _finding("network_failed", ranks, f"the network (NET/IB) lost its connection to {ends}", network)
+    said = _of_kind(attempt.facts, formats.SAID)
     if said:
-        yield _finding("log_error", world, said[0].values["why"], said)
+        yield _finding("log_error", ranks, said[0].values["why"], said)
     errors = [one for one in attempt.tracebacks if one.ended_process and one.origin == Origin()]
     if errors and not said:
         texts = Counter(error_text(one.error) for one in errors)
         text = "; ".join(f"{error} ({plural(count, 'time')})" for error, count in texts.most_common(3))
-        yield _finding("log_error", world, f"{text}; the logs do not show which ranks raised it", [errors[0]])
+        yield _finding("log_error", ranks, f"{text}; the logs do not show which ranks raised it", [errors[0]])
+
+
+def _of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
+    return [fact for fact in facts if fact.kind == kind]
+
+
+def _printed_verdict(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+    """Return the last verdict that crossrank printed in the job, unless it withdrew it."""
+    verdict, culprits = None, list[int]()
+    for fact in facts:
+        if fact.kind in (formats.VERDICT, formats.WITHDRAWN):
+            verdict, culprits = (fact if fact.kind == formats.VERDICT else None), []
+        elif fact.kind == formats.VERDICT_CULPRIT and verdict is not None and not culprits:
+            culprits = _valid_ranks(fact.values["ranks"])
+    if verdict is None:
+        return None
+    text = f"crossrank said in the job: {verdict.values['why']}; `crossrank diagnose` of its recording says more"
+    return _finding("printed_verdict", ranks, text, [verdict], culprits)
+
+
+def _valid_ranks(text: str) -> list[int]:
+    with suppress(ValueError):  # a line of the script may begin like one of crossrank
+        return sorted(ranks_in(text))
+    return []
+
+
+def _never_joined(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+    for fact in _of_kind(facts, formats.CLIENTS):
+        joined, expected = fact.number("joined"), fact.number("expected")
+        never = sorted(set(range(expected)).difference(ranks))
+        culprits = never if len(never) == expected - joined else []
+        who = f": {rank_text(culprits)} never came" if culprits else ""
+        text = f"{joined} of {expected} ranks joined the store of the job{who}"
+        return _finding("never_joined", range(expected), text, [fact], culprits)
+    return None
+
+
+def _at_fault(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+    faulty = _of_kind(facts, formats.FAULTY)
+    if not faulty:
+        return None
+    why = faulty[0].values["why"]
+    same = [fact for fact in faulty if fact.values["why"] == why]
+    those = sorted({int(rank) for fact in same for rank in fact.values["ranks"].split(", ")})
+    return _finding("missing_rank", {*ranks, *those}, f"{rank_text(those)} {why}", same, those)
+
+
+def _awaited(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+    """Return who keeps others waiting, of ranks that wait for one another: the one that waits for none.
+
+    Numbers within a group are those of the job only where a rank prints its own.
+    """
+    waits = [fact for fact in _of_kind(facts, formats.AWAITED) if fact.origin.rank == fact.number("member")]
+    waiting = {fact.number("member") for fact in waits}
+    awaited = {fact.number("other") for fact in waits} - waiting
+    if len(awaited) != 1:
+        return None
+    text = f"{rank_text(awaited)} {waits[0].values['why']}"
+    return _finding("missing_rank", {*ranks, *awaited}, text, waits, sorted(awaited))
 
 
 def _finding(
-    kind: str, ranks: list[int], text: str, facts: Sequence[Fact | Traceback], culprits: Sequence[int] = ()
+    kind: str, ranks: Iterable[int], text: str, facts: Sequence[Fact | Traceback], culprits: Sequence[int] = ()
 ) -> Finding:
     lines = [str(fact.quote) for fact in facts[:3]]
     waiting = [] if kind in _WITHOUT_WAITS else sorted(set(ranks).difference(culprits))
     return Finding(
         kind=kind,
         pg=["", ""],
-        pg_ranks=ranks,
+        pg_ranks=sorted(ranks),
         text=text,
         culprit_ranks=list(culprits),
         waiting_ranks=waiting,

@@ -55,6 +55,10 @@ def find_unrecorded_waits(search: Search) -> None:
         closed = in_calls and all(those <= in_calls | making.keys() for those in members.values())
         free = any(way_out(ranks[rank].ending) for rank in in_calls | making.keys())
         proof = "deadlock" if closed and not free else proof
+        same = len({frozenset(those) for those in members.values()}) == 1
+        if proof == "deadlock" and same and len(in_calls) < len(making):  # few went past it
+            culprits = in_calls
+            text += f"; {rank_text(in_calls)} made another call where most ranks make this group"
     finding = finding_on(
         search.world,
         kind,

@@ -38,6 +38,10 @@ _WITHOUT_CULPRIT = (
     "thread_order",
     "p2p_size_mismatch",
     "p2p_wait_cycle",
+    "log_error",
+    "network_failed",
+    "never_joined",
+    "printed_verdict",
 )
 """Kinds of findings that need no culprit."""
 WAITS = "from the first rank's call to the last rank's, over all recorded collectives"
@@ -78,7 +82,8 @@ class Filter:
 
 def facts(finding: Finding) -> Iterator[tuple[str, str]]:
     """Yield (name, value): the call, the culprits, the waiting ranks, what happened, its proof, the next step."""
-    yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
+    if finding.op or any(finding.pg):
+        yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", rank_text(finding.culprit_ranks)
     elif finding.late_ranks:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _NCCL = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
 _GLOO = "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp"
 _WRAPPER = "torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp"
+_OWN = "crossrank/instrument/hang/response.py"
 _STORE = "torch/csrc/distributed/c10d/TCPStore.cpp"
 _AGENT = "torch/distributed/elastic/agent/server/api.py"
 _PROCESSES = "torch/distributed/elastic/multiprocessing/api.py"
@@ -29,7 +30,7 @@ def _print_of(prefix: str) -> str:
     """Return the pattern of a fingerprint; the names of its groups begin with `prefix`."""
     return (
         rf"CollectiveFingerPrint\((?:SequenceNumber=(?P<{prefix}seq>\d+), ?)?OpType=(?P<{prefix}op>\w+)"
-        rf"(?:, ?TensorShape=\[(?P<{prefix}shape>[\d, ]*)\])?"
+        rf"(?:, ?TensorShape=\[(?P<{prefix}shape>[\d, ]*)\](?:, ?TensorDtypes=(?P<{prefix}dtype>\w+))?)?"
     )
 
 
@@ -59,6 +60,10 @@ OF_LAUNCHER = (FAILED, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCHER)
 TRACEBACK, SPAWNED = "traceback", "spawned"
 FAULTY, GPU_FAILED, SAID = "faulty", "gpu_failed", "said"
 """A line that names the ranks at fault; an error of the GPU of the rank that prints it; one that names no rank."""
+AWAITED = "awaited"
+"""A line of a rank that waits for something of another rank, `other`."""
+VERDICT, VERDICT_CULPRIT, WITHDRAWN = "verdict", "verdict_culprit", "withdrawn"
+"""Lines of crossrank in a job."""
 
 FORMATS = (
     _row(
@@ -138,6 +143,31 @@ FORMATS = (
         "1.9",
     ),
     _row(
+        AWAITED,
+        r"\[(?P<member>\d+)\] is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<other>\d+)\]",
+        _NCCL,
+        "1.9",
+        why="has not made the id of a new communicator",
+    ),
+    _row(
+        AWAITED,
+        r"wait timeout after \d+ms, keys: \S*/(?P<member>\d+)//?cpu//\S*?/(?P<other>\d+)\b",
+        _STORE,
+        why="has not come to connect with gloo",
+    ),
+    _row(
+        VERDICT,
+        r"crossrank: (?P<why>.+): no \w+ on rank \d+ for [\d.]+ s\. Verdict \((?P<file>.+)\):",
+        "crossrank/instrument/hang/response.py",
+    ),
+    _row(
+        VERDICT,
+        r"crossrank: (?P<why>the job hangs): .+ Verdict \((?P<file>.+)\):",
+        "crossrank/instrument/hang/response.py",
+    ),
+    _row(VERDICT_CULPRIT, r"\Aculprit    ranks? (?P<ranks>[\d,-]+)", "crossrank/tools/output/diagnosis/verdict.py"),
+    _row(WITHDRAWN, r"crossrank: .+ the verdict above no longer applies", _OWN),
+    _row(
         GPU_FAILED,
         r"watchdog thread terminated with exception: (?P<why>CUDA error: [^.\n]*)",
         _NCCL,
@@ -180,6 +210,8 @@ LITERALS = (
     "failed to pass monitoredBarrier", "clients joined", "will restart worker group", "closing signal",
     "failed (exitcode:", "local_rank: ", "exitcode ", "terminated with", "OOMKilled", "Memory on the node",
     "Node failure", "NCCL WARN", "Rendezvous", "return code", "NVRM: Xid", "Memory access fault", "got stuck for",
-    "params, while", "lagging ranks", "finished collective", "srun: error:", "Traceback (most recent",
+    "params, while", "lagging ranks",
+    "ncclUniqueId", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
+    "Traceback (most recent",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

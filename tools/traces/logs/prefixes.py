@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 """Control sequences of terminals (ECMA-48), and carriage returns of progress bars."""
@@ -62,13 +63,38 @@ def labels_of(lines: Iterable[str]) -> frozenset[str]:
     )
 
 
+@lru_cache
+def _pattern(labels: frozenset[str]) -> re.Pattern[str]:
+    """Return one pattern for all prefixes: a log has many lines. The n-th prefix is in the group `pn`, and its fields
+    have its number behind their names."""
+    parts = []
+    for number, one in enumerate(PREFIXES):
+        if not one.is_label or one.launcher in labels:
+            numbered = _FIELD.sub(rf"(?P<\g<1>{number}>", one.pattern.pattern)
+            parts.append(f"(?P<p{number}>{numbered})")
+    return re.compile("|".join(parts))
+
+
+_FIELD = re.compile(r"\(\?P<(\w+)>")
+_FIELDS = [list(one.pattern.groupindex) for one in PREFIXES]
+
+
 def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, str]:
     """Return where a line comes from, and its text without prefixes. `origin` is that of its file."""
-    patterns = [one.pattern for one in PREFIXES if not one.is_label or one.launcher in labels]
-    text = line
-    while (match := next(filter(None, (one.match(text) for one in patterns)), None)) is not None:
-        given = {name: value for name, value in match.groupdict().items() if value}
-        numbers = {name: int(value) for name, value in given.items() if name != "host"}
-        origin = replace(origin, host=given.get("host", origin.host), **numbers)
-        text = text[match.end() :]
-    return origin, text
+    rank, local, host, start = origin.rank, origin.local, origin.host, 0
+    pattern = _pattern(labels)
+    while (match := pattern.match(line, start)) is not None and match.end() > start:
+        prefix = int((match.lastgroup or "p0")[1:])
+        for name in _FIELDS[prefix]:
+            if value := match[f"{name}{prefix}"]:
+                if name == "rank":
+                    rank = int(value)
+                elif name == "local":
+                    local = int(value)
+                else:
+                    host = value
+        start = match.end()
+    return (_origin(rank, local, host), line[start:]) if start else (origin, line)
+
+
+_origin = lru_cache(maxsize=None)(Origin)

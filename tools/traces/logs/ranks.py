@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from crossrank.comm import DEFAULT_GROUP, CommRecord, Group, operation_of
+from crossrank.dtypes import dtype_of
 from crossrank.tools.traces.ending import MAIN_THREAD
 from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
 from crossrank.tools.traces.logs import formats
@@ -179,11 +180,23 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
             builder.add(_record(work.values["op"], name, seq, sizes), called=0, state=SCHEDULED, group=index)
 
 
-def _record(op: str, pg: str, seq: int, sizes: list[list[int]]) -> CommRecord:
+def _record(op: str, pg: str, seq: int, sizes: list[list[int]], dtype: str | None = None) -> CommRecord:
     operation = operation_of(op)
     name = operation.name if operation is not None else op.lower()
     inputs, outputs = [sizes[0]], [sizes[-1]]
-    return CommRecord(id=seq, op=name, c10d="", pg=pg, bytes=-1, t=0, seq=seq, inputs=inputs, outputs=outputs)
+    known = dtype_of(dtype) if dtype is not None else None
+    return CommRecord(
+        id=seq,
+        op=name,
+        c10d="",
+        pg=pg,
+        bytes=-1,
+        t=0,
+        seq=seq,
+        inputs=inputs,
+        outputs=outputs,
+        dtype=known.name if known is not None else dtype,
+    )
 
 
 def _add_end(trace: RankTrace, one: RankLog) -> None:
@@ -207,17 +220,18 @@ def _add_end(trace: RankTrace, one: RankLog) -> None:
 def _add_fingerprints(traces: list[RankTrace], attempt: Attempt) -> None:
     """Add the calls that `TORCH_DISTRIBUTED_DEBUG=DETAIL` compared: a line names two ranks that differ."""
     everyone = [trace.rank or 0 for trace in traces]
-    called: dict[int, tuple[str, int, list[int]]] = {}
+    called: dict[int, tuple[str, int, list[int], str | None]] = {}
     for fact in attempt.facts:
         if fact.kind == formats.MISMATCH:
             for rank, prefix in (("rank", ""), ("other", "other_")):
                 shape = [int(one) for one in fact.values.get(f"{prefix}shape", "").split(",") if one.strip()]
                 seq = int(fact.values.get(f"{prefix}seq", 1))
-                called[fact.number(rank)] = fact.values.get(f"{prefix}op", fact.values["op"]), seq, shape
+                op, dtype = fact.values.get(f"{prefix}op", fact.values["op"]), fact.values.get(f"{prefix}dtype")
+                called[fact.number(rank)] = op, seq, shape, dtype
     for trace in traces:
         if (call := called.get(trace.rank or 0)) is not None and not len(trace.calls):
-            op, seq, shape = call
+            op, seq, shape, dtype = call
             builder = TraceBuilder(trace)
             index = builder.define(Group(pg="0", desc=DEFAULT_GROUP, size=len(everyone), ranks=everyone))
-            builder.add(_record(op, "0", seq, [shape]), called=0, state=SCHEDULED, group=index)
+            builder.add(_record(op, "0", seq, [shape], dtype), called=0, state=SCHEDULED, group=index)
             trace.dump.has_status = True
