@@ -550,3 +550,58 @@ def keeps_another_rank_waiting_for_its_data(rank: int) -> None:
         elif rank == 2:
             connection.recv(1)
         dist.all_reduce(torch.ones(64))
+
+
+# --- where the other ranks show who is wrong -------------------------------------------------------------------------
+
+
+@fault(("opposite_order",), culprits=(1,))
+def leaves_a_call_out_in_one_of_two_pairs(rank: int) -> None:
+    """The other pair makes the calls that both pairs should make."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    for step in range(6):
+        if (rank, step) != (1, 3):
+            dist.all_reduce(torch.ones(64), group=mesh.get_group("tp"))
+        dist.all_reduce(torch.ones(64), group=mesh.get_group("dp"))
+    dist.barrier()  # rank 1
+
+
+@fault(("p2p_tag_mismatch",), culprits=(2,), with_nccl=False)
+def sends_with_another_tag_around_a_ring(rank: int) -> None:
+    for step in range(6):
+        sent = dist.isend(torch.ones(8), (rank + 1) % 4, tag=step + ((rank, step) == (2, 4)))  # rank 2
+        dist.recv(torch.ones(8), (rank - 1) % 4, tag=step)
+        assert sent is not None
+        sent.wait()  # rank 2
+
+
+@fault(("opposite_order",), culprits=(0,), with_nccl=False)
+def makes_a_group_on_all_ranks_but_one(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))  # rank 0
+        if rank and step == 2:
+            dist.new_group([0, 1, 2, 3])
+
+
+@fault(("group_order",), culprits=(3,), with_nccl=False)
+def makes_its_mesh_in_another_shape(rank: int) -> None:
+    dist.all_reduce(torch.ones(64))
+    tp = 1 if rank == 3 else 2
+    mesh = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=("dp", "tp"))
+    for _ in range(3):
+        dist.all_reduce(torch.ones(64), group=mesh.get_group("tp"))  # rank 3
+        dist.all_reduce(torch.ones(64), group=mesh.get_group("dp"))
+
+
+@fault(("p2p_unmatched",), culprits=(2,), with_nccl=False)
+def sends_after_its_collective_once(rank: int) -> None:
+    for step in range(6):
+        is_late = (rank, step) == (2, 4)
+        if is_late:
+            dist.all_reduce(torch.ones(64))  # rank 2
+        if rank == 2:
+            dist.send(torch.ones(8), 3)
+        elif rank == 3:
+            dist.recv(torch.ones(8), 2)
+        if not is_late:
+            dist.all_reduce(torch.ones(64))

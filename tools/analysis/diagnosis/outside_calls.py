@@ -94,7 +94,11 @@ def find_crossed_groups(search: Search) -> None:
     if first is None:
         return
     most, *others = sorted(by_name[first].items(), key=lambda one: (-len(one[1]), one[0]))
-    odd = {rank for _, those in others for rank in those} if len(most[1]) > len(others[0][1]) else set()
+    odd = (
+        {rank for _, those in others for rank in those}
+        if len(most[1]) > len(others[0][1])
+        else _in_all_crossings(by_name)
+    )
     groups = [group for group in search.job.groups if group.name == first]
     firsts = [(rank, group.lanes[rank].rows[0]) for group in groups for rank in odd if rank in group.lanes]
     places = (place_of_call(search.job, *one, "culprit", "its first call on the group") for one in sorted(firsts))
@@ -103,12 +107,32 @@ def find_crossed_groups(search: Search) -> None:
         search.world,
         "group_order",
         culprit_ranks=sorted(odd),
-        waiting_ranks=sorted({rank for op in left for rank in op.waiting} - odd),
+        waiting_ranks=sorted({rank for op in left for rank in op.waiting}.union(search.waiting_unrecorded) - odd),
         text=f"group {first} has different members: {'; '.join(texts)}",
         places=[place for place in places if place is not None],
         proof="mismatch",
     )
     search.add_root(finding, left)
+
+
+def _in_all_crossings(by_name: Mapping[str, Mapping[tuple[int, ...], set[int]]]) -> set[int]:
+    """Return the rank whose groups differ from those of several ranks, if no two others differ: a group of one number
+    has other members there, or is missing there although it has groups of higher numbers."""
+    last: dict[int, int] = defaultdict(int)
+    of_rank: dict[tuple[int, int], tuple[int, ...]] = {}
+    for name, sets in by_name.items():
+        for members, ranks in sets.items() if name.isdecimal() else ():
+            for rank in ranks:
+                of_rank[rank, int(name)] = members
+                last[rank] = max(last[rank], int(name))
+    pairs = {
+        frozenset((rank, other))
+        for (rank, name), members in of_rank.items()
+        for other in members
+        if of_rank.get((other, name), members if last[other] <= name else ()) != members
+    }
+    found = set.intersection(*map(set, pairs)) if len(pairs) > 1 else set()
+    return found if len(found) == 1 else set()
 
 
 def _differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | None]) -> bool:

@@ -232,6 +232,9 @@ def find_cycles(search: Search) -> None:
             changed = [rank for rank in cycle if changes_peer(search.job, rank, graph.blocked[rank])]
             odd = changed if len(changed) == 1 else []
             text += "".join(f"; the line of rank {rank} had another peer each time before" for rank in odd)
+            if not odd:
+                odd = _came_from_elsewhere(search, cycle, ops)
+                text += "".join(f"; rank {rank} made its call at another line than before" for rank in odd)
         if not odd:
             parts = unlike_the_rest(search.job, cycle)
             odd = sorted(parts)
@@ -314,6 +317,17 @@ def _left_its_order(search: Search, cycle: list[int]) -> list[int]:
     with_odd = {rank for one in odd for rank in graph.op_of[one].waiting}
     with_others = {rank for one in set(cycle).difference(odd) for rank in graph.op_of[one].waiting}
     return odd if all(unusual) and len(with_odd) < len(with_others) and with_odd.isdisjoint(with_others) else []
+
+
+def _came_from_elsewhere(search: Search, cycle: list[int], ops: list[StuckOp]) -> list[int]:
+    """Return the rank of a cycle that made its call at another line than before, if ranks that are with it in the call,
+    and all others, made their usual calls."""
+    job, blocked = search.job, search.graph.blocked
+    waiting = {rank for op in ops for rank in op.waiting}
+    odd = [rank for rank in waiting if is_from_elsewhere(job, rank, blocked[rank])]
+    usual = all(is_usual(job, rank, blocked[rank]) for rank in waiting.difference(odd))
+    is_one = len(odd) == 1 and odd[0] in cycle and len(search.graph.op_of[odd[0]].waiting) > 1
+    return odd if is_one and usual else []
 
 
 def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.call_history import changes_tags_otherwise
 from crossrank.tools.analysis.diagnosis.findings import Place, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
@@ -157,6 +158,8 @@ def find_unequal_tags(search: Search) -> None:
             f"rank {send[0]} sends with tag {job.signature(*send).tag}, "
             f"rank {receive[0]} receives with tag {job.signature(*receive).tag}"
         )
+        odd = _with_another_tag(job, send, receive)
+        text += "".join(f"; the other ranks have the tag of rank {one} in this call" for one in ranks - odd if odd)
         # Tags may be any numbers, so their order proves nothing.
         left_its_order = [rank for rank, row in (send, receive) if changes_tags_otherwise(job, rank, row)]
         if len(left_its_order) == 1:
@@ -167,8 +170,24 @@ def find_unequal_tags(search: Search) -> None:
             proof="mismatch",
             p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
             op="send",
-            waiting_ranks=sorted(ranks),
+            culprit_ranks=sorted(odd),
+            waiting_ranks=sorted(ranks - odd),
             text=text,
             places=[place for place in places if place is not None],
         )
         search.add_root(finding, ops, job.moment(*send))
+
+
+def _with_another_tag(job: JobState, send: tuple[int, int], receive: tuple[int, int]) -> set[int]:
+    """Return which rank of a pair has another tag than the other ranks in their calls of the same number: in a ring, or
+    where all ranks send to one. Empty if they do not show it."""
+    number = job.ranks[send[0]].calls.number[send[1]]
+    others = {
+        job.signature(rank, row).tag
+        for rank, trace in job.ranks.items()
+        if rank not in (send[0], receive[0])
+        for row in range(len(trace.calls))
+        if trace.calls.number[row] == number and is_p2p(job.signature(rank, row))
+    }
+    odd = {rank for rank, row in (send, receive) if job.signature(rank, row).tag not in others}
+    return odd if len(others) == 1 and len(odd) == 1 else set()
