@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from crossrank.errors import CrossrankError
@@ -17,7 +21,10 @@ from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
-from crossrank.tools.traces.discover import LOG
+from crossrank.tools.traces.discover import LOG, FoundFile, look
+
+_INPUT = "-"
+"""The path that means the standard input."""
 
 
 class DiagnoseCommand:
@@ -27,7 +34,10 @@ class DiagnoseCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add = parser.add_argument
-        add("path", nargs="+", help="a recording, a folder of dumps with its subfolders, or dumps")
+        meaning = (
+            "a recording, a folder of dumps or logs with its subfolders, dumps, or logs; - reads a log from the input"
+        )
+        add("path", nargs="+", help=meaning)
         add("-o", "--output", metavar="FILE", help="write the diagnosis as JSON to FILE")
         add("--html", metavar="FILE", help="write the diagnosis as an HTML page that works without a network")
         meaning = "write groups, memberships, collectives, calls and tracebacks as SQLite tables"
@@ -54,7 +64,8 @@ class DiagnoseCommand:
         add_shared(parser, "json", "ranks", ranks=meaning)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        evidence = _read(arguments)
+        with _kept_input(arguments.path) as logs:
+            evidence = _read(arguments, logs)
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
         if not evidence.logs_only and not any(len(one.calls) or one.dump.has_status for one in job.ranks.values()):
             raise CrossrankError(
@@ -76,12 +87,26 @@ class DiagnoseCommand:
         return 0 if diagnosis.verdict == "ok" else 1
 
 
-def _read(arguments: argparse.Namespace) -> Evidence:
+@contextmanager
+def _kept_input(paths: Sequence[str]) -> Iterator[list[FoundFile]]:
+    """Keep what the standard input has in a file for as long as it is read, if `-` is one of `paths`."""
+    if _INPUT not in paths:
+        yield []
+        return
+    with tempfile.NamedTemporaryFile(prefix="crossrank-input-") as kept:
+        shutil.copyfileobj(sys.stdin.buffer, kept)
+        kept.flush()
+        yield [replace(look(kept.name), rank=None, size=os.path.getsize(kept.name), shown="standard input")]
+
+
+def _read(arguments: argparse.Namespace, logs: Sequence[FoundFile]) -> Evidence:
     paths: list[str] = arguments.path
     where = ", ".join(paths)
-    candidates = find_candidates(paths)
-    named = not any(is_folder(path) for path in paths)
-    if named:  # a text of an unknown kind is what a process printed
+    others = [path for path in paths if path != _INPUT]
+    candidates = [*logs, *(find_candidates(others) if others else ())]
+    named = not any(is_folder(path) for path in others)
+    # A text of an unknown kind is what a process printed, also if a folder has nothing else.
+    if named or not any(one.kind for one in candidates):
         candidates = [replace(one, kind=LOG) if one.is_text and not one.kind else one for one in candidates]
     if not candidates:
         raise CrossrankError(f"{where}: has no dumps and no comms files; give the folder of the dumps or a recording")
@@ -89,8 +114,10 @@ def _read(arguments: argparse.Namespace) -> Evidence:
     evidence = read_evidence(candidates, fleet, named=named, last=arguments.last)
     if not evidence.ranks and not evidence.logs_only:
         reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump with a known rank"
+        for one in logs:
+            reasons = reasons.replace(one.path, one.shown)
         raise CrossrankError(
-            f"{where}: nothing to diagnose ({reasons}); give a folder of flight-recorder dumps or a recording"
+            f"{where}: nothing to diagnose ({reasons}); give a folder of flight-recorder dumps, a recording or logs"
         )
     return evidence
 

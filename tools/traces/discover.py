@@ -131,6 +131,8 @@ class FoundFile:
     """Its first bytes are a text, and not an object of JSON."""
     left_out: bool = False
     """It can be used, but another file is nearer to the given path."""
+    shown: str = ""
+    """What messages call it; empty = its path."""
 
     @property
     def name(self) -> str:

@@ -238,6 +238,8 @@ class DumpState:
     """Groups with P2P calls, whether or not these are among the entries."""
     launching: set[int] = field(default_factory=set)
     """Ids of the calls that the rank is launching: NCCL may block there until the other ranks arrive."""
+    of_log: bool = False
+    """It is what lines of a log say of the rank, not a dump."""
     active_only: bool = False
     """Completed calls were left out of the dump."""
     wrapped: bool = False

@@ -78,7 +78,12 @@ def diagnose(
         stragglers=stragglers,
         clocks=clocks,
         skipped=evidence.skipped,
-        notes=evidence.notes + job.outside + list(_notes(job, found, short, lacking if allow_missing else ())),
+        notes=[
+            *evidence.notes,
+            *job.outside,
+            *_notes(job, found, short, lacking if allow_missing else ()),
+            *(_about_logs(found) if evidence.logs_only else ()),
+        ],
         counts={
             "ranks": len(job.ranks),
             "groups": len(job.groups),
@@ -189,10 +194,22 @@ def _notes(
     yield from (problem for one in job.ranks.values() for problem in one.named_problems)
 
 
+def _about_logs(found: Collection[Finding]) -> Iterator[str]:
+    """Yield what logs alone leave open, and what would have shown more."""
+    if not found:
+        yield "nothing in the logs shows a rank that keeps others waiting; this does not prove that none did"
+    yield (
+        "logs have no peers, roots and stacks, and nothing of a rank that prints nothing. For the next run, "
+        "`crossrank.enable()` records them; without it, TORCH_FR_BUFFER_SIZE=2000 and TORCH_FR_DUMP_ON_TIMEOUT=1 "
+        "(before torch 2.9: TORCH_NCCL_TRACE_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT) let torch leave dumps"
+    )
+
+
 def _shows_no_ends(trace: RankTrace) -> bool:
     """Return whether a dump of another backend than gloo has calls, and not one that has ended."""
     states = set(trace.calls.state)
-    return trace.source == "flight" and trace.backend != GLOO and bool(states) and COMPLETED not in states
+    has_entries = trace.source == "flight" and not trace.dump.of_log
+    return has_entries and trace.backend != GLOO and bool(states) and COMPLETED not in states
 
 
 def _knows_no_p2p(trace: RankTrace) -> bool:

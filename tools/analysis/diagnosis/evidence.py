@@ -92,7 +92,7 @@ def read_evidence(
 ) -> Evidence:
     """Read all `candidates` with `fleet`; with `last` only the last calls (see `_last_calls`). `named`: the user gave
     each file, so an unrecognized file is reported."""
-    logs = [one.path for one in candidates if one.kind == LOG]
+    logs = {one.path: one.shown or one.path for one in candidates if one.kind == LOG}
     candidates = [one for one in candidates if one.kind != LOG]
     if last is not None:
         candidates, results = _last_calls(candidates, fleet, last)
@@ -100,7 +100,7 @@ def read_evidence(
         results = map_ranks(read_candidate, candidates, fleet, failed=failed)
     evidence = put_together(candidates, results, named=named)
     if logs:
-        add_logs(evidence, read_logs(logs))
+        add_logs(evidence, read_logs(logs, logs))
     if any(one.dump.left_out for one in evidence.ranks):
         evidence.notes.append(
             f"crossrank read only the unfinished calls of each dump and {last} calls before them (--last)"

@@ -63,7 +63,8 @@ def ends_unknown(trace: RankTrace) -> bool:
 def is_torchs_own(trace: RankTrace) -> bool:
     """Whether it is a dump of NCCL's recorder that torch wrote itself: without stacks and the moment when it was taken,
     and without a call that waits for its communicator to be made."""
-    return trace.source == "flight" and "nccl" in trace.backend and trace.ending.taken_at is None
+    of_torch = trace.source == "flight" and not trace.dump.of_log
+    return of_torch and "nccl" in trace.backend and trace.ending.taken_at is None
 
 
 @dataclass

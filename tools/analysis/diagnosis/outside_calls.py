@@ -116,7 +116,7 @@ def find_crossed_groups(search: Search) -> None:
 
 
 def _in_all_crossings(by_name: Mapping[str, Mapping[tuple[int, ...], set[int]]]) -> set[int]:
-    """Return the rank whose groups differ from those of several ranks, if no two others differ: a group of one number
+    """Return the rank whose groups differ from those of several ranks, if no two others differ. A group of one number
     has other members there, or is missing there although it has groups of higher numbers."""
     last: dict[int, int] = defaultdict(int)
     of_rank: dict[tuple[int, int], tuple[int, ...]] = {}

@@ -160,6 +160,10 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
     shows = "the dumps do not show which rank delays it"
     if all(search.job.held_in.get(rank) == graph.blocked[rank] for rank in waiting):
         shows = "their hosts are still in it: NCCL connects ranks in their first call"
+    elif all(ranks[rank].dump.of_log for rank in waiting):
+        shows = (
+            "a log cannot show which rank delays it: it has no peers and roots, and other ranks may have no log here"
+        )
     elif all(is_torchs_own(ranks[rank]) for rank in waiting):
         shows = "torch's own dumps cannot show which rank delays it: they lack roots and ended processes"
     return "all_joined_not_completed", set(), f"{who}; {shows}"

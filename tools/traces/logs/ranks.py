@@ -119,7 +119,7 @@ def traces_of(attempt: Attempt) -> list[RankTrace]:
     found = []
     for rank, one in sorted(ranks.items()):
         trace = RankTrace(rank=rank, path="", source="flight", backend="nccl", host=one.host, log_lines=one.lines())
-        trace.dump.active_only = True
+        trace.dump.active_only = trace.dump.of_log = True
         _add_calls(trace, one.facts, members)
         _add_end(trace, one)
         found.append(trace)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import PurePosixPath
+from types import MappingProxyType
 
 from crossrank.recording import ReadIssues, read_chunks
 from crossrank.text import writable
@@ -149,11 +150,11 @@ class JobLog:
         return self.attempts[number]
 
 
-def read_logs(paths: Iterable[str]) -> JobLog:
-    """Read the logs of one job."""
+def read_logs(paths: Iterable[str], names: Mapping[str, str] = MappingProxyType({})) -> JobLog:
+    """Read the logs of one job. `names`: path -> what quotes call the file, if not by its path."""
     job = JobLog()
     for path in paths:
-        _File(path, job).read()
+        _File(path, job, names.get(path, path)).read()
     job.join_summary()
     return job
 
@@ -161,8 +162,8 @@ def read_logs(paths: Iterable[str]) -> JobLog:
 class _File:
     """Reads one file into a job."""
 
-    def __init__(self, path: str, job: JobLog) -> None:
-        self._path, self._job = writable(path), job
+    def __init__(self, path: str, job: JobLog, name: str) -> None:
+        self._path, self._name, self._job = path, writable(name), job
         self._issues = ReadIssues(path)
         found = _FOLDER.search(path)
         self._attempt = int(found["attempt"]) if found else 0
@@ -188,7 +189,7 @@ class _File:
                 self._count(split(line, self._origin, labels)[0])
         for opened in self._open.values():
             self._close(opened)
-        self._job.problems += [f"{self._path}: {problem}" for problem in self._issues.problems]
+        self._job.problems += [f"{self._name}: {problem}" for problem in self._issues.problems]
 
     def _lines(self) -> Iterator[tuple[int, str, bool]]:
         """Yield (number, line, whether it has one of the literals of formats). To find these in a chunk at once takes a
@@ -246,7 +247,7 @@ class _File:
                 self._note_work(text)
         if not may_say or text.startswith(_OF_TESTS):
             return
-        quote = Quote(self._path, number, writable(text[:_QUOTED]))
+        quote = Quote(self._name, number, writable(text[:_QUOTED]))
         for one in formats.FORMATS:
             match = one.pattern.search(text)
             if match is None:

@@ -80,3 +80,38 @@ def test_a_log_in_the_folder_of_a_recording_counts_only_if_it_is_named(tmp_path:
 def test_a_log_never_proves_a_job_healthy(tmp_path: Path) -> None:
     found = diagnosed(tmp_path, *(f"[rank0]: step {step} loss 1.0" for step in range(9)))
     assert (found.verdict, found.findings) == ("incomplete", [])
+
+
+def test_a_verdict_that_crossrank_printed_in_the_job_counts_until_it_withdraws_it(tmp_path: Path) -> None:
+    waits = "ranks 0-1 wait in all_reduce #7 for rank 2, which is blocked in futex() in load (train.py:7)"
+    lines = [
+        f"crossrank: {waits}: no communication on rank 0 for 3 s. Verdict (/job/verdict.json):",
+        "culprit    rank 2",
+    ]
+    found = diagnosed(tmp_path, "[rank0]: step 1", *lines)
+    assert (found.suspect_ranks, found.findings[0].kind) == ([2], "printed_verdict")
+    assert waits in found.findings[0].text
+    withdrawn = (
+        "crossrank: communication continues, so the verdict above no longer applies; /job/verdict.json is updated"
+    )
+    assert diagnosed(tmp_path, "[rank0]: step 1", *lines, withdrawn).findings == []
+
+
+def test_the_rank_whose_communicator_id_others_wait_for_is_named(tmp_path: Path) -> None:
+    error = "DistBackendError: [{}] is setting up NCCL communicator and retrieving ncclUniqueId from [0]: wait timeout"
+    lines = [line for rank in (1, 2, 3) for line in traceback(error.format(rank), f"[rank{rank}]: ")]
+    found = diagnosed(tmp_path, "[rank0]: builds its index", *lines)
+    assert (found.suspect_ranks, found.findings[0].text) == ([0], "rank 0 has not made the id of a new communicator")
+
+
+def test_types_in_fingerprints_are_compared(tmp_path: Path) -> None:
+    def fingerprint(dtype: str) -> str:
+        return f"CollectiveFingerPrint(SequenceNumber=4, OpType=ALLREDUCE, TensorShape=[32], TensorDtypes={dtype})"
+
+    start = "RuntimeError: Detected mismatch between collectives on ranks."
+    lines = [
+        f"[rank{rank}]: {start} Rank {rank} is running collective: {fingerprint('Float')}, but Rank 3 is running "
+        f"collective: {fingerprint('Double')}."
+        for rank in range(3)
+    ]
+    assert roots(diagnosed(tmp_path, *lines)) == [("dtype_mismatch", "default_pg", 4, [3], [0, 1, 2])]

@@ -71,3 +71,27 @@ def test_a_long_line_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_bytes(b"x" * (4 << 20) + b"\n" + "\n".join(watchdog(0, 3)).encode())
     assert [one.kind for one in read_logs([str(path)]).last.facts] == ["timeout", "status"]
+
+
+def test_the_last_error_of_nccl_is_part_of_the_exception(tmp_path: Path) -> None:
+    lines = [
+        *traceback("DistBackendError: NCCL error"),
+        "ncclInvalidUsage: This usually",
+        "Last error:",
+        "Duplicate GPU",
+    ]
+    (found,) = read_logs([write(tmp_path, lines)]).last.tracebacks
+    assert found.error == "DistBackendError: NCCL error (Duplicate GPU)"
+
+
+def test_an_exception_that_another_one_follows_is_its_cause_only_if_a_line_links_them(tmp_path: Path) -> None:
+    link = ["", "During handling of the above exception, another exception occurred:", ""]
+    linked = read_logs([write(tmp_path, [*traceback("RuntimeError: a"), *link, "OSError: b"])]).last.tracebacks
+    apart = read_logs([write(tmp_path, traceback("RuntimeError: a") + traceback("OSError: b"))]).last.tracebacks
+    assert [(one.error, one.causes) for one in linked] == [("OSError: b", ("RuntimeError: a",))]
+    assert [one.error for one in apart] == ["RuntimeError: a", "OSError: b"]
+
+
+def test_quotes_name_a_file_as_it_is_to_be_shown(tmp_path: Path) -> None:
+    path = write(tmp_path, watchdog(0, 3))
+    assert read_logs([path], {path: "standard input"}).last.facts[0].quote.path == "standard input"
