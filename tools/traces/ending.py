@@ -185,5 +185,10 @@ class Ending:
         return self.has_left or self.reason == "SIGABRT"
 
 
+def may_be_of_communication(text: str) -> bool:
+    """Return whether an exception may mean that a connection failed, of torch or of another library."""
+    return _COMMUNICATION_FAILED.search(text) is not None
+
+
 def _is_of_communication(text: str) -> bool:
-    return _COMMUNICATION_FAILED.search(text) is not None and OF_A_BACKEND.search(text) is not None
+    return may_be_of_communication(text) and OF_A_BACKEND.search(text) is not None

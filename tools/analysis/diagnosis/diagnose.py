@@ -48,7 +48,7 @@ def diagnose(
         for op in graph.ops:
             op.absent -= lacking.keys()
     if evidence.logs_only:
-        lacking = without_a_line(graph, lacking)
+        lacking = {} if evidence.log_is_cut else without_a_line(graph, lacking)
     search = Search(job, graph, pairing, {} if allow_missing else lacking)
     _find_causes(search)
     if evidence.told and not any(root.culprit_ranks for root in search.roots if root.kind != "log_missing"):

@@ -64,6 +64,8 @@ class Evidence:
     """World size in most comms files, including those of ranks without a dump."""
     logs_only: bool = False
     """Only logs were read: what a rank has not printed is unknown."""
+    log_is_cut: bool = False
+    """The lines of some ranks may be missing."""
     told: list[Finding] = field(default_factory=list)
     """What lines of logs say that no call shows."""
 

@@ -35,7 +35,7 @@ _QUOTED_CULPRITS, _QUOTED_WAITING = 3, 2
 def add_logs(evidence: Evidence, log: JobLog) -> None:
     """Add what the logs of a job say to its evidence."""
     known = {one.rank: one for one in evidence.ranks}
-    evidence.logs_only = not known
+    evidence.logs_only, evidence.log_is_cut = not known, log.is_cut
     for trace in traces_of(log.last):
         if (other := known.get(trace.rank)) is None:
             evidence.ranks.append(trace)

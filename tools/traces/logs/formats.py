@@ -181,6 +181,11 @@ FORMATS = (
     _row(TASK_KILLED, r"(?P<host>[\w.-]+-(?P<rank>\d+)) +\d+/\d+ +(?P<why>OOMKilled)", "kubectl get pods"),
     _row(
         TASK_KILLED,
+        r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on (?P<why>signal \d+ \([\w ]+\))",
+        "openmpi/orte/tools/orterun",
+    ),
+    _row(
+        TASK_KILLED,
         r"Memory on the node \(IP: (?P<host>[\w.:]+).*name=[^,]*?(?P<rank>\d+), pid=",
         "ray",
         why="Out Of Memory: killed by Ray",
@@ -201,7 +206,7 @@ FORMATS = (
     _row(SUMMARY_RANK, r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)", _SUMMARY),
     _row(SUMMARY_EXIT, r"^\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<process>\d+)\)", _SUMMARY),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
-    _row(TRACEBACK, r"\ATraceback \(most recent call last\):", "Python"),
+    _row(TRACEBACK, r"\A(?: +\+ Exception Group )?Traceback \(most recent call last\):", "Python"),
 )
 
 LITERALS = (
@@ -211,7 +216,7 @@ LITERALS = (
     "failed (exitcode:", "local_rank: ", "exitcode ", "terminated with", "OOMKilled", "Memory on the node",
     "Node failure", "NCCL WARN", "Rendezvous", "return code", "NVRM: Xid", "Memory access fault", "got stuck for",
     "params, while", "lagging ranks",
-    "ncclUniqueId", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
+    "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
     "Traceback (most recent",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

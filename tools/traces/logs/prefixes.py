@@ -17,6 +17,8 @@ COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 
 _TIME = r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)"
 
+_LEVEL = "(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)"
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -32,6 +34,10 @@ PREFIXES = (
     Prefix("torch", re.compile(r"\[rank(?P<rank>\d{1,7})\]:? ?")),
     Prefix("torchrun", re.compile(r"\[[A-Za-z_]\w*?(?P<local>\d{1,5})\]: ?")),
     Prefix("mpirun", re.compile(r"\[\d+,(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?: ?")),
+    Prefix("vllm", re.compile(r"\([\w-]*Worker[\w-]*?(?:[ _]rank=|_TP|_?)(?P<rank>\d{1,7})(?:_\w+)? pid=\d+\) ?")),
+    Prefix(
+        "vllm", re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? \[[^\]]+\] ?")
+    ),
     Prefix("ray", re.compile(r"\([\w.:<>-]+ pid=\d+(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
     Prefix("kubernetes", re.compile(r"\[(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from crossrank.comm import DEFAULT_GROUP, CommRecord, Group, operation_of
 from crossrank.dtypes import dtype_of
-from crossrank.tools.traces.ending import MAIN_THREAD
+from crossrank.tools.traces.ending import MAIN_THREAD, may_be_of_communication
 from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.read import Attempt, Fact, Traceback
@@ -29,9 +29,19 @@ from crossrank.tools.traces.rank_trace import SCHEDULED, RankTrace, TraceBuilder
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Signals that end a process because of something in it. SIGABRT is also how torch ends after a timeout."""
 
-_DEADLY = ("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS")
+_DEADLY = (
+    *(f"signal {number} " for number in (4, 7, 8, 9, 11)),
+    *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
+)
 """First words of what schedulers say of a process that was killed."""
-_OF_RANKS = (formats.TIMEOUT, formats.STATUS, formats.MONITOR, formats.ASYNC_ERROR, formats.GPU_FAILED)
+_OF_RANKS = (
+    formats.TIMEOUT,
+    formats.STATUS,
+    formats.MONITOR,
+    formats.ASYNC_ERROR,
+    formats.GPU_FAILED,
+    formats.MISMATCH,
+)
 """Kinds of facts about the rank that prints them."""
 
 Key = tuple[str, str]
@@ -120,7 +130,7 @@ def traces_of(attempt: Attempt) -> list[RankTrace]:
     for rank, one in sorted(ranks.items()):
         trace = RankTrace(rank=rank, path="", source="flight", backend="nccl", host=one.host, log_lines=one.lines())
         trace.dump.active_only = trace.dump.of_log = True
-        _add_calls(trace, one.facts, members)
+        _add_calls(trace, [*one.facts, *_status_of_group(one.facts, attempt.facts)], members)
         _add_end(trace, one)
         found.append(trace)
     _add_fingerprints(found, attempt)
@@ -180,6 +190,18 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
             builder.add(_record(work.values["op"], name, seq, sizes), called=0, state=SCHEDULED, group=index)
 
 
+def _status_of_group(facts: list[Fact], all_facts: list[Fact]) -> Iterator[Fact]:
+    """Yield the progress on the group of a call that timed out, for a rank of which the log lacks it: the end of the
+    log may be missing. The group is the one in which others timed out in this call; the rank has enqueued it."""
+    if any(fact.kind == formats.STATUS for fact in facts):
+        return
+    for work in (fact for fact in facts if fact.kind == formats.TIMEOUT):
+        same = [one for one in all_facts if one.kind == formats.STATUS and one.values["seq"] == work.values["seq"]]
+        if len(set(map(_key, same))) == 1:
+            own = {"member": work.values["member"], "enqueued": work.values["seq"]}
+            yield Fact(formats.STATUS, same[0].values | own, work.quote, work.origin)
+
+
 def _record(op: str, pg: str, seq: int, sizes: list[list[int]], dtype: str | None = None) -> CommRecord:
     operation = operation_of(op)
     name = operation.name if operation is not None else op.lower()
@@ -204,7 +226,10 @@ def _add_end(trace: RankTrace, one: RankLog) -> None:
     raised = one.raised
     if raised is not None:
         frames = [Frame(*frame) for frame in raised.frames[:MOST_FRAMES]]
-        error = Raised(thread=MAIN_THREAD, error=raised.error, causes=list(raised.causes), frames=frames)
+        text, causes = raised.error, list(raised.causes)
+        if causes and may_be_of_communication(text):  # a connection failed while the first exception was handled
+            text, *causes = *causes, text
+        error = Raised(thread=MAIN_THREAD, error=text, causes=causes, frames=frames)
     elif one.killed is not None:
         error = Raised(thread=MAIN_THREAD, error=one.killed[0])
     elif gpu := [fact for fact in one.facts if fact.kind == formats.GPU_FAILED]:

@@ -59,6 +59,8 @@ _MODULE = re.compile(r"\A(?:[A-Za-z_]\w*\.)+(?=[A-Z])")
 _LONGEST_ERROR = 500
 _LAST_ERROR = "Last error:"
 """The next line has NCCL's own text of what failed."""
+_MARGIN = re.compile(r" +[|+](?: |[-+]+(?: \d+ -+)?\Z)?")
+"""Start of the lines of an exception group."""
 _LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -129,6 +131,8 @@ class JobLog:
 
     attempts: list[Attempt] = field(default_factory=lambda: [Attempt()])
     problems: list[str] = field(default_factory=list)
+    is_cut: bool = False
+    """A file ends within a line, so the lines of some ranks may be missing."""
 
     @property
     def last(self) -> Attempt:
@@ -196,6 +200,9 @@ class _File:
         twentieth of the time that it takes line by line."""
         number, rest = 0, b""
         for piece in chain(read_chunks(self._path, self._issues), (None,)):
+            if piece is None and rest:
+                self._job.is_cut = True
+                self._job.problems.append(f"{self._name}: ends within a line; what came after it is missing")
             data = rest + (b"\n" if piece is None else piece)
             cut = data.rfind(b"\n") + 1
             rest = data[cut:][:_LONGEST_LINE] if piece is not None else b""
@@ -297,9 +304,14 @@ class _Lines:
         self._frames: list[tuple[str, str, int]] = []
         self._errors: list[str] = []
         self._is_over = self._is_linked = self._takes_last_error = False
+        self._is_group = "Exception Group" in quote.text
 
     def add(self, text: str) -> bool:
         """Take a line; return whether it belongs to the traceback."""
+        if self._is_group:
+            if (margin := _MARGIN.match(text)) is None:
+                return False
+            text, self._is_linked = text[margin.end() :], True
         if self._is_over:
             return self._add_to_the_end(text)
         if (frame := _FRAME.match(text)) is not None:

@@ -115,3 +115,19 @@ def test_types_in_fingerprints_are_compared(tmp_path: Path) -> None:
         for rank in range(3)
     ]
     assert roots(diagnosed(tmp_path, *lines)) == [("dtype_mismatch", "default_pg", 4, [3], [0, 1, 2])]
+
+
+def test_a_rank_whose_progress_the_log_lacks_waits_in_the_call_that_timed_out(tmp_path: Path) -> None:
+    """The log is cut before the second line of rank 2, and before all of rank 1, so neither is accused."""
+    lines = [*watchdog(0, 219), watchdog(2, 219)[0], "[rank2]:[E1126 10:00:00.004 ProcessGroupNCCL.cpp:22"]
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    assert diagnosis_of(tmp_path).suspect_ranks == []
+
+
+def test_a_process_that_mpirun_saw_killed_is_named(tmp_path: Path) -> None:
+    lines = [
+        "[1,0]<stdout>:step 3",
+        "mpirun noticed that process rank 3 with PID 7 on node n2 exited on signal 9 (Killed).",
+    ]
+    found = diagnosed(tmp_path, *lines)
+    assert (found.suspect_ranks, found.hosts) == ([3], {"3": "n2"})

@@ -69,7 +69,7 @@ def test_a_folder_of_torchrun_has_the_ranks_in_its_paths(tmp_path: Path) -> None
 
 def test_a_long_line_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
-    path.write_bytes(b"x" * (4 << 20) + b"\n" + "\n".join(watchdog(0, 3)).encode())
+    path.write_bytes(b"x" * (4 << 20) + b"\n" + "\n".join([*watchdog(0, 3), ""]).encode())
     assert [one.kind for one in read_logs([str(path)]).last.facts] == ["timeout", "status"]
 
 
@@ -95,3 +95,25 @@ def test_an_exception_that_another_one_follows_is_its_cause_only_if_a_line_links
 def test_quotes_name_a_file_as_it_is_to_be_shown(tmp_path: Path) -> None:
     path = write(tmp_path, watchdog(0, 3))
     assert read_logs([path], {path: "standard input"}).last.facts[0].quote.path == "standard input"
+
+
+def test_the_innermost_exception_of_a_group_is_read(tmp_path: Path) -> None:
+    lines = [
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "/job/train.py", line 214, in <module>',
+        "  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)",
+        "  +-+---------------- 1 ----------------",
+        "    | Traceback (most recent call last):",
+        '    |   File "/job/io.py", line 20, in fetch',
+        "    | ValueError: bad magic",
+        "    +------------------------------------",
+    ]
+    (found,) = read_logs([write(tmp_path, [f"[rank3]: {line}" for line in lines])]).last.tracebacks
+    assert (found.error, found.frames) == ("ValueError: bad magic", (("fetch", "/job/io.py", 20),))
+
+
+def test_a_log_that_ends_within_a_line_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("\n".join(watchdog(0, 3)))
+    found = read_logs([str(path)])
+    assert (found.is_cut, found.problems) == (True, [f"{path}: ends within a line; what came after it is missing"])
