@@ -191,8 +191,8 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
 
 
 def _status_of_group(facts: list[Fact], all_facts: list[Fact]) -> Iterator[Fact]:
-    """Yield the progress on the group of a call that timed out, for a rank of which the log lacks it: the end of the
-    log may be missing. The group is the one in which others timed out in this call; the rank has enqueued it."""
+    """Yield the progress on the group of a call that timed out, if the log lacks it for this rank: the end of the log
+    may be missing. The group is the one in which others timed out in this call; the rank has enqueued it."""
     if any(fact.kind == formats.STATUS for fact in facts):
         return
     for work in (fact for fact in facts if fact.kind == formats.TIMEOUT):
