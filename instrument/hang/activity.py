@@ -100,6 +100,7 @@ def _describe(thread: int, name: str | None, before: Usage, now: Usage, ends: Ot
         "bytes": now.bytes - before.bytes,
         "blocked_in": blocked.call,
         "released_by": list(blocked.released_by),
+        "timed": blocked.timed,
     }
 
 

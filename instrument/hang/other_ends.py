@@ -35,6 +35,12 @@ _READS = ("read", "recvfrom", "recvmsg")
 _LOCKS = ("flock", "fcntl")
 _POLLFD = struct.Struct("ihh")
 _POLLIN = 1
+_INT = 0xFFFFFFFF
+_TIMEOUTS: dict[str, dict[int, tuple[int, int]]] = {
+    "x86_64": {7: (2, -1), 23: (4, 0), 202: (3, 0), 232: (3, -1), 270: (4, 0), 271: (2, 0), 281: (3, -1)},
+    "aarch64": {22: (3, -1), 72: (4, 0), 73: (2, 0), 98: (3, 0)},
+}
+"""Machine -> number of a system call -> (place of the argument that limits it, the value of one without a limit)."""
 _MOST = 64
 """Descriptors that one call may wait for."""
 _LISTENS = "0A"
@@ -52,6 +58,8 @@ class Blocked:
     """The system call; empty if it runs or this is unknown."""
     released_by: tuple[int, ...] = ()
     """The processes that can end it: each of them, if it waits for one of several. Empty if any of them is unknown."""
+    timed: bool = False
+    """It ends by itself after some time."""
 
 
 @dataclass
@@ -67,14 +75,16 @@ class OtherEnds:
         if not number.isdigit():
             return Blocked()
         name = _SYSTEM_CALLS.get(platform.machine(), {}).get(int(number), f"system call {number}")
+        values = [int(one, 16) for one in arguments]
+        timed = _is_timed(int(number), name, values)
         if not ends:
-            return Blocked(name)
+            return Blocked(name, timed=timed)
         with suppress(OSError, ValueError, IndexError, struct.error):
             if name in _LOCKS:
                 holder = self._lock_holders.get(os.getpid())
-                return Blocked(name, () if holder is None else (holder,))
-            return Blocked(name, self._who_write(_awaited(name, [int(one, 16) for one in arguments])))
-        return Blocked(name)
+                return Blocked(name, () if holder is None else (holder,), timed)
+            return Blocked(name, self._who_write(_awaited(name, values)), timed)
+        return Blocked(name, timed=timed)
 
     def _who_write(self, descriptors: Collection[int]) -> tuple[int, ...]:
         found: set[int] = set()
@@ -171,6 +181,12 @@ class OtherEnds:
 def children_of(process: int) -> set[int]:
     tasks = numbers_in(f"/proc/{process}/task")
     return {int(one) for task in tasks for one in text_of(f"/proc/{process}/task/{task}/children").split()}
+
+
+def _is_timed(number: int, name: str, arguments: list[int]) -> bool:
+    """Return whether a system call ends by itself after some time."""
+    place, without = _TIMEOUTS.get(platform.machine(), {}).get(number, (len(arguments), 0))
+    return name == "nanosleep" or (place < len(arguments) and arguments[place] & _INT != without & _INT)
 
 
 def _awaited(name: str, arguments: list[int]) -> list[int]:

@@ -41,13 +41,15 @@ class Verdict(msgspec.Struct):
     summary: str = ""
     """Who waits for whom, in a sentence."""
     findings: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    """Files that could not be used."""
     ends: list[int] = []
     """Not empty if the job ends: the ranks of the hang."""
 
     @property
     def is_hang(self) -> bool:
-        """Whether it is proven that no rank can release those that wait."""
-        return self.verdict != OVER and self.proof in PROVEN
+        """Whether it is proven that no rank can release those that wait. A file that could not be read may show it."""
+        return self.verdict != OVER and self.proof in PROVEN and not self.skipped
 
     def involved(self) -> list[int]:
         """Return the ranks of the hang. If one of them moves, the verdict no longer holds."""

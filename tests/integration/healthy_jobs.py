@@ -492,6 +492,22 @@ def serves_with_what_another_rank_supplies(rank: int) -> None:
     serves_another_group_on_a_thread(rank, pause, 2)
 
 
+def releases_two_groups_on_a_thread_that_made_no_call(rank: int) -> None:
+    """Ranks 0 and 1 wait for each other in two groups, until a thread of rank 0 makes its first call."""
+    orders, results = (dist.new_group([0, 1]) for _ in range(2))
+
+    def serve() -> None:
+        if rank == 0:
+            pause()
+            dist.all_reduce(torch.ones(3), group=orders)
+
+    with on_a_thread(serve):
+        if rank == 1:
+            dist.all_reduce(torch.ones(3), group=orders)
+        if rank < 2:
+            dist.all_reduce(torch.ones(5), group=results)
+
+
 # --- waits that the script ends by a timeout -------------------------------------------------------------------------
 
 
@@ -537,6 +553,7 @@ WITH_GLOO = (
     serves_with_a_pause,
     serves_with_computation,
     serves_with_what_another_rank_supplies,
+    releases_two_groups_on_a_thread_that_made_no_call,
     # A timeout of NCCL ends the process.
     works_on_when_a_wait_has_timed_out,
     works_on_when_a_group_has_timed_out,

@@ -112,8 +112,10 @@ def _read(arguments: argparse.Namespace, logs: Sequence[FoundFile]) -> Evidence:
         raise CrossrankError(f"{where}: has no dumps and no comms files; give the folder of the dumps or a recording")
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
     evidence = read_evidence(candidates, fleet, named=named, last=arguments.last)
-    if not evidence.ranks and not evidence.logs_only:
-        reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump with a known rank"
+    says_nothing = evidence.logs_only and not evidence.told and not named
+    if not evidence.ranks and (says_nothing or not evidence.logs_only):
+        none = f"none of {len(candidates)} file(s) is a dump with a known rank, or a log that has one"
+        reasons = "; ".join(evidence.skipped[:3]) or none
         for one in logs:
             reasons = reasons.replace(one.path, one.shown)
         raise CrossrankError(

@@ -34,6 +34,8 @@ class ThreadActivity(msgspec.Struct, frozen=True, kw_only=True):
     released_by: Annotated[list[Number], MANY] = []
     """Processes of its node that can end this: the holder of a file lock, or those that have the other end of a pipe or
     socket. Empty if that is unknown."""
+    timed: bool = False
+    """The system call ends by itself after some time."""
 
 
 class ChildActivity(msgspec.Struct, frozen=True, kw_only=True):

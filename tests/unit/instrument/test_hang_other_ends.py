@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from crossrank.instrument.hang.other_ends import OtherEnds
+
+WAITED_IN = ("futex", "nanosleep", "select", "poll", "epoll_wait")
 HOLDS = {
     "a file lock": "import fcntl; f = open(path); fcntl.flock(f, fcntl.LOCK_EX); ready()",
     "a TCP socket": """
@@ -138,3 +145,34 @@ def test_any_client_of_a_store_may_set_the_key_that_a_thread_waits_for(what: str
 def test_a_process_that_can_end_its_own_wait_waits_for_no_other_one(tmp_path: Path) -> None:
     by, _ = blocked(tmp_path, "a pipe of its own", ("read",), known=False)
     assert by == []
+
+
+@pytest.mark.parametrize(
+    ("wait", "timed"),
+    [
+        (threading.Event.wait, False),
+        (lambda over: over.wait(3600), True),
+        (lambda _: time.sleep(3600), True),
+        (lambda _: select.select([os.pipe()[0]], [], []), False),
+        (lambda _: select.select([os.pipe()[0]], [], [], 3600), True),
+        (lambda _: polled().poll(), False),
+        (lambda _: polled().poll(3_600_000), True),
+        (lambda _: select.epoll().poll(), False),
+        (lambda _: select.epoll().poll(3600), True),
+    ],
+    ids=["event", "event, timed", "sleep", "select", "select, timed", "poll", "poll, timed", "epoll", "epoll, timed"],
+)
+def test_a_wait_with_a_limit_ends_by_itself(wait: Callable[[threading.Event], object], timed: bool) -> None:
+    thread = threading.Thread(target=wait, args=(threading.Event(),), daemon=True)
+    thread.start()
+    assert thread.native_id is not None
+    deadline = time.monotonic() + 30
+    while (found := OtherEnds().blocked(thread.native_id, ends=False)).call not in WAITED_IN:
+        assert time.monotonic() < deadline, found
+    assert found.timed is timed
+
+
+def polled() -> select.poll:
+    found = select.poll()
+    found.register(os.pipe()[0], select.POLLIN)
+    return found

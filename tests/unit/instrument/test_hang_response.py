@@ -16,6 +16,7 @@ from crossrank.instrument.hang import response, verdict
 from crossrank.instrument.hang.answers import Answers
 from crossrank.instrument.hang.questions import Questions
 from crossrank.instrument.hang.response import _Silence
+from crossrank.instrument.hang.verdict import Verdict
 from crossrank.recording import list_recording
 from tests.unit.analysis.diagnosis.moments import Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Programs, SimulatedJob
@@ -88,3 +89,10 @@ def test_the_last_calls_of_many_ranks_give_the_same_culprit(
     found = json.loads(content)
     assert found["suspect_ranks"] == [1]
     assert any("(--last)" in note for note in found["notes"]) == has_many_ranks
+
+
+def test_a_verdict_without_a_file_that_could_not_be_read_proves_no_hang() -> None:
+    proven = Verdict(verdict="error", proof="deadlock")
+    assert proven.is_hang
+    proven.skipped = ["rank-1.flight.json.zst: is damaged"]
+    assert not proven.is_hang

@@ -15,6 +15,7 @@ from crossrank.tools.analysis.diagnosis.states import (
     IDLE,
     RUNS,
     STOPPED,
+    may_wake,
     members_in_making,
     name_in_making,
     polls_only,
@@ -53,10 +54,11 @@ def find_unrecorded_waits(search: Search) -> None:
     elif making and not silent:
         in_calls = {rank for op in stuck for rank in op.waiting if op.awaited & making.keys()}
         closed = in_calls and all(those <= in_calls | making.keys() for those in members.values())
-        free = any(way_out(ranks[rank].ending) for rank in in_calls | making.keys())
-        proof = "deadlock" if closed and not free else proof
+        those_waiting = [ranks[rank].ending for rank in in_calls | making.keys()]
+        if closed and not any(map(way_out, those_waiting)):
+            proof = "late" if any(map(may_wake, those_waiting)) else "deadlock"
         same = len({frozenset(those) for those in members.values()}) == 1
-        if proof == "deadlock" and same and len(in_calls) < len(making):  # few went past it
+        if proof != "not_known" and same and len(in_calls) < len(making):  # few went past it
             culprits = in_calls
             text += f"; {rank_text(in_calls)} made another call where most ranks make this group"
     finding = finding_on(

@@ -34,7 +34,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING
 from crossrank.tools.analysis.diagnosis.search import Search, finding_of
-from crossrank.tools.analysis.diagnosis.states import way_out
+from crossrank.tools.analysis.diagnosis.states import may_wake, way_out
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph, strongly_connected_components
 from crossrank.tools.traces.rank_trace import GLOO, STARTED
 
@@ -108,7 +108,10 @@ def find_closed_ops(search: Search) -> None:
         if not op.awaited <= set(op.waiting):
             continue
         if op.absent and op.is_p2p:  # a call of one batch has no match in the other
-            kind, proof = "p2p_unmatched", "deadlock"
+            free = any(
+                way_out(search.job.ranks[rank].ending) or may_wake(search.job.ranks[rank].ending) for rank in op.absent
+            )
+            kind, proof = "p2p_unmatched", "late" if free else "deadlock"
             culprits = op.absent if len(op.absent) < len(op.waiting) else set()
             text = f"{rank_text(op.absent)} made no matching call"
         elif (op.unknown and not op.is_p2p) or (op.group.inferred and search.may_be_members(op.group)):
@@ -236,9 +239,9 @@ def find_cycles(search: Search) -> None:
             changed = [rank for rank in cycle if changes_peer(search.job, rank, graph.blocked[rank])]
             odd = changed if len(changed) == 1 else []
             text += "".join(f"; the line of rank {rank} had another peer each time before" for rank in odd)
-            if not odd:
-                odd = _came_from_elsewhere(search, cycle, ops)
-                text += "".join(f"; rank {rank} made its call at another line than before" for rank in odd)
+        if not odd:
+            odd = _came_from_elsewhere(search, cycle, ops)
+            text += "".join(f"; rank {rank} made its call at another line than before" for rank in odd)
         if not odd:
             parts = unlike_the_rest(search.job, cycle)
             odd = sorted(parts)
@@ -247,6 +250,9 @@ def find_cycles(search: Search) -> None:
         if ways := {rank: way for rank in cycle if (way := _way_out(search, rank))}:
             odd, proof = [], "not_known"
             text += "".join(f"; rank {rank} may still go on: {way}" for rank, way in ways.items())
+        elif wakes := {rank: wake for rank in cycle if (wake := may_wake(search.job.ranks[rank].ending))}:
+            proof = "late"
+            text += "".join(f"; rank {rank} may go on if its other thread does: {wake}" for rank, wake in wakes.items())
         waiting = sorted(set(stuck).difference(odd))
         search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof=proof), ops)
 

@@ -221,6 +221,22 @@ def way_out(ending: Ending) -> str:
     return ""
 
 
+def may_wake(ending: Ending) -> str:
+    """Return the thread of a rank that waits for others that something outside of the process may wake, as text: it
+    sleeps, or waits for data, a process or some time. Such a thread with the user's code may make a call then. Empty
+    without one: a thread that waits in a lock can be woken by another thread of the process alone."""
+    waiting = {one.number for one in ending.waits or ()}
+    for stack in ending.stacks:
+        thread, made_calls = ending.activity_of(stack), stack.number in ending.callers.values()
+        wakes = thread is not None and (thread.timed or thread.blocked_in != "futex")
+        if thread is None or not wakes or made_calls or stack.number in waiting:
+            continue
+        if stack.thread != MAIN_THREAD and any(map(is_users, stack.frames)):
+            where = f" in {thread.blocked_in}()" if thread.blocked_in else ""
+            return f"its thread {stack.thread} is blocked{where} in {place_text(stack.waits_at)}"
+    return ""
+
+
 def _blocked_in(ending: Ending) -> str:
     thread = ending.activity_of(first_thread(ending))
     return "" if thread is None else thread.blocked_in

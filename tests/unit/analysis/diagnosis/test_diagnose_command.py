@@ -221,8 +221,8 @@ def test_a_folder_without_dumps_exits_2(tmp_path: Path, diagnose: Command) -> No
     code, out, err = diagnose(tmp_path)
     assert (code, out) == (2, "")
     assert err == (
-        f"crossrank: {tmp_path}: nothing to diagnose (none of 1 file(s) is a dump with a known rank); "
-        "give a folder of flight-recorder dumps or a recording\n"
+        f"crossrank: {tmp_path}: nothing to diagnose (none of 1 file(s) is a dump with a known rank, "
+        "or a log that has one); give a folder of flight-recorder dumps, a recording or logs\n"
     )
     assert diagnose(tmp_path / "nowhere")[0] == 2
 

@@ -30,6 +30,8 @@ def waiting(
     cpu_ns: int = 0,
     serves: str = "",
     helper_waits_in: str = "",
+    helper_blocked_in: str = "futex",
+    timed: bool = False,
     limited: bool = False,
     limited_groups: frozenset[str] = frozenset(),
 ) -> RankTrace:
@@ -47,7 +49,7 @@ def waiting(
     stacks = [OwnStack(thread="MainThread", number=MAIN, frames=[Frame("train", "/job/train.py", 5)])]
     stacks += [OwnStack(thread="helper", number=HELPER, frames=list(helper))] if helper else []
     callers = {"1": MAIN, "2": MAIN} | ({serves: HELPER} if serves else {})
-    threads = [ThreadActivity(id=MAIN, blocked_in="futex"), ThreadActivity(id=HELPER, cpu_ns=cpu_ns)]
+    threads = [ThreadActivity(id=MAIN, blocked_in="futex"), _helper(cpu_ns, helper_blocked_in, timed)]
     ending: dict[str, Any] = {
         "reason": "hang",
         "taken_at": 100 * SECOND,
@@ -63,6 +65,10 @@ def waiting(
     trace.awaited = {2}
     trace.row_of_thread = {MAIN: 2} | ({HELPER: 3} if helper_waits_in else {})
     return trace
+
+
+def _helper(cpu_ns: int, blocked_in: str, timed: bool) -> ThreadActivity:
+    return ThreadActivity(id=HELPER, cpu_ns=cpu_ns, blocked_in=blocked_in, timed=timed)
 
 
 def supplier(frame: Frame) -> RankTrace:
@@ -117,6 +123,27 @@ def test_a_thread_that_may_make_its_first_call_leaves_it_open(
     assert finding.proof == ("not_known" if way_out else "deadlock")
     assert finding.text.endswith(f"; rank 0 may still go on: {way_out}") == bool(way_out)
     assert finding.culprit_ranks == []
+
+
+@pytest.mark.parametrize(
+    ("blocked_in", "timed", "proof"),
+    [
+        ("futex", False, "deadlock"),  # only another thread of the process can wake it
+        ("futex", True, "late"),
+        ("nanosleep", True, "late"),
+        ("recvfrom", False, "late"),
+        ("", False, "late"),  # unknown
+    ],
+)
+def test_a_thread_that_wakes_without_the_others_may_make_its_first_call(
+    blocked_in: str, timed: bool, proof: str
+) -> None:
+    helper: dict[str, Any] = {"helper": SLEEPS, "helper_blocked_in": blocked_in, "timed": timed}
+    (finding,) = diagnosed(waiting(0, "2", "1", **helper), waiting(1, "1", "2")).findings
+    assert finding.proof == proof
+    assert ("rank 0 may go on if its other thread does: its thread helper is blocked" in finding.text) == (
+        proof == "late"
+    )
 
 
 @pytest.mark.parametrize(
