@@ -134,6 +134,17 @@ def complaints(fault: Fault, job: Job, command: Commands) -> list[str]:
     return found + list(untrue(fault, diagnosis, without_dump, owed)) + list(not_shown(fault, diagnosis, text))
 
 
+def accused_by_logs(fault: Fault, job: Job, command: Commands) -> list[str]:
+    """What `crossrank diagnose` says of an innocent rank from what the ranks have printed alone."""
+    logs = [log for log in sorted(job.folder.glob("rank-*.log")) if log.stat().st_size]
+    if not logs:
+        return []
+    diagnosis = json.loads(command.ended("diagnose", *logs, "--json")[1])
+    innocent = sorted(set(diagnosis["suspect_ranks"]) & fault.innocent)
+    found = [f"the logs accuse rank {innocent}: {diagnosis['findings']}"] if innocent else []
+    return found + ["the logs prove that all is well"] * (diagnosis["verdict"] == "ok")
+
+
 def complaints_about_parts(fault: Fault, job: Job, folder: Path, command: Commands) -> list[str]:
     """What `crossrank diagnose` says that is not true where it has torch's dumps alone, our records alone, or nothing
     of one rank. It may say less than it says of all files, but never that nothing is wrong."""
