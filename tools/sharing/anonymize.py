@@ -40,11 +40,13 @@ from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.sharing import kinds
 from crossrank.tools.sharing.exports import texts_in, write_export
 from crossrank.tools.sharing.folders import exists, refuse_full
+from crossrank.tools.sharing.logs import scrub_log
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
 from crossrank.tools.sharing.rules import KEYS, LEFT_OUT, Rule, Scrubber
 from crossrank.tools.sharing.vocabulary import is_public
-from crossrank.tools.traces.discover import NSIGHT, WHAT, FoundFile, discover
+from crossrank.tools.traces.discover import LOG, NSIGHT, WHAT, FoundFile, discover
 from crossrank.tools.traces.flight.safe_pickle import RefusedPickleError, load_data
+from crossrank.tools.traces.logs.read import ATTEMPT
 
 _PICKLE = b"\x80"
 _MOST_RANKS = 1 << 16
@@ -150,7 +152,7 @@ def _refuse_duplicates(found: Iterable[FoundFile]) -> None:
     """Raise `CrossrankError` if two inputs have the same kind, rank and window, and so the same new name."""
     seen: dict[tuple[str, int | None, int], FoundFile] = {}
     for file in found:
-        if file.kind in _SCRUBBERS and file.rank is not None and not file.problem:
+        if file.kind in _SCRUBBERS and file.kind != LOG and file.rank is not None and not file.problem:
             other = seen.setdefault((file.kind, file.rank, file.window), file)
             if other is not file:
                 raise CrossrankError(f"{other.path} and {file.path} are both of rank {file.rank}; give one of them")
@@ -160,7 +162,7 @@ def _number_files(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]
     """Yield each file with its number among the files of its kind that have no rank."""
     nameless: Counter[str] = Counter()
     for file in found:
-        nameless[file.kind] += file.rank is None or file.kind == NSIGHT
+        nameless[file.kind] += file.rank is None or file.kind in (NSIGHT, LOG)
         yield file, nameless[file.kind]
 
 
@@ -173,10 +175,13 @@ def _anonymize_file(item: tuple[FoundFile, int], key: bytes, folder: str, world:
         return _make_result(file, f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", is_loss=False)
     scrubber = Scrubber(Pseudonyms(key), coarse=coarse)
     place = folder
-    suffix = "sqlite" if file.kind == NSIGHT else "json.zst"
+    suffix = {NSIGHT: "sqlite", LOG: "log.zst"}.get(file.kind, "json.zst")
     # Letters, not a number: a reader would take a number for the rank.
     name = f"{file.kind}-{'x' * number}.{suffix}"
-    if file.rank is not None and file.kind == NSIGHT:
+    if file.kind == LOG and (inside := ATTEMPT.search(file.path)):
+        attempt, local, name = inside[0].split("/")
+        place = join(join(folder, attempt), local)
+    elif file.rank is not None and file.kind in (NSIGHT, LOG):
         name = f"{file.kind}-{'x' * number}-rank-{file.rank}.{suffix}"
     elif file.rank is not None:
         place = join(folder, inner) if (inner := rank_folder(file.rank, world)) else folder
@@ -310,6 +315,7 @@ _SCRUBBERS: Mapping[str, Callable[[FoundFile, Scrubber], Iterator[bytes]]] = {
     EXECUTION_TRACE: _scrub_rows,
     LINKED: _scrub_rows,
     FLIGHT: _scrub_flight,
+    LOG: scrub_log,
 }
 """Kind of file -> function that writes it without names."""
 _TEXTS = re.compile(rb'"((?:[^"\\]|\\.)*)"')

@@ -22,33 +22,34 @@ from crossrank.tools.traces.logs.prefixes import COLORS, Origin, labels_of, spli
 
 _LONGEST_LINE = 1 << 16
 """Characters of a line that are read: the rest says nothing more."""
-_SAMPLE = 400
+SAMPLE = 400
 """Lines at the start of a file that show which labels it has."""
+CUT = "ends within a line; what came after it is missing"
 _QUOTED = 200
 """Characters of a line that are quoted."""
-_FOLDER = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out|err)\.log\Z")
+ATTEMPT = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out|err)\.log\Z")
 """End of the path of a file that `torchrun --log-dir` writes."""
-_FRAME = re.compile(r'\A\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)')
-_RAISED = re.compile(
-    r"\A(?:[\w.]+\.)?(?P<type>[A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Warning|Timeout|Failed|Killed))\b(?::|\Z)"
+FRAME = re.compile(r'\A\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)')
+RAISED = re.compile(
+    r"\A(?:[\w.]+\.)?(?P<type>[A-Za-z_]\w*(?P<end>Error|Exception|Interrupt|Exit|Warning|Timeout|Failed|Killed))\b(?::|\Z)"
 )
 _LAST_LINES, _LAST_MARKED_LINES = 2, 8
 """Lines that a script prints at most while an exception ends it, or one that torch has marked with the rank."""
 _RESTARTED = 8
 """Lines of the script after a failure from which on the launcher has started the job again."""
-_SUMMARY = re.compile(
+SUMMARY = re.compile(
     r"\[\d+\]:|.*\bFAILED\b|Failures:|Root Cause|<NO_OTHER|\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
 )
 """Lines of torchrun's summary of failures."""
-_GLUED = re.compile(r"(?=\[rank\d+\]:\[[EWIF]\d)")
+GLUED = re.compile(r"(?=\[rank\d+\]:\[[EWIF]\d)")
 """Where another process has begun to print within a line."""
-_MARK = "[rank"
+MARK = "[rank"
 """With it torch begins the lines that it prints itself, and those of an exception that ends the process."""
 _OF_TESTS = "E  "
 """Start of the lines in which pytest shows an exception."""
 _OF_LAUNCHER = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
 """Exceptions of launchers, which say that a process has failed."""
-_OF_THE_END = re.compile(
+ENDS = re.compile(
     r"\A(?:\s*\Z|\s*#\d+ |frame #|Exception raised from|terminate called|  what\(\)|\s+[\w.~^]|\[?[IWEF]\d{3,4} |"
     r"[\w.]*(?:Error|Warning)\b|ncclRemoteError|Last error|srun|slurmstepd|=+\s*\Z|-+\s*\Z|Fatal Python|\[rank|"
     r"Traceback )"
@@ -61,7 +62,7 @@ _LAST_ERROR = "Last error:"
 """The next line has NCCL's own text of what failed."""
 _MARGIN = re.compile(r" +[|+](?: |[-+]+(?: \d+ -+)?\Z)?")
 """Start of the lines of an exception group."""
-_LINKS = ("During handling of the above exception", "The above exception was the direct cause")
+LINKS = ("During handling of the above exception", "The above exception was the direct cause")
 
 
 @dataclass(frozen=True)
@@ -163,13 +164,38 @@ def read_logs(paths: Iterable[str], names: Mapping[str, str] = MappingProxyType(
     return job
 
 
+def lines_of(path: str, issues: ReadIssues) -> Iterator[tuple[int, str, bool]]:
+    """Yield (number, line without colors, whether it has one of the literals of formats) of a file. To find these in a
+    chunk at once takes a twentieth of the time that it takes line by line."""
+    number, rest = 0, b""
+    for piece in chain(read_chunks(path, issues), (None,)):
+        if piece is None and rest:
+            issues.problems.append(CUT)
+        data = rest + (b"\n" if piece is None else piece)
+        cut = data.rfind(b"\n") + 1
+        rest = data[cut:][:_LONGEST_LINE] if piece is not None else b""
+        text = data[:cut].decode(errors="replace")
+        if "\x1b" in text or "\r" in text:
+            text = COLORS.sub("", text)
+        places = iter(sorted(place for literal in formats.LITERALS for place in _places(text, literal)))
+        place, end = next(places, len(text)), 0
+        for line in text.split("\n")[:-1]:
+            end += len(line) + 1
+            number += 1
+            may_say = place < end
+            while place < end:
+                place = next(places, len(text) + 1)
+            if line or piece is not None:
+                yield number, line[:_LONGEST_LINE], may_say
+
+
 class _File:
     """Reads one file into a job."""
 
     def __init__(self, path: str, job: JobLog, name: str) -> None:
         self._path, self._name, self._job = path, writable(name), job
         self._issues = ReadIssues(path)
-        found = _FOLDER.search(path)
+        found = ATTEMPT.search(path)
         self._attempt = int(found["attempt"]) if found else 0
         rank = None if found else named_rank(PurePosixPath(path).name)
         self._origin = Origin(rank=rank, local=int(found["local"]) if found else None)
@@ -183,8 +209,8 @@ class _File:
         """The process that the next traceback is of."""
 
     def read(self) -> None:
-        lines = self._lines()
-        first = list(islice(lines, _SAMPLE))
+        lines = lines_of(self._path, self._issues)
+        first = list(islice(lines, SAMPLE))
         labels = labels_of(line for _, line, _ in first)
         for number, line, may_say in chain(first, lines):
             if may_say or self._open or self._latest or self._since_failure is not None:
@@ -193,32 +219,8 @@ class _File:
                 self._count(split(line, self._origin, labels)[0])
         for opened in self._open.values():
             self._close(opened)
+        self._job.is_cut |= CUT in self._issues.problems
         self._job.problems += [f"{self._name}: {problem}" for problem in self._issues.problems]
-
-    def _lines(self) -> Iterator[tuple[int, str, bool]]:
-        """Yield (number, line, whether it has one of the literals of formats). To find these in a chunk at once takes a
-        twentieth of the time that it takes line by line."""
-        number, rest = 0, b""
-        for piece in chain(read_chunks(self._path, self._issues), (None,)):
-            if piece is None and rest:
-                self._job.is_cut = True
-                self._job.problems.append(f"{self._name}: ends within a line; what came after it is missing")
-            data = rest + (b"\n" if piece is None else piece)
-            cut = data.rfind(b"\n") + 1
-            rest = data[cut:][:_LONGEST_LINE] if piece is not None else b""
-            text = data[:cut].decode(errors="replace")
-            if "\x1b" in text or "\r" in text:
-                text = COLORS.sub("", text)
-            places = iter(sorted(place for literal in formats.LITERALS for place in _places(text, literal)))
-            place, end = next(places, len(text)), 0
-            for line in text.split("\n")[:-1]:
-                end += len(line) + 1
-                number += 1
-                may_say = place < end
-                while place < end:
-                    place = next(places, len(text) + 1)
-                if line or piece is not None:
-                    yield number, line[:_LONGEST_LINE], may_say
 
     @property
     def _now(self) -> Attempt:
@@ -234,7 +236,7 @@ class _File:
         if "]:[" not in line:
             self._take_part(number, line, labels, may_say)
             return
-        for part in _GLUED.split(line):
+        for part in GLUED.split(line):
             if part or part == line:
                 self._take_part(number, part, labels, may_say)
 
@@ -245,12 +247,12 @@ class _File:
         if opened is not None and not opened.add(text):
             self._close(self._open.pop(origin))
             opened = None
-        if opened is None and not _OF_THE_END.match(text) and not _SUMMARY.match(text):
+        if opened is None and not ENDS.match(text) and not SUMMARY.match(text):
             if (latest := self._latest.get(origin)) is not None:
                 latest.followed += 1
                 if latest.followed > _LAST_MARKED_LINES:
                     del self._latest[origin]
-            if _MARK not in line:
+            if MARK not in line:
                 self._note_work(text)
         if not may_say or text.startswith(_OF_TESTS):
             return
@@ -262,7 +264,7 @@ class _File:
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
                     of = origin if self._spawned is None else Origin(rank=self._spawned)
-                    self._open[origin] = _Lines(quote, of, _MARK in line, self._attempt)
+                    self._open[origin] = _Lines(quote, of, MARK in line, self._attempt)
                     self._spawned = None
             elif one.kind == formats.RESTART:
                 self._attempt, self._since_failure = self._attempt + 1, None
@@ -314,12 +316,12 @@ class _Lines:
             text, self._is_linked = text[margin.end() :], True
         if self._is_over:
             return self._add_to_the_end(text)
-        if (frame := _FRAME.match(text)) is not None:
+        if (frame := FRAME.match(text)) is not None:
             self._frames.append((frame["name"], frame["file"], int(frame["line"])))
             return True
         if text.startswith(" ") or not text.strip():
             return True
-        if _RAISED.match(text) is None and not self._frames:
+        if RAISED.match(text) is None and not self._frames:
             return False
         self._errors.append(writable(_MODULE.sub("", text.strip()[:_LONGEST_ERROR])))
         self._is_over, self._is_linked = True, False
@@ -332,8 +334,8 @@ class _Lines:
             self._takes_last_error = False
             return True
         self._takes_last_error = text.startswith(_LAST_ERROR)
-        self._is_linked |= text.startswith(_LINKS)
-        if self._is_linked and (text.startswith("Traceback (most recent") or _RAISED.match(text)):
+        self._is_linked |= text.startswith(LINKS)
+        if self._is_linked and (text.startswith("Traceback (most recent") or RAISED.match(text)):
             self._frames, self._is_over = [], False
             return text.startswith("Traceback") or self.add(text)
         return not text.strip() or self._is_linked or text.startswith(("ncclR", "ncclI", "ncclS", "ncclU", _LAST_ERROR))
