@@ -33,6 +33,7 @@ _SYSTEM_CALLS: dict[str, dict[int, str]] = {
 """Machine -> number of a system call that may block -> its name (syscalls(2))."""
 _READS = ("read", "recvfrom", "recvmsg")
 _LOCKS = ("flock", "fcntl")
+_SLEEPS = ("nanosleep", "select")
 _POLLFD = struct.Struct("ihh")
 _POLLIN = 1
 _INT = 0xFFFFFFFF
@@ -83,6 +84,8 @@ class OtherEnds:
             if name in _LOCKS:
                 holder = self._lock_holders.get(os.getpid())
                 return Blocked(name, () if holder is None else (holder,), timed)
+            if name in _SLEEPS and timed:
+                return Blocked(name, tuple(sorted(self._holders_of_open_files())), timed)
             return Blocked(name, self._who_write(_awaited(name, values)), timed)
         return Blocked(name, timed=timed)
 
@@ -129,6 +132,15 @@ class OtherEnds:
         inode = link[len("socket:[") : -1]
         return inode in self._sockets and self._sockets[inode][2] == _LISTENS
 
+    def _holders_of_open_files(self) -> set[int]:
+        """Return the processes that keep this one from writing to a file that it has open: a loop may try to lock it
+        now and then."""
+        found = set()
+        for descriptor in self._links(os.getpid()):
+            with suppress(OSError):
+                found.add(self._writers.get(os.fstat(descriptor).st_ino, 0))
+        return (found & self._near) - {os.getpid()}
+
     @cached_property
     def _near(self) -> set[int]:
         """The launcher, the processes that it started, and their children."""
@@ -157,6 +169,16 @@ class OtherEnds:
     @cached_property
     def _inodes(self) -> dict[tuple[str, str], str]:
         return {(local, remote): inode for inode, (local, remote, _) in self._sockets.items()}
+
+    @cached_property
+    def _writers(self) -> dict[int, int]:
+        """Inode of a file -> the process that has locked it for itself alone, by `/proc/locks`."""
+        rows = [fields for fields in map(str.split, text_of("/proc/locks").splitlines()) if "->" not in fields]
+        return {
+            int(fields[5].rpartition(":")[2]): int(fields[4])
+            for fields in rows
+            if len(fields) > 5 and fields[3] == "WRITE" and fields[4].isdecimal()
+        }
 
     @cached_property
     def _lock_holders(self) -> dict[int, int]:

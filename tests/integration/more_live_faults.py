@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import queue
 import socket
@@ -605,3 +606,53 @@ def sends_after_its_collective_once(rank: int) -> None:
             dist.recv(torch.ones(8), 2)
         if not is_late:
             dist.all_reduce(torch.ones(64))
+
+
+@fault(("opposite_order",), culprits=(2,), with_nccl=False)
+def leaves_a_group_out_that_it_is_not_in(rank: int) -> None:
+    """All ranks must make each group; the next one does not meet those of the others."""
+    dist.all_reduce(torch.ones(64))
+    if rank != 2:
+        dist.new_group([0, 1, 3])
+    for _ in range(3):
+        dist.all_reduce(torch.ones(64))
+    dist.new_group()  # rank 2
+
+
+@fault(("p2p_wait_cycle",), culprits=(1,), with_nccl=False)
+def drops_a_micro_batch(rank: int) -> None:
+    """A stage whose loss is not finite sends nothing, and waits for the gradient of what it did not send."""
+    for step in range(8):
+        for micro_batch in range(3):
+            if rank > 0:
+                dist.recv(torch.ones(8), rank - 1)  # rank 1
+            if rank < 3 and (rank, step, micro_batch) != (1, 6, 1):
+                dist.send(torch.ones(8), rank + 1)
+        for _ in range(3):
+            if rank < 3:
+                dist.recv(torch.ones(8), rank + 1)  # rank 1
+            if rank > 0:
+                dist.send(torch.ones(8), rank - 1)
+
+
+def _acquire(lock: int) -> None:
+    """Wait for a lock as libraries do that give a timeout."""
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+        else:
+            return
+
+
+@fault(("holds_lock",), culprits=(2,), with_nccl=False)
+def holds_a_lock_that_another_rank_polls(rank: int) -> None:
+    lock = os.open(f"{os.environ[FOLDER]}/cache.lock", os.O_RDWR | os.O_CREAT)
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) in ((2, 2), (0, 3)):
+            _acquire(lock)
+        if (rank, step) == (0, 3):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        dist.barrier()  # rank 2

@@ -17,6 +17,9 @@ WINDOW = 512
 _MOST_RANKS, _MOST_CALLS = 32, 1 << 16
 """Ranks, and calls of each, up to which whole programs are compared."""
 
+_ROUNDS, _BEGINNINGS = 4, (0, 4, 16, 64)
+"""Rounds of a loop that show its period, and calls before it that are left out."""
+
 _OFTEN = 3
 """Calls of a line that show whether it has always the same peer."""
 
@@ -108,6 +111,23 @@ def unlike_the_rest(job: JobState, among: Collection[int]) -> dict[int, int]:
             known = all(programs[rank][at] in usual and usual[at] in programs[rank][:at] for rank, at in parts.items())
             return parts if known and parts.keys() <= set(among) else {}
     return {}
+
+
+def leaves_its_period(job: JobState, rank: int, row: int) -> int | None:
+    """Return the row of the first call of a rank, up to `row`, that is not the one it made a period before; -1 if there
+    is none; None if its calls have no period. A training loop makes the same calls in each step."""
+    history = [token[:3] for token in _history(job, rank, row)]
+    first = row + 1 - len(history)
+    for begin in _BEGINNINGS:
+        calls = history[begin:]
+        lasts = {
+            next((at for at in range(period, len(calls)) if calls[at] != calls[at - period]), len(calls)): period
+            for period in range(len(calls) // _ROUNDS, 0, -1)
+        }
+        latest = max(lasts, default=0)
+        if lasts and latest >= _ROUNDS * lasts[latest]:
+            return first + begin + latest if latest < len(calls) else -1
+    return None
 
 
 def _program(job: JobState, rank: int) -> list[tuple[str, int, int]]:

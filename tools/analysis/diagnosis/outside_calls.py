@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from crossrank.recording import ANSWERS
@@ -51,6 +51,12 @@ def find_unrecorded_waits(search: Search) -> None:
     if _differ(members, {rank: ranks[rank].ending.groups_made for rank in members}):
         kind, proof = "opposite_order", "mismatch"
         culprits = set(ranks_of[-1][1]) if len(ranks_of) == 2 and len(ranks_of[0][1]) > len(ranks_of[1][1]) else set()
+    elif making and _numbers_differ(members, {rank: ranks[rank].ending.groups_made for rank in members}):
+        proof = "mismatch"
+        counts = Counter(ranks[rank].ending.groups_made for rank in members)
+        usual, many = counts.most_common(1)[0]
+        odd = {rank for rank in members if ranks[rank].ending.groups_made != usual}
+        culprits = odd if many > len(odd) else set()
     elif making and not silent:
         in_calls = {rank for op in stuck for rank in op.waiting if op.awaited & making.keys()}
         closed = in_calls and all(those <= in_calls | making.keys() for those in members.values())
@@ -145,6 +151,12 @@ def _differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | Non
         for rank, those in members.items()
         for other, theirs in members.items()
     )
+
+
+def _numbers_differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | None]) -> bool:
+    """Return whether all these ranks make a group of the same members, and have not made as many groups before."""
+    same = len({frozenset(those) for those in members.values()}) == 1
+    return same and None not in made.values() and len(set(made.values())) > 1
 
 
 def _members_text(members: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from crossrank.tools.analysis.diagnosis.call_history import (
     is_new,
     is_out_of_turn,
     is_usual,
+    leaves_its_period,
     unlike_the_rest,
 )
 from crossrank.tools.analysis.diagnosis.findings import (
@@ -236,16 +237,10 @@ def find_cycles(search: Search) -> None:
         else:
             # Either the matching call is missing, or the collective. Without similar earlier calls it is unknown which.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
-            changed = [rank for rank in cycle if changes_peer(search.job, rank, graph.blocked[rank])]
-            odd = changed if len(changed) == 1 else []
-            text += "".join(f"; the line of rank {rank} had another peer each time before" for rank in odd)
         if not odd:
-            odd = _came_from_elsewhere(search, cycle, ops)
-            text += "".join(f"; rank {rank} made its call at another line than before" for rank in odd)
-        if not odd:
-            parts = unlike_the_rest(search.job, cycle)
-            odd = sorted(parts)
-            text += "".join(f"; {_parting_text(search.job, *end)}" for end in parts.items())
+            how = next(filter(None, (rule(search, cycle, ops) for rule in _RULES)), {})
+            odd = sorted(how)
+            text += "".join(f"; {how[rank]}" for rank in odd)
         proof = "deadlock"
         if ways := {rank: way for rank in cycle if (way := _way_out(search, rank))}:
             odd, proof = [], "not_known"
@@ -255,13 +250,6 @@ def find_cycles(search: Search) -> None:
             text += "".join(f"; rank {rank} may go on if its other thread does: {wake}" for rank, wake in wakes.items())
         waiting = sorted(set(stuck).difference(odd))
         search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof=proof), ops)
-
-
-def _parting_text(job: JobState, rank: int, row: int) -> str:
-    call = job.signature(rank, row)
-    where = f" ({call.source})" if call.source else ""
-    group = group_text(job.group_at(rank, row).pg)
-    return f"most ranks made another call than rank {rank}'s {call_text(call.op, call.seq)} of {group}{where}"
 
 
 def _has_another_sender(search: Search, rank: int, cycle: list[int]) -> bool:
@@ -329,15 +317,51 @@ def _left_its_order(search: Search, cycle: list[int]) -> list[int]:
     return odd if all(unusual) and len(with_odd) < len(with_others) and with_odd.isdisjoint(with_others) else []
 
 
-def _came_from_elsewhere(search: Search, cycle: list[int], ops: list[StuckOp]) -> list[int]:
-    """Return the rank of a cycle that made its call at another line than before, if ranks that are with it in the call,
-    and all others, made their usual calls."""
+def _with_another_peer(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
+    changed = [rank for rank in cycle if changes_peer(search.job, rank, search.graph.blocked[rank])]
+    how = {rank: f"the line of rank {rank} had another peer each time before" for rank in changed}
+    return how if len(how) == 1 else {}
+
+
+def _came_from_elsewhere(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
+    """The rank that made its call at another line than before, if ranks that are with it in the call, and all others,
+    made their usual calls."""
     job, blocked = search.job, search.graph.blocked
     waiting = {rank for op in ops for rank in op.waiting}
     odd = [rank for rank in waiting if is_from_elsewhere(job, rank, blocked[rank])]
     usual = all(is_usual(job, rank, blocked[rank]) for rank in waiting.difference(odd))
     is_one = len(odd) == 1 and odd[0] in cycle and len(search.graph.op_of[odd[0]].waiting) > 1
-    return odd if is_one and usual else []
+    return {rank: f"rank {rank} made its call at another line than before" for rank in odd} if is_one and usual else {}
+
+
+def _left_its_period(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
+    """The rank whose calls have left their period, if all other ranks of a cycle of sends and receives keep theirs."""
+    if not all(op.is_p2p for op in ops):
+        return {}
+    found = {rank: leaves_its_period(search.job, rank, search.graph.blocked[rank]) for rank in cycle}
+    left = {rank: row for rank, row in found.items() if row is not None and row >= 0}
+    how = {
+        rank: f"in each round before, it made another call than {_made(search.job, rank, left[rank])}" for rank in left
+    }
+    return how if None not in found.values() and len(how) == 1 else {}
+
+
+def _unlike_most_ranks(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
+    parts = unlike_the_rest(search.job, cycle)
+    return {rank: f"most ranks made another call than {_made(search.job, rank, row)}" for rank, row in parts.items()}
+
+
+_RULES = (_with_another_peer, _came_from_elsewhere, _left_its_period, _unlike_most_ranks)
+"""Each returns who of a cycle is wrong, rank -> text, by what its calls were before or those of others are; empty if
+that is unknown. The first that knows counts."""
+
+
+def _made(job: JobState, rank: int, row: int) -> str:
+    """Return a call that a rank made, as text."""
+    call = job.signature(rank, row)
+    where = f" ({call.source})" if call.source else ""
+    number = job.ranks[rank].calls.number[row]
+    return f"rank {rank}'s {call_text(call.op, number)} of {group_text(job.group_at(rank, row).pg)}{where}"
 
 
 def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:

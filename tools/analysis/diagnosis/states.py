@@ -8,6 +8,7 @@ can end, these decide. A rank that does not answer was looked at by another rank
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 from crossrank.recording import ANSWERS
@@ -36,6 +37,10 @@ _BY_SOCKET = ("poll", "select", "epoll_wait", "recvfrom", "recvmsg")
 """System calls in which a thread waits for data of a socket, such as an answer of the store."""
 _BY_LOCK = ("flock", "fcntl")
 """System calls in which a thread waits for a file lock."""
+_SLEEPS = ("nanosleep", "select")
+_LOCK_NAME = re.compile(r"lock|acquire", re.IGNORECASE)
+"""Names of files and functions that wait for a lock."""
+_INNER_FRAMES = 3
 _BACKGROUND = (
     "crossrank",
     "pt_nccl_",
@@ -248,15 +253,25 @@ def waits_for_thread(ending: Ending) -> bool:
 
 
 def released_by(ending: Ending, pg: str) -> Sequence[int]:
-    """Return the processes that can end what the thread waits for that calls on a group; empty if that is unknown."""
-    thread = ending.activity_of(worker_of(ending, pg))
-    return [] if thread is None or thread.cpu_ns > _LEAST_NS else thread.released_by
+    """Return the processes that can end what the thread waits for that calls on a group; empty if that is unknown. A
+    thread that sleeps waits for a file lock only if its function, or its file, is named after locks."""
+    stack = worker_of(ending, pg)
+    thread = ending.activity_of(stack)
+    if thread is None or stack is None:
+        return []
+    if thread.blocked_in in _SLEEPS:
+        return thread.released_by if _locks(stack) and _share(thread.cpu_ns, ending.activity) < _POLLS else []
+    return [] if thread.cpu_ns > _LEAST_NS else thread.released_by
 
 
 def waits_for_lock(ending: Ending, pg: str) -> bool:
     """Return whether the thread that calls on a group waits for a file lock."""
     thread = ending.activity_of(worker_of(ending, pg))
-    return thread is not None and thread.blocked_in in _BY_LOCK
+    return thread is not None and thread.blocked_in in (*_BY_LOCK, *_SLEEPS)
+
+
+def _locks(stack: OwnStack) -> bool:
+    return any(_LOCK_NAME.search(f"{frame.filename}:{frame.name}") for frame in stack.frames[:_INNER_FRAMES])
 
 
 def members_in_making(ending: Ending) -> list[int] | None:
