@@ -33,7 +33,6 @@ _SYSTEM_CALLS: dict[str, dict[int, str]] = {
 """Machine -> number of a system call that may block -> its name (syscalls(2))."""
 _READS = ("read", "recvfrom", "recvmsg")
 _LOCKS = ("flock", "fcntl")
-_SLEEPS = ("nanosleep", "select")
 _POLLFD = struct.Struct("ihh")
 _POLLIN = 1
 _INT = 0xFFFFFFFF
@@ -77,6 +76,8 @@ class OtherEnds:
             return Blocked()
         name = _SYSTEM_CALLS.get(platform.machine(), {}).get(int(number), f"system call {number}")
         values = [int(one, 16) for one in arguments]
+        if name == "select" and values[:1] == [0]:
+            name = "nanosleep"  # Python slept in this way before 3.11
         timed = _is_timed(int(number), name, values)
         if not ends:
             return Blocked(name, timed=timed)
@@ -84,7 +85,7 @@ class OtherEnds:
             if name in _LOCKS:
                 holder = self._lock_holders.get(os.getpid())
                 return Blocked(name, () if holder is None else (holder,), timed)
-            if name in _SLEEPS and timed:
+            if name == "nanosleep":
                 return Blocked(name, tuple(sorted(self._holders_of_open_files())), timed)
             return Blocked(name, self._who_write(_awaited(name, values)), timed)
         return Blocked(name, timed=timed)

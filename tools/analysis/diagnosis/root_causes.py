@@ -48,6 +48,9 @@ _SURE_OF_CANCELLED = 2_500_000_000
 _STOPPED = 2_000_000_000
 """A rank counts as stopped if its comms file ended this many ns before those of the waiting ranks."""
 
+_MOST_COMPARED = 32
+"""Ranks of a cycle up to which the periods of their calls are compared."""
+
 FAILED = "communicator_failed"
 
 _ANSWERS = {"send": "recv", "recv": "send"}
@@ -336,7 +339,7 @@ def _came_from_elsewhere(search: Search, cycle: list[int], ops: list[StuckOp]) -
 
 def _left_its_period(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
     """The rank whose calls have left their period, if all other ranks of a cycle of sends and receives keep theirs."""
-    if not all(op.is_p2p for op in ops):
+    if len(cycle) > _MOST_COMPARED or not all(op.is_p2p for op in ops):
         return {}
     found = {rank: leaves_its_period(search.job, rank, search.graph.blocked[rank]) for rank in cycle}
     left = {rank: row for rank, row in found.items() if row is not None and row >= 0}

@@ -37,7 +37,6 @@ _BY_SOCKET = ("poll", "select", "epoll_wait", "recvfrom", "recvmsg")
 """System calls in which a thread waits for data of a socket, such as an answer of the store."""
 _BY_LOCK = ("flock", "fcntl")
 """System calls in which a thread waits for a file lock."""
-_SLEEPS = ("nanosleep", "select")
 _LOCK_NAME = re.compile(r"lock|acquire", re.IGNORECASE)
 """Names of files and functions that wait for a lock."""
 _INNER_FRAMES = 3
@@ -259,7 +258,7 @@ def released_by(ending: Ending, pg: str) -> Sequence[int]:
     thread = ending.activity_of(stack)
     if thread is None or stack is None:
         return []
-    if thread.blocked_in in _SLEEPS:
+    if thread.blocked_in == "nanosleep":
         return thread.released_by if _locks(stack) and _share(thread.cpu_ns, ending.activity) < _POLLS else []
     return [] if thread.cpu_ns > _LEAST_NS else thread.released_by
 
@@ -267,7 +266,7 @@ def released_by(ending: Ending, pg: str) -> Sequence[int]:
 def waits_for_lock(ending: Ending, pg: str) -> bool:
     """Return whether the thread that calls on a group waits for a file lock."""
     thread = ending.activity_of(worker_of(ending, pg))
-    return thread is not None and thread.blocked_in in (*_BY_LOCK, *_SLEEPS)
+    return thread is not None and thread.blocked_in in (*_BY_LOCK, "nanosleep")
 
 
 def _locks(stack: OwnStack) -> bool:
