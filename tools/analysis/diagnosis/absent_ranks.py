@@ -79,7 +79,8 @@ def find_silent_ranks(search: Search) -> None:
                     f"; {rank_text(stale)} also has calls unfinished that finished on the other ranks: "
                     "its GPU or its watchdog is stuck"
                 )
-        if culprits == absent and len(absent) * 2 > len(op.group.ranks) and may_wait_for_others(ranks, absent):
+        known = ranks.keys() & {*op.group.ranks}
+        if culprits == absent and len(absent) * 2 > len(known) and may_wait_for_others(ranks, absent):
             culprits = set()
             text += "; they may wait for the others there, for example through the store"
         elif culprits == absent and (unclear := that_may_wait_for_the_rest(ranks, absent)):

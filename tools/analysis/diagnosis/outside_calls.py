@@ -180,8 +180,9 @@ def find_holders(search: Search) -> None:
         by = {rank: search.released_by(rank, op.group.name) for rank in op.absent & ranks.keys()}
         those = set().union(*by.values())
         culprits = those.intersection(op.waiting)
-        # Each rank that has not come waits for one of the waiting ranks, or for another of these ranks.
-        if not culprits or op.absent != by.keys() or not all(by.values()) or not those <= {*culprits, *by}:
+        # Each rank that has not come waits for one of the waiting ranks, or for another of these ranks. A rank without
+        # files changes nothing: those that wait cannot come.
+        if not culprits or not all(by.values()) or not those <= {*culprits, *by}:
             continue
         locks = {rank for rank in by if waits_for_lock(ranks[rank].ending, op.group.name)}
         kind, what = ("holds_lock", "a file lock") if locks else ("owes_data", "data of a pipe or socket")

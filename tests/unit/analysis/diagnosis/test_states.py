@@ -214,6 +214,12 @@ def test_a_rank_whose_data_others_wait_for_while_it_waits_for_them_is_named() ->
     assert finding.text == f"rank 2 waits for data of a pipe or socket that rank 0 has the other end of, in {AT}"
 
 
+def test_a_rank_without_files_does_not_clear_the_one_that_owes_data() -> None:
+    ranks = waiting(0, process=50, size=4), waiting(1, process=51, size=4), absent(2, reads_from(50), size=4)
+    found = diagnosed(*ranks)  # rank 3 left nothing
+    assert (found.findings[0].kind, found.findings[0].culprit_ranks) == ("owes_data", [0])
+
+
 def test_a_late_rank_that_waits_for_data_of_another_late_one_is_not_accused() -> None:
     asleep = answer(thread(blocked_in="nanosleep"), process=52)
     chain = (reads_from(52, process=51), asleep)
