@@ -140,8 +140,13 @@ def test_abort_ends_a_hung_job_after_the_verdict_so_the_launcher_restarts_it(tmp
 
 
 RELEASED = """
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
 def release():
-    look_elsewhere()
+    \"\"\"Wait in a lock for a thread without a line of this script, as if no other thread could end the wait.\"\"\"
+    looks = subprocess.Popen(["sh", "-c", "until test -e release; do sleep 0.05; done"])
+    ThreadPoolExecutor().submit(looks.wait).result()
     dist.send(torch.ones(8), 1)
 
 if rank == 0:
