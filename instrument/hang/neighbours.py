@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrank.instrument.hang.activity import cpu_of_process
+from crossrank.instrument.hang.other_ends import open_on
 from crossrank.instrument.unpatched import time
 from crossrank.instrument.write.rank_files import read_header
 from crossrank.machine import pid_namespace, process_status
@@ -65,17 +66,10 @@ def _has_open(process: int, path: Path) -> bool:
     """Return whether a process has a file open; True if that is not visible."""
     try:
         wanted = os.stat(path)
-        opened = os.listdir(f"/proc/{process}/fd")
+        descriptors = [int(name) for name in os.listdir(f"/proc/{process}/fd")]
     except OSError:
         return True
-    for name in opened:
-        try:
-            found = os.stat(f"/proc/{process}/fd/{name}")
-        except OSError:
-            continue
-        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-            return True
-    return False
+    return any(True for _ in open_on(process, descriptors, wanted))
 
 
 def _is_frozen(process: int) -> bool:

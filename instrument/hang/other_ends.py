@@ -11,7 +11,7 @@ import os
 import platform
 import stat
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -86,7 +86,7 @@ class OtherEnds:
                 holder = self._lock_holders.get(os.getpid())
                 return Blocked(name, () if holder is None else (holder,), timed)
             if name == "nanosleep":
-                return Blocked(name, tuple(sorted(self._holders_of_open_files())), timed)
+                return Blocked(name, tuple(sorted(self._holders_of_open_files)), timed)
             return Blocked(name, self._who_write(_awaited(name, values)), timed)
         return Blocked(name, timed=timed)
 
@@ -133,9 +133,10 @@ class OtherEnds:
         inode = link[len("socket:[") : -1]
         return inode in self._sockets and self._sockets[inode][2] == _LISTENS
 
+    @cached_property
     def _holders_of_open_files(self) -> set[int]:
-        """Return the processes that keep this one from writing to a file that it has open: a loop may try to lock it
-        now and then."""
+        """The processes that keep this one from writing to a file that it has open: a loop may try to lock it now and
+        then."""
         found = set()
         for descriptor in self._links(os.getpid()):
             with suppress(OSError):
@@ -172,32 +173,33 @@ class OtherEnds:
         return {(local, remote): inode for inode, (local, remote, _) in self._sockets.items()}
 
     @cached_property
+    def _locks(self) -> list[tuple[bool, list[str]]]:
+        """The lines of `/proc/locks`: whether a process waits for the lock of the line before, and the fields without
+        the arrow that says so: (number, type, mode, access, process, file, ...)."""
+        rows = map(str.split, text_of("/proc/locks").splitlines())
+        return [("->" in fields, [one for one in fields if one != "->"]) for fields in rows if len(fields) > 5]
+
+    @cached_property
     def _writers(self) -> dict[int, int]:
-        """Inode of a file -> the process that has locked it for itself alone, by `/proc/locks`."""
-        rows = [fields for fields in map(str.split, text_of("/proc/locks").splitlines()) if "->" not in fields]
+        """Inode of a file -> the process that has locked it for itself alone."""
         return {
             int(fields[5].rpartition(":")[2]): int(fields[4])
-            for fields in rows
-            if len(fields) > 5 and fields[3] == "WRITE" and fields[4].isdecimal()
+            for waits, fields in self._locks
+            if not waits and fields[3] == "WRITE" and fields[4].isdecimal()
         }
 
     @cached_property
     def _lock_holders(self) -> dict[int, int]:
-        """Process that waits for a file lock -> process that holds it, by `/proc/locks`.
-
-        A line with `->` is of a process that waits for the lock in the line before.
-        """
+        """Process that waits for a file lock -> process that holds it."""
         found: dict[int, int] = {}
         holder = 0
-        for fields in map(str.split, text_of("/proc/locks").splitlines()):
-            waits = "->" in fields
-            process = fields[4 + waits] if len(fields) > 4 + waits else ""
-            if not process.lstrip("-").isdigit():
+        for waits, fields in self._locks:
+            if not fields[4].lstrip("-").isdigit():
                 continue
             if waits:
-                found[int(process)] = holder
+                found[int(fields[4])] = holder
             else:
-                holder = int(process)
+                holder = int(fields[4])
         return found
 
 
@@ -246,14 +248,20 @@ def _watched(process: int, descriptor: int) -> Iterator[int]:
 
 def _writes(process: int, of: os.stat_result) -> bool:
     """Return whether a process can write to a pipe."""
-    for descriptor in numbers_in(f"/proc/{process}/fd"):
+    for descriptor in open_on(process, numbers_in(f"/proc/{process}/fd"), of):
+        flags = text_of(f"/proc/{process}/fdinfo/{descriptor}").partition("flags:")[2].split()
+        if flags and int(flags[0], 8) & os.O_ACCMODE in _WRITES:
+            return True
+    return False
+
+
+def open_on(process: int, descriptors: Iterable[int], of: os.stat_result) -> Iterator[int]:
+    """Yield those descriptors of a process that lead to a file."""
+    for descriptor in descriptors:
         with suppress(OSError):
             found = os.stat(f"/proc/{process}/fd/{descriptor}")
             if (found.st_dev, found.st_ino) == (of.st_dev, of.st_ino):
-                flags = text_of(f"/proc/{process}/fdinfo/{descriptor}").partition("flags:")[2].split()
-                if flags and int(flags[0], 8) & os.O_ACCMODE in _WRITES:
-                    return True
-    return False
+                yield descriptor
 
 
 def _unix_peer(descriptor: int) -> set[int]:

@@ -50,6 +50,8 @@ from crossrank.tools.traces.logs.read import ATTEMPT
 
 _PICKLE = b"\x80"
 _MOST_RANKS = 1 << 16
+_NUMBERED = {NSIGHT: "sqlite", LOG: "log.zst"}
+"""Kinds of file that a rank may have several times -> the ending of the new ones; their names have a number."""
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 _decode_exactly = msgspec.json.Decoder(float_hook=Decimal).decode
 """Decode JSON so that numbers keep all their digits."""
@@ -152,7 +154,7 @@ def _refuse_duplicates(found: Iterable[FoundFile]) -> None:
     """Raise `CrossrankError` if two inputs have the same kind, rank and window, and so the same new name."""
     seen: dict[tuple[str, int | None, int], FoundFile] = {}
     for file in found:
-        if file.kind in _SCRUBBERS and file.kind != LOG and file.rank is not None and not file.problem:
+        if file.kind in _SCRUBBERS and file.kind not in _NUMBERED and file.rank is not None and not file.problem:
             other = seen.setdefault((file.kind, file.rank, file.window), file)
             if other is not file:
                 raise CrossrankError(f"{other.path} and {file.path} are both of rank {file.rank}; give one of them")
@@ -162,7 +164,7 @@ def _number_files(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]
     """Yield each file with its number among the files of its kind that have no rank."""
     nameless: Counter[str] = Counter()
     for file in found:
-        nameless[file.kind] += file.rank is None or file.kind in (NSIGHT, LOG)
+        nameless[file.kind] += file.rank is None or file.kind in _NUMBERED
         yield file, nameless[file.kind]
 
 
@@ -175,13 +177,13 @@ def _anonymize_file(item: tuple[FoundFile, int], key: bytes, folder: str, world:
         return _make_result(file, f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", is_loss=False)
     scrubber = Scrubber(Pseudonyms(key), coarse=coarse)
     place = folder
-    suffix = {NSIGHT: "sqlite", LOG: "log.zst"}.get(file.kind, "json.zst")
+    suffix = _NUMBERED.get(file.kind, "json.zst")
     # Letters, not a number: a reader would take a number for the rank.
     name = f"{file.kind}-{'x' * number}.{suffix}"
     if file.kind == LOG and (inside := ATTEMPT.search(file.path)):
         attempt, local, name = inside[0].split("/")
         place = join(join(folder, attempt), local)
-    elif file.rank is not None and file.kind in (NSIGHT, LOG):
+    elif file.rank is not None and file.kind in _NUMBERED:
         name = f"{file.kind}-{'x' * number}-rank-{file.rank}.{suffix}"
     elif file.rank is not None:
         place = join(folder, inner) if (inner := rank_folder(file.rank, world)) else folder

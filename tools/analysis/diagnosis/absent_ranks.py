@@ -41,8 +41,7 @@ def find_silent_ranks(search: Search) -> None:
     }
     silent = search.silent - ended_by_others - search.may_wait_for_a_thread.keys()
     for op, met in search.by_most_waited_for(silent, free=True):
-        kept_by = {rank: search.kept_by(rank, op.group.name) for rank in met}
-        absent = set().union(*kept_by.values())
+        absent = set().union(*(search.kept_by(rank, op.group.name) for rank in met))
         culprits, exception = absent, None
         states = [state_of(ranks[rank], op.group.name) for rank in sorted(absent)]
         proof = _proof_by(search, states)

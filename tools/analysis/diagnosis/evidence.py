@@ -291,7 +291,7 @@ def _went_on(dump: RankTrace, comms: RankTrace, *, is_over: bool) -> bool:
     # While the job runs, or a thread waits, an answer shows what a rank does that makes more calls, until it is old.
     activity = dump.ending.activity
     counts = activity is not None and not comms.ending.ended and (bool(activity.held) or not is_over)
-    return bool(len(later)) and max(calls.called) > taken_at + (NEWER if counts else SAME_TIME)
+    return max(calls.called, default=0) > taken_at + (NEWER if counts else SAME_TIME)
 
 
 # --- a dump and a comms file of one rank ------------------------------------------------------------------------------

@@ -48,14 +48,16 @@ def find_unrecorded_waits(search: Search) -> None:
     if making:
         text = "; ".join(f"{rank_text(those)} makes a group of {members}" for members, those in ranks_of)
         text += "".join(f"; {rank_text(op.waiting)} waits in {call_text(op.op, op.seq)}" for op in stuck)
-    if _differ(members, {rank: ranks[rank].ending.groups_made for rank in members}):
+    made = {rank: ranks[rank].ending.groups_made for rank in members}
+    same = len({frozenset(those) for those in members.values()}) == 1
+    if _differ(members, made):
         kind, proof = "opposite_order", "mismatch"
         culprits = set(ranks_of[-1][1]) if len(ranks_of) == 2 and len(ranks_of[0][1]) > len(ranks_of[1][1]) else set()
-    elif making and _numbers_differ(members, {rank: ranks[rank].ending.groups_made for rank in members}):
+    elif same and None not in made.values() and len(set(made.values())) > 1:
+        # They make one group, and have not made as many before: a rank has left another one out.
         proof = "mismatch"
-        counts = Counter(ranks[rank].ending.groups_made for rank in members)
-        usual, many = counts.most_common(1)[0]
-        odd = {rank for rank in members if ranks[rank].ending.groups_made != usual}
+        usual, many = Counter(made.values()).most_common(1)[0]
+        odd = {rank for rank, count in made.items() if count != usual}
         culprits = odd if many > len(odd) else set()
     elif making and not silent:
         in_calls = {rank for op in stuck for rank in op.waiting if op.awaited & making.keys()}
@@ -63,7 +65,6 @@ def find_unrecorded_waits(search: Search) -> None:
         those_waiting = [ranks[rank].ending for rank in in_calls | making.keys()]
         if closed and not any(map(way_out, those_waiting)):
             proof = "late" if any(map(may_wake, those_waiting)) else "deadlock"
-        same = len({frozenset(those) for those in members.values()}) == 1
         if proof != "not_known" and same and len(in_calls) < len(making):  # few went past it
             culprits = in_calls
             text += f"; {rank_text(in_calls)} made another call where most ranks make this group"
@@ -153,12 +154,6 @@ def _differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | Non
     )
 
 
-def _numbers_differ(members: Mapping[int, Collection[int]], made: Mapping[int, int | None]) -> bool:
-    """Return whether all these ranks make a group of the same members, and have not made as many groups before."""
-    same = len({frozenset(those) for those in members.values()}) == 1
-    return same and None not in made.values() and len(set(made.values())) > 1
-
-
 def _members_text(members: Sequence[int]) -> str:
     return rank_text(members) if members else "all ranks"
 
@@ -184,13 +179,11 @@ def find_holders(search: Search) -> None:
         # files changes nothing: those that wait cannot come.
         if not culprits or not all(by.values()) or not those <= {*culprits, *by}:
             continue
-        locks = {rank for rank in by if waits_for_lock(ranks[rank].ending, op.group.name)}
-        kind, what = ("holds_lock", "a file lock") if locks else ("owes_data", "data of a pipe or socket")
-        places = {rank: state_of(ranks[rank], op.group.name).place for rank in by}
-        where = "".join(f", in {place}" for place in sorted(set(places.values())) if place)
-        text = f"{rank_text(by)} waits for {what} that {rank_text(culprits)} has the other end of{where}"
-        if locks:
-            text = f"{rank_text(by)} waits for {what} that {rank_text(culprits)} holds{where}"
+        kind, what = "owes_data", f"data of a pipe or socket that {rank_text(culprits)} has the other end of"
+        if any(waits_for_lock(ranks[rank].ending, op.group.name) for rank in by):
+            kind, what = "holds_lock", f"a file lock that {rank_text(culprits)} holds"
+        places = {state_of(ranks[rank], op.group.name).place for rank in by} - {""}
+        text = f"{rank_text(by)} waits for {what}{''.join(f', in {place}' for place in sorted(places))}"
         # Another thread may release it, or a process that has inherited it, or a signal may end the wait.
         about = {"text": text, "waiting_ranks": sorted(by), "proof": "late"}
         search.add_root(finding_of(op, kind, culprits=culprits, **about), [op])

@@ -158,13 +158,9 @@ FORMATS = (
     _row(
         VERDICT,
         r"crossrank: (?P<why>.+): no \w+ on rank \d+ for [\d.]+ s\. Verdict \((?P<file>.+)\):",
-        "crossrank/instrument/hang/response.py",
+        _OWN,
     ),
-    _row(
-        VERDICT,
-        r"crossrank: (?P<why>the job hangs): .+ Verdict \((?P<file>.+)\):",
-        "crossrank/instrument/hang/response.py",
-    ),
+    _row(VERDICT, r"crossrank: (?P<why>the job hangs): .+ Verdict \((?P<file>.+)\):", _OWN),
     _row(VERDICT_CULPRIT, r"\Aculprit    ranks? (?P<ranks>[\d,-]+)", "crossrank/tools/output/diagnosis/verdict.py"),
     _row(WITHDRAWN, r"crossrank: .+ the verdict above no longer applies", _OWN),
     _row(

@@ -10,14 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 """Control sequences of terminals (ECMA-48), and carriage returns of progress bars."""
 
 _TIME = r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)"
-
-_LEVEL = "(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)"
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def labels_of(lines: Iterable[str]) -> frozenset[str]:
     )
 
 
-@lru_cache
+@cache
 def _pattern(labels: frozenset[str]) -> re.Pattern[str]:
     """Return one pattern for all prefixes: a log has many lines. The n-th prefix is in the group `pn`, and its fields
     have its number behind their names."""
@@ -103,4 +101,4 @@ def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, st
     return (_origin(rank, local, host), line[start:]) if start else (origin, line)
 
 
-_origin = lru_cache(maxsize=None)(Origin)
+_origin = cache(Origin)
