@@ -27,7 +27,7 @@ from crossrank.tools.job.one_run import facts_of, several_runs
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import LOG, WHAT, FoundFile, discover
-from crossrank.tools.traces.ending import CUT_SHORT, MAIN_THREAD
+from crossrank.tools.traces.ending import CUT_SHORT, MAIN_THREAD, Ending
 from crossrank.tools.traces.flight.calls import SAME_TIME, UNRECORDED, read_flight
 from crossrank.tools.traces.flight.dump import NoDumpError, OwnStack
 from crossrank.tools.traces.growing import last_call_at
@@ -309,12 +309,18 @@ def _join_moments(files: list[RankTrace]) -> list[RankTrace]:
     if last.calls.id[-1] > made:  # the process was killed before it wrote them to the comms file
         return [one for one in files if one is not comms]
     if last.calls.id[-1] == made:
-        ending = last.ending
-        ending.error, ending.traceback, ending.causes = comms.ending.error, comms.ending.traceback, comms.ending.causes
-        ending.of_threads = comms.ending.of_threads or ending.of_threads
-        ending.ended = comms.ending.ended
-        comms.ending = ending
+        last.ending.ended = comms.ending.ended
+        _add_exceptions(last.ending, comms.ending)
+        comms.ending = last.ending
     return [one for one in files if not one.dump.has_no_entries]
+
+
+def _add_exceptions(ending: Ending, other: Ending) -> None:
+    """Add the exceptions of another file of the rank to those that one file has. A process that is aborted ends neither
+    file with certainty."""
+    if ending.error is None:
+        ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
+    ending.of_threads = ending.of_threads or other.of_threads
 
 
 def _complete(dump: RankTrace, comms: RankTrace) -> None:
@@ -328,9 +334,7 @@ def _complete(dump: RankTrace, comms: RankTrace) -> None:
     dump.host = dump.host or comms.host
     dump.world_size = dump.world_size or comms.world_size
     ending, other = dump.ending, comms.ending
-    if ending.error is None:
-        ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
-    ending.of_threads = ending.of_threads or other.of_threads
+    _add_exceptions(ending, other)
     ending.went_on = ending.reason in ANSWERS and (other.has_left or _has_ended_recording(comms))
     has_p2p = any(map(is_p2p, dump.signatures))
     builder, before = TraceBuilder(dump), len(dump)

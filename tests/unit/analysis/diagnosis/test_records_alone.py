@@ -62,25 +62,41 @@ def test_a_rank_that_changes_its_peer_is_named_instead_of_the_new_peer(tmp_path:
     assert [(one.kind, one.culprit_ranks) for one in found.findings] == [("p2p_unmatched", [2])]
 
 
+def write_moment(folder: Path, rank: int, **facts: Any) -> None:
+    """A dump beside the comms file of a rank that has no entries of torch, a minute after the start."""
+    lines = [json.loads(line) for line in (folder / f"rank-{rank}.comms.jsonl").read_text().splitlines()]
+    moment = {
+        "rank": rank,
+        "world_size": 4,
+        "host": "h",
+        "time_ns": START + 60 * 10**9,
+        "clock": {"t": 60 * 10**9, "wall": START + 60 * 10**9},
+        "groups": [line["group"] for line in lines if "group" in line],
+        "calls": [line for line in lines if "op" in line],
+    }
+    dump = {"version": "2.10", "entries": [], "crossrank": moment | facts}
+    (folder / f"rank-{rank}.flight.json").write_text(json.dumps(dump))
+
+
 def test_a_silent_job_with_unknown_ends_of_calls_is_not_healthy(tmp_path: Path) -> None:
     for rank in range(4):
         write_comms(tmp_path, rank, [all_reduce(1)], groups=FOUR, backend="nccl")
-        lines = [json.loads(line) for line in (tmp_path / f"rank-{rank}.comms.jsonl").read_text().splitlines()]
-        moment = {
-            "rank": rank,
-            "world_size": 4,
-            "host": "h",
-            "reason": "hang",
-            "time_ns": START + 60 * 10**9,
-            "clock": {"t": 60 * 10**9, "wall": START + 60 * 10**9},
-            "groups": [line["group"] for line in lines if "group" in line],
-            "calls": [line for line in lines if "op" in line],
-        }
-        dump = {"version": "2.10", "entries": [], "crossrank": moment}
-        (tmp_path / f"rank-{rank}.flight.json").write_text(json.dumps(dump))
+        write_moment(tmp_path, rank, reason="hang")
     found = diagnosis_of(tmp_path)
     assert (found.verdict, [one.kind for one in found.findings]) == ("incomplete", ["not_recorded"])
     assert found.findings[0].waiting_ranks == [0, 1, 2, 3]
+
+
+def test_an_exception_is_known_from_the_dump_if_the_comms_file_was_cut_off(tmp_path: Path) -> None:
+    raised = {"thread": "MainThread", "error": "AcceleratorError: CUDA error: unspecified launch failure", "frames": []}
+    for rank in range(4):
+        write_comms(tmp_path, rank, [all_reduce(1)], groups=FOUR, backend="nccl", ended=rank != 1, reason="SIGTERM")
+        if rank == 1:
+            write_moment(tmp_path, rank, reason="exit", error=raised["error"], exceptions=[raised])
+        else:
+            write_moment(tmp_path, rank, reason="SIGTERM")
+    found = diagnosis_of(tmp_path)
+    assert (found.verdict, short(found)) == ("error", [("raised", None, [1])])
 
 
 def test_a_finished_job_with_unknown_ends_of_calls_is_healthy(tmp_path: Path) -> None:
