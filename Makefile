@@ -98,8 +98,8 @@ stand-in: $(STAND_IN)/installed
 	$(WITH_GPUS) 8 python -m pytest -q -n 2 tests/stand_in
 	CROSSRANK_GPU_TESTS=cuda STAND_IN_NCCL_GBPS=0.1 $(WITH_GPUS) 1 \
 	  python -m pytest -c tests/gpu/pytest.ini --rootdir . -n 2 --dist worksteal tests/gpu
-	LIVE_FAULTS_DEVICE=cuda $(WITH_GPUS) 8 \
-	  python -m pytest -q -n 3 --dist worksteal tests/integration/test_live_faults.py tests/integration/test_healthy_jobs.py
+	STAND_IN_QUERY_US=500 LIVE_FAULTS_DEVICE=cuda $(WITH_GPUS) 8 \
+	  python -m pytest -q -n 4 --dist worksteal tests/integration/test_live_faults.py tests/integration/test_healthy_jobs.py
 ifndef CI
 	STAND_IN_CONNECT=every LIVE_FAULTS_DEVICE=cuda $(WITH_GPUS) 8 \
 	  python -m pytest -q -n 3 --dist worksteal tests/integration/test_live_faults.py
