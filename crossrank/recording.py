@@ -49,6 +49,12 @@ SLOW = "slow"
 PROVEN = ("deadlock", "mismatch", "gone")
 """Values of `proof` in this file that mean: no rank can release those that wait."""
 
+PYTHON_SLEEPS = "nanosleep"
+"""The name of the call that Python itself sleeps in: until a moment, from 3.11 on."""
+C_SLEEPS = "usleep"
+"""The name of the call that C code sleeps in: for some time. A library does so if it tries something now and then."""
+SLEEPS = (PYTHON_SLEEPS, C_SLEEPS)
+
 ANSWERS = ("hang", "asked")
 """Reasons of dumps that answer the question of a rank: nothing was communicated just before, or something was."""
 

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS, SLEEPS
+
 _SYSTEM_CALLS: dict[str, dict[int, str]] = {
     "x86_64": {
         0: "read", 1: "write", 5: "fstat", 7: "poll", 9: "mmap", 16: "ioctl", 17: "pread", 18: "pwrite", 23: "select",
@@ -31,6 +33,8 @@ _SYSTEM_CALLS: dict[str, dict[int, str]] = {
     },
 }  # fmt: skip
 """Machine -> number of a system call that may block -> its name (syscalls(2))."""
+_TIMER_ABSTIME = 1
+"""Flag of clock_nanosleep(2)."""
 _READS = ("read", "recvfrom", "recvmsg")
 _LOCKS = ("flock", "fcntl")
 _POLLFD = struct.Struct("ihh")
@@ -77,7 +81,9 @@ class OtherEnds:
         name = _SYSTEM_CALLS.get(platform.machine(), {}).get(int(number), f"system call {number}")
         values = [int(one, 16) for one in arguments]
         if name == "select" and values[:1] == [0]:
-            name = "nanosleep"  # Python slept in this way before 3.11
+            name = PYTHON_SLEEPS  # before 3.11
+        elif name == PYTHON_SLEEPS and not (len(values) > 1 and values[1] & _TIMER_ABSTIME):
+            name = C_SLEEPS
         timed = _is_timed(int(number), name, values)
         if not ends:
             return Blocked(name, timed=timed)
@@ -85,7 +91,7 @@ class OtherEnds:
             if name in _LOCKS:
                 holder = self._lock_holders.get(os.getpid())
                 return Blocked(name, () if holder is None else (holder,), timed)
-            if name == "nanosleep":
+            if name in SLEEPS:
                 return Blocked(name, tuple(sorted(self._holders_of_open_files)), timed)
             return Blocked(name, self._who_write(_awaited(name, values)), timed)
         return Blocked(name, timed=timed)
@@ -211,7 +217,7 @@ def children_of(process: int) -> set[int]:
 def _is_timed(number: int, name: str, arguments: list[int]) -> bool:
     """Return whether a system call ends by itself after some time."""
     place, without = _TIMEOUTS.get(platform.machine(), {}).get(number, (len(arguments), 0))
-    return name == "nanosleep" or (place < len(arguments) and arguments[place] & _INT != without & _INT)
+    return name in SLEEPS or (place < len(arguments) and arguments[place] & _INT != without & _INT)
 
 
 def _awaited(name: str, arguments: list[int]) -> list[int]:

@@ -7,9 +7,11 @@ import fcntl
 import os
 import queue
 import socket
+import sqlite3
 import subprocess
 import threading
 import time
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
@@ -656,3 +658,16 @@ def holds_a_lock_that_another_rank_polls(rank: int) -> None:
         if (rank, step) == (0, 3):
             fcntl.flock(lock, fcntl.LOCK_UN)
         dist.barrier()  # rank 2
+
+
+@fault(("holds_lock",), culprits=(2,), with_nccl=False)
+def leaves_a_transaction_open(rank: int) -> None:
+    path = f"{os.environ[FOLDER]}/runs.db"
+    with closing(sqlite3.connect(path, timeout=3600, isolation_level=None)) as database:
+        for step in range(4):
+            dist.all_reduce(torch.ones(64))
+            if (rank, step) == (2, 2):
+                database.execute("BEGIN EXCLUSIVE")
+            elif (rank, step) == (0, 3):
+                database.execute("CREATE TABLE runs(step)")
+            dist.barrier()  # rank 2

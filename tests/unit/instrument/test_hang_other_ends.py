@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from crossrank.instrument.hang.other_ends import OtherEnds
+from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS
 
-WAITED_IN = ("futex", "nanosleep", "select", "poll", "epoll_wait")
+WAITED_IN = ("futex", PYTHON_SLEEPS, "select", "poll", "epoll_wait")
 HOLDS = {
     "a file lock": "import fcntl; f = open(path); fcntl.flock(f, fcntl.LOCK_EX); ready()",
     "a TCP socket": """
@@ -37,6 +38,11 @@ connection, _ = server.accept()
     "an event loop": """
 import socket
 server = socket.create_server(("127.0.0.1", 0)); ready(server.getsockname()[1]); connection, _ = server.accept()
+""",
+    "a lock of SQLite": """
+import sqlite3
+db = sqlite3.connect(path + ".db", isolation_level=None); db.execute("create table t(n)"); db.execute("begin exclusive")
+ready()
 """,
     "a pipe of its own": "ready()",
     "torch's store": """
@@ -59,6 +65,10 @@ WAITS = {
     "an event loop": """
 import select, socket
 s = socket.create_connection(("127.0.0.1", port)); e = select.epoll(); e.register(s, select.EPOLLIN); e.poll()
+""",
+    "a lock of SQLite": """
+import sqlite3
+sqlite3.connect(path + ".db", timeout=3600, isolation_level=None).execute("insert into t values (1)")
 """,
     "a pipe of its own": "import os; os.read(os.pipe()[0], 1)",
     "torch's store": """
@@ -129,6 +139,7 @@ def blocked(tmp_path: Path, what: str, calls: tuple[str, ...], *, known: bool) -
         ("a Unix socket", "recvfrom"),
         ("a named pipe", "read"),
         ("an event loop", "epoll_wait"),
+        ("a lock of SQLite", C_SLEEPS),
     ],
 )
 def test_the_process_that_can_end_a_wait_is_known(what: str, call: str, tmp_path: Path) -> None:

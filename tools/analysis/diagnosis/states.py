@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from crossrank.recording import ANSWERS
+from crossrank.recording import ANSWERS, C_SLEEPS, SLEEPS
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
 from crossrank.tools.analysis.diagnosis.main_threads import (
@@ -253,20 +253,22 @@ def waits_for_thread(ending: Ending) -> bool:
 
 def released_by(ending: Ending, pg: str) -> Sequence[int]:
     """Return the processes that can end what the thread waits for that calls on a group; empty if that is unknown. A
-    thread that sleeps waits for a file lock only if its function, or its file, is named after locks."""
+    thread that sleeps waits for a file lock only if C code sleeps, such as SQLite's, or its function or file is named
+    after locks."""
     stack = worker_of(ending, pg)
     thread = ending.activity_of(stack)
     if thread is None or stack is None:
         return []
-    if thread.blocked_in == "nanosleep":
-        return thread.released_by if _locks(stack) and _share(thread.cpu_ns, ending.activity) < _POLLS else []
+    if thread.blocked_in in SLEEPS:
+        tries = thread.blocked_in == C_SLEEPS or _locks(stack)
+        return thread.released_by if tries and _share(thread.cpu_ns, ending.activity) < _POLLS else []
     return [] if thread.cpu_ns > _LEAST_NS else thread.released_by
 
 
 def waits_for_lock(ending: Ending, pg: str) -> bool:
     """Return whether the thread that calls on a group waits for a file lock."""
     thread = ending.activity_of(worker_of(ending, pg))
-    return thread is not None and thread.blocked_in in (*_BY_LOCK, "nanosleep")
+    return thread is not None and thread.blocked_in in (*_BY_LOCK, *SLEEPS)
 
 
 def _locks(stack: OwnStack) -> bool:

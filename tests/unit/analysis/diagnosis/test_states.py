@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, LateRank, late_text
@@ -203,6 +204,17 @@ def test_the_file_lock_of_a_waiting_rank_is_named_and_proves_no_deadlock() -> No
     )
 
 
+def test_c_code_that_sleeps_with_an_open_file_waits_for_the_one_that_has_locked_it() -> None:
+    tries = answer(thread(blocked_in=C_SLEEPS, released_by=[50]), callers={"0": MAIN})
+    (finding,) = diagnosed(waiting(0, process=50), absent(1, tries)).findings
+    assert (finding.kind, finding.culprit_ranks, finding.waiting_ranks) == ("holds_lock", [0], [1])
+
+
+def test_python_that_sleeps_with_an_open_file_does_not_wait_for_the_one_that_has_locked_it() -> None:
+    sleeps = answer(thread(blocked_in=PYTHON_SLEEPS, released_by=[50]), callers={"0": MAIN})
+    assert diagnosed(waiting(0, process=50), absent(1, sleeps)).suspect_ranks == [1]
+
+
 def reads_from(writer: int, **facts: Any) -> dict[str, Any]:
     return answer(thread(blocked_in="recvfrom", released_by=[writer]), **facts)
 
@@ -221,7 +233,7 @@ def test_a_rank_without_files_does_not_clear_the_one_that_owes_data() -> None:
 
 
 def test_a_late_rank_that_waits_for_data_of_another_late_one_is_not_accused() -> None:
-    asleep = answer(thread(blocked_in="nanosleep"), process=52)
+    asleep = answer(thread(blocked_in=PYTHON_SLEEPS), process=52)
     chain = (reads_from(52, process=51), asleep)
     found = diagnosed(waiting(0, size=3), *(absent(rank, how, size=3) for rank, how in enumerate(chain, 1)))
     assert found.suspect_ranks == [2]
@@ -249,7 +261,7 @@ def test_a_silent_job_whose_ranks_all_run_is_healthy() -> None:
 
 
 def test_a_silent_job_whose_ranks_all_do_nothing_is_incomplete_and_names_no_rank() -> None:
-    sleeps = answer(thread(blocked_in="nanosleep"))
+    sleeps = answer(thread(blocked_in=PYTHON_SLEEPS))
     found = diagnosed(absent(0, sleeps), absent(1, sleeps))
     assert (found.verdict, found.proof, found.suspect_ranks) == ("incomplete", "not_known", [])
     assert found.summary == f"ranks 0-1 are blocked in nanosleep() in {AT}"
