@@ -13,6 +13,7 @@ import zstandard
 from crossrank.tools.analysis.summary import RankSummary, summarise_rank
 from crossrank.tools.traces.discover import FoundFile
 from tests.unit.command import Command
+from tests.unit.traces.logs.lines import traceback, watchdog
 
 
 def comms(rank: int, node: str, *, world: int = 2, ended: bool = True) -> bytes:
@@ -311,3 +312,43 @@ def test_blind_spots_that_are_not_texts_are_skipped(tmp_path: Path, inspect: Com
     summary = json.loads(out)
     assert (code, set(summary["calls"].values()), summary["warnings"]) == (0, {0}, [])
     assert (summary["steps"], summary["world_size"], summary["unfinished_ranks"]) == (0, 1, [])
+
+
+def test_logs_are_listed_by_rank_and_by_kind_of_line(tmp_path: Path, inspect: Command) -> None:
+    lines = ["loading", *watchdog(0, 4), *watchdog(2, 4), *traceback("ValueError: no batch", "[rank1]: ")]
+    (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
+    code, out, err = inspect(tmp_path)
+    assert (code, err) == (0, "")
+    assert out == (
+        """\
+logs       1 file
+ranks      3 with lines of their own: 0-2
+no rank    1 line could not be given to a rank
+
+Ranks
+  rank  host  lines  end
+  0               2
+  1               6  ValueError: no batch
+  2               2
+
+Lines that say something
+  kind       lines  ranks  first in     text
+  timeout        2  0,2    train.log:2  [E1126 10:00:00.000000000 ProcessGroupNCCL.cpp:683] [Rank 0] Watchdog caught collective operation ti
+  status         2  0,2    train.log:3  [E1126 10:00:00.000000000 ProcessGroupNCCL.cpp:2241] [PG ID 0 PG GUID 0(default_pg) Rank 0]  failure
+  traceback      1  1      train.log:6  Traceback (most recent call last):
+"""  # noqa: E501
+    )
+    (attempt,) = json.loads(inspect(tmp_path / "train.log", "--json")[1])["attempts"]
+    assert [(one["rank"], one["lines"], one["end"]) for one in attempt["ranks"]] == [
+        (0, 2, ""),
+        (1, 6, "ValueError: no batch"),
+        (2, 2, ""),
+    ]
+    assert [(one["kind"], one["line"]) for one in attempt["lines"]] == [("timeout", 2), ("status", 3), ("traceback", 6)]
+
+
+def test_a_log_that_is_cut_off_is_not_complete(tmp_path: Path, inspect: Command) -> None:
+    (tmp_path / "train.log").write_text("\n".join(watchdog(0, 4)))
+    code, out, _ = inspect(tmp_path)
+    assert code == 1
+    assert "train.log: ends within a line" in out

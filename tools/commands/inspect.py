@@ -12,7 +12,7 @@ from crossrank.text import amount, percent, plural, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
 from crossrank.tools.commands.options import add_shared, complain, fleet_of
 from crossrank.tools.output.console import print_fact, print_json, table_of
-from crossrank.tools.traces.discover import discover
+from crossrank.tools.traces.discover import LOG, discover
 
 _MOST_ENDINGS = 8
 _MOST_LINES = 12
@@ -23,10 +23,13 @@ _CHAKRA = (".et", ".et.gz", ".et.zst")
 class InspectCommand:
     """Show the contents of a recording: ranks, groups, calls and bytes per operation, the share between nodes, the
     source lines that communicate most, and what is missing or damaged. Bytes are S of nccl-tests, summed over ranks.
-    For a Chakra trace (FILE.et), shows its metadata and first nodes; --json shows all nodes."""
+    For a Chakra trace (FILE.et), shows its metadata and first nodes; --json shows all nodes. For logs of a launcher,
+    shows which ranks printed lines, and the lines that say something of a hang or an end."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        meaning = "a recording (the folder TRACING_DIR), one comms file, an fsspec URL, or FILE.et"
+        meaning = (
+            "a recording (the folder TRACING_DIR), one comms file, FILE.et, or logs (a file, a folder); also by URL"
+        )
         parser.add_argument("recording", help=meaning)
         meaning = "list N source lines (default 10) and 4 x N groups"
         parser.add_argument("--top", type=_count, default=10, metavar="N", help=meaning)
@@ -40,6 +43,10 @@ class InspectCommand:
             return 0
         files = discover([arguments.recording])
         comms = [file for file in files if file.kind == COMMS]
+        if not comms and (logs := {file.path: file.shown or file.path for file in files if file.kind == LOG}):
+            from crossrank.tools.output.log_contents import show_logs
+
+            return show_logs(logs, as_json=arguments.json, top=arguments.top)
         fleet = fleet_of(arguments, sum(file.size for file in comms))
         summary = summarise(arguments.recording, files, fleet)
         if arguments.json:
