@@ -20,6 +20,7 @@ from itertools import pairwise
 
 from crossrank.comm import DEFAULT_GROUP, CommRecord, Group, operation_of
 from crossrank.dtypes import dtype_of
+from crossrank.errors import CrossrankError
 from crossrank.tools.traces.ending import MAIN_THREAD, may_be_of_communication
 from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
 from crossrank.tools.traces.logs import formats
@@ -124,7 +125,8 @@ def _kills(attempt: Attempt, local_to_rank: Mapping[int, int]) -> Iterator[tuple
 
 
 def traces_of(attempt: Attempt) -> list[RankTrace]:
-    """Return the ranks that the logs of one attempt say something about."""
+    """Return the ranks that the logs of one attempt say something about. Raises CrossrankError for several jobs."""
+    _refuse_several_jobs(attempt)
     members, ranks = members_of(attempt), ranks_of(attempt)
     found = []
     for rank, one in sorted(ranks.items()):
@@ -135,6 +137,20 @@ def traces_of(attempt: Attempt) -> list[RankTrace]:
         found.append(trace)
     _add_fingerprints(found, attempt)
     return found
+
+
+def _refuse_several_jobs(attempt: Attempt) -> None:
+    """Raise if one rank timed out in different calls of a group by two files. A process ends with its first one."""
+    first: dict[tuple[int, Key], Fact] = {}
+    for fact in attempt.facts:
+        if fact.kind == formats.STATUS and fact.origin.rank is not None:
+            other = first.setdefault((fact.origin.rank, _key(fact)), fact)
+            if other.values["seq"] != fact.values["seq"] and other.quote.path != fact.quote.path:
+                calls = " and ".join(f"{one.values['seq']} ({one.quote.path})" for one in (other, fact))
+                raise CrossrankError(
+                    f"rank {fact.origin.rank} timed out in call {calls} of group {fact.values['group']}: these are "
+                    "probably logs of several jobs; name those of one job"
+                )
 
 
 def members_of(attempt: Attempt) -> dict[Key, dict[int, int]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
@@ -131,3 +134,18 @@ def test_a_process_that_mpirun_saw_killed_is_named(tmp_path: Path) -> None:
     ]
     found = diagnosed(tmp_path, *lines)
     assert (found.suspect_ranks, found.hosts) == ([3], {"3": "n2"})
+
+
+def test_logs_of_two_jobs_are_refused(tmp_path: Path) -> None:
+    for job, seq in (("job-1", 412), ("job-2", 88)):
+        lines = [line for rank in range(4) for line in watchdog(rank, seq)]
+        (tmp_path / f"{job}.log").write_text("\n".join(lines) + "\n")
+    with pytest.raises(CrossrankError, match=r"rank 0 timed out in call 412 \(.*job-1.log\) and 88 \(.*job-2.log\)"):
+        diagnosis_of(tmp_path)
+
+
+def test_two_files_may_have_the_lines_of_one_rank(tmp_path: Path) -> None:
+    lines = [line for rank in (0, 1, 3) for line in watchdog(rank, 412)] + [monitor(2, 411, 411)]
+    for name in ("console.log", "copy.log"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
