@@ -41,6 +41,7 @@ def add_logs(evidence: Evidence, log: JobLog) -> None:
             evidence.ranks.append(trace)
         else:
             _complete(other, trace)
+            evidence.notes += _contradictions(other, trace)
     sizes = [fact.number("expected") for fact in log.last.facts if fact.kind == formats.CLIENTS]
     evidence.world_size = evidence.world_size or max(sizes, default=None)
     evidence.told += _told(log.last, [one.rank or 0 for one in evidence.ranks])
@@ -54,6 +55,21 @@ def _complete(trace: RankTrace, log: RankTrace) -> None:
     if trace.ending.error is None:
         ending, of_log = trace.ending, log.ending
         ending.error, ending.traceback, ending.causes = of_log.error, of_log.traceback, of_log.causes
+
+
+def _contradictions(trace: RankTrace, log: RankTrace) -> Iterator[str]:
+    """Yield where a rank's log says that it finished more calls of a group than its dump, or recording, has."""
+    last: dict[str, int] = {}
+    for group, number in zip(trace.calls.group, trace.calls.number, strict=True):
+        name = trace.groups[group].group.pg
+        last[name] = max(last.get(name, 0), number)
+    for index, progress in log.dump.progress.items():
+        name, completed = log.groups[index].group.pg, progress.last_completed_collective
+        if last.get(name, completed) < completed:
+            yield (
+                f"rank {trace.rank}: its log says that it finished call {completed} of group {name}, and {trace.path} "
+                f"has {last[name]} as its last one; they may be of two runs of the job"
+            )
 
 
 def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:

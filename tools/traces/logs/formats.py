@@ -52,7 +52,7 @@ def _row(kind: str, pattern: str, source: str, since: str = "", until: str = "",
 
 
 TIMEOUT, STATUS, ASYNC_ERROR, MISMATCH = "timeout", "status", "async_error", "mismatch"
-MONITOR = "monitor"
+MONITOR, CALL_STACK = "monitor", "call_stack"
 CLIENTS, FAILED, SUMMARY_RANK, SUMMARY_EXIT = "clients", "failed", "summary_rank", "exit"
 RESTART, ENDED_BY_LAUNCHER, TASK_KILLED, NETWORK = "restart", "ended_by_launcher", "task_killed", "network"
 OF_LAUNCHER = (FAILED, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCHER)
@@ -94,6 +94,7 @@ FORMATS = (
         _NCCL,
         "2.3",
     ),
+    _row(CALL_STACK, r"Stack trace of the failed collective: *\Z", _NCCL, "2.4"),
     _row(
         ASYNC_ERROR,
         rf"\[Rank (?P<member>\d+)\] Collective {_WORK} raised the following async exception: (?P<why>.*)",
@@ -206,7 +207,8 @@ FORMATS = (
 )
 
 LITERALS = (
-    "Watchdog caught", " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work",
+    "Stack trace of the failed", "Watchdog caught",
+    " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work",
     "Last enqueued NCCL work", "raised the following async", "NET/IB", "Detected mismatch between",
     "failed to pass monitoredBarrier", "clients joined", "will restart worker group", "closing signal",
     "failed (exitcode:", "local_rank: ", "exitcode ", "terminated with", "OOMKilled", "Memory on the node",

@@ -39,6 +39,7 @@ _OF_RANKS = (
     formats.TIMEOUT,
     formats.STATUS,
     formats.MONITOR,
+    formats.CALL_STACK,
     formats.ASYNC_ERROR,
     formats.GPU_FAILED,
     formats.MISMATCH,
@@ -185,6 +186,7 @@ def _key(fact: Fact) -> Key:
 def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[int, int]]) -> None:
     """Add a rank's progress on its groups, and the call of each that did not end."""
     builder = TraceBuilder(trace)
+    stack = next((tuple(Frame(*one) for one in fact.frames[:MOST_FRAMES]) for fact in facts if fact.frames), ())
     works = [fact for fact in facts if fact.kind == formats.TIMEOUT]
     status = {_key(fact): fact for fact in facts if fact.kind == formats.STATUS}
     for fact in facts:
@@ -203,7 +205,8 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
         same = (one for one in works if one.number("seq") == seq and one.values["member"] == fact.values["member"])
         if (work := next(same, None)) is not None:
             sizes = [[work.number(name)] for name in ("numel_in", "numel_out")]
-            builder.add(_record(work.values["op"], name, seq, sizes), called=0, state=SCHEDULED, group=index)
+            record = _record(work.values["op"], name, seq, sizes)
+            builder.add(record, called=0, state=SCHEDULED, group=index, stack=stack)
 
 
 def _status_of_group(facts: list[Fact], all_facts: list[Fact]) -> Iterator[Fact]:

@@ -27,6 +27,8 @@ SAMPLE = 400
 CUT = "ends within a line; what came after it is missing"
 _QUOTED = 200
 """Characters of a line that are quoted."""
+CALL_FRAME = re.compile(r"#\d+ (?P<name>\S+) from (?P<file>.+):(?P<line>\d+)\Z")
+"""A frame below a line of `formats.CALL_STACK` (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp)."""
 ATTEMPT = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out|err)\.log\Z")
 """End of the path of a file that `torchrun --log-dir` writes."""
 FRAME = re.compile(r'\A\s*File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>\S+)')
@@ -86,6 +88,8 @@ class Fact:
     values: dict[str, str]
     quote: Quote
     origin: Origin
+    frames: list[tuple[str, str, int]] = field(default_factory=list)
+    """(function, file, line) of the call that it is about, innermost first, from the lines after it."""
 
     def number(self, name: str) -> int:
         return int(self.values[name])
@@ -201,6 +205,8 @@ class _File:
         self._origin = Origin(rank=rank, local=int(found["local"]) if found else None)
         self._open: dict[Origin, _Lines] = {}
         """Origin -> the traceback that its lines are in."""
+        self._frames: list[tuple[str, str, int]] | None = None
+        """Frames of the call whose stack the file shows just now; their lines have no label of torch."""
         self._latest: dict[Origin, Traceback] = {}
         """Origin -> its last traceback."""
         self._since_failure: int | None = None
@@ -213,7 +219,8 @@ class _File:
         first = list(islice(lines, SAMPLE))
         labels = labels_of(line for _, line, _ in first)
         for number, line, may_say in chain(first, lines):
-            if may_say or self._open or self._latest or self._since_failure is not None:
+            open_ones = self._open or self._latest or self._frames is not None or self._since_failure is not None
+            if may_say or open_ones:
                 self._take(number, line, labels, may_say)
             else:
                 self._count(split(line, self._origin, labels)[0])
@@ -243,6 +250,11 @@ class _File:
     def _take_part(self, number: int, line: str, labels: frozenset[str], may_say: bool) -> None:
         origin, text = split(line, self._origin, labels)
         self._count(origin)
+        if self._frames is not None:
+            if (frame := CALL_FRAME.match(text)) is not None:
+                self._frames.append((frame["name"], frame["file"], int(frame["line"])))
+                return
+            self._frames = None
         opened = self._open.get(origin)
         if opened is not None and not opened.add(text):
             self._close(self._open.pop(origin))
@@ -275,7 +287,9 @@ class _File:
                     self._since_failure = 0
                 values = {name: value for name, value in match.groupdict().items() if value is not None}
                 values.setdefault("why", one.why)
-                self._now.facts.append(Fact(one.kind, values, quote, origin))
+                self._now.facts.append(fact := Fact(one.kind, values, quote, origin))
+                if one.kind == formats.CALL_STACK:
+                    self._frames = fact.frames
             return
 
     def _note_work(self, text: str) -> None:

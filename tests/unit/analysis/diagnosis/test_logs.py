@@ -149,3 +149,27 @@ def test_two_files_may_have_the_lines_of_one_rank(tmp_path: Path) -> None:
     for name in ("console.log", "copy.log"):
         (tmp_path / name).write_text("\n".join(lines) + "\n")
     assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+def test_the_notes_name_a_log_that_contradicts_a_dump(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0")] * 3, [Collective("0")] * 3, [Collective("0"), CpuStall()]]
+    diagnose_job(SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2])}), tmp_path)
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(watchdog(0, 412)) + "\n")
+    notes = diagnose(read_evidence(find_candidates([str(tmp_path), str(log)]), Fleet()))[0].notes
+    assert [note for note in notes if "its log says" in note] == [
+        f"rank 0: its log says that it finished call 411 of group 0, and {tmp_path}/rank_0 has 3 as its last one; they "
+        "may be of two runs of the job"
+    ]
+
+
+def test_the_stack_that_torch_prints_of_a_call_shows_its_line(tmp_path: Path) -> None:
+    stack = ["[rank0]:[E1126 10:00:00.000000000 ProcessGroupNCCL.cpp:667] Stack trace of the failed collective: "]
+    stack += [
+        "#0 all_reduce from /opt/site-packages/torch/distributed/distributed_c10d.py:2810",
+        "#1 step from /job/train.py:41",
+    ]
+    others = [line for rank in (1, 3) for line in watchdog(rank, 412)]
+    found = diagnosed(tmp_path, *watchdog(0, 412), *stack, "", *others, monitor(2, 411, 411))
+    (place,) = [place for place in found.findings[0].places if place.rank == 0]
+    assert place.frames[0] == "step (/job/train.py:41)"
