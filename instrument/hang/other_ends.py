@@ -114,11 +114,17 @@ class OtherEnds:
             return set()
         inode = name[name.find("[") + 1 : -1]
         if inode not in self._sockets:
-            return _unix_peer(descriptor)
+            return {one for one in _unix_peer(descriptor) if not self._serves(one)}
         local, remote, _ = self._sockets[inode]
         other = self._inodes.get((remote, local))
         found = {one for one in self._near if other is not None and f"socket:[{other}]" in self._links(one).values()}
-        return set() if any(self._may_be_of_a_store(one, other or "") for one in found) else found
+        return set() if any(self._serves(one) or self._may_be_of_a_store(one, other or "") for one in found) else found
+
+    def _serves(self, process: int) -> bool:
+        """Return whether a process is the child of another rank, such as the server of a queue: what a client waits for
+        may come from any other client."""
+        ranks = {os.getppid(), *children_of(os.getppid())}
+        return process not in ranks and process not in children_of(os.getpid())
 
     def _may_be_of_a_store(self, process: int, inode: str) -> bool:
         """Return whether a socket of a process may belong to torch's store: any client may set the key that a thread

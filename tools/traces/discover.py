@@ -90,7 +90,9 @@ _BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep"
 
 _LOG_NAME = re.compile(r"\.(?:log|out|err)(?:[.-]?\d+)?(?:\.gz|\.zst)?\Z|(?:\A|/)(?:std(?:out|err)|log)\Z", re.I)
 _LOG_SIGN = re.compile(
-    rb"^(?:\[rank\d+\]|\[\w+\d+\]:|Traceback \(most recent|[ \w.:-]*NCCL (?:INFO|WARN))|ProcessGroupNCCL", re.M
+    rb"^(?:\[rank\d+\]|\[\w+\d+\]:|Traceback \(most recent|[ \w.:-]*NCCL (?:INFO|WARN)|\s+Reason:\s+OOMKilled)"
+    rb"|ProcessGroupNCCL",
+    re.M,
 )
 """Names of logs, and lines that only logs have."""
 _SUFFIX = re.compile(r"(?:\.(?:pt|trace|json|jsonl|pickle|pkl|bin|dump|et|zst|gz|sqlite3?|nsys-rep|qdrep))+\Z", re.I)

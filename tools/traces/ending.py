@@ -31,7 +31,7 @@ _STOPPED_BY_USER = re.compile(r"KeyboardInterrupt\b")
 _COMMUNICATION_FAILED = re.compile(
     r"(RuntimeError|Dist\w*Error)\b.*("
     r"connection (closed|reset|refused|was|lost)|broken pipe|(read|write) error|timed? ?out|socket|gloo/transport"
-    r"|monitoredBarrier|ncclRemoteError|remote process exited|(was|been) aborted"
+    r"|failed to recv|monitoredBarrier|ncclRemoteError|remote process exited|(was|been) aborted"
     r"|Detected mismatch between|DDP expects same model|unhandled system error)",
     re.IGNORECASE | re.DOTALL,
 )

@@ -44,6 +44,10 @@ import sqlite3
 db = sqlite3.connect(path + ".db", isolation_level=None); db.execute("create table t(n)"); db.execute("begin exclusive")
 ready()
 """,
+    "the server of a queue": """
+import multiprocessing.managers
+manager = multiprocessing.managers.SyncManager(("127.0.0.1", 0), b"key"); manager.start(); ready(manager.address[1])
+""",
     "a pipe of its own": "ready()",
     "torch's store": """
 from datetime import timedelta
@@ -69,6 +73,10 @@ s = socket.create_connection(("127.0.0.1", port)); e = select.epoll(); e.registe
     "a lock of SQLite": """
 import sqlite3
 sqlite3.connect(path + ".db", timeout=3600, isolation_level=None).execute("insert into t values (1)")
+""",
+    "the server of a queue": """
+import multiprocessing.connection
+multiprocessing.connection.Client(("127.0.0.1", port), authkey=b"key").recv()
 """,
     "a pipe of its own": "import os; os.read(os.pipe()[0], 1)",
     "torch's store": """
@@ -150,6 +158,11 @@ def test_the_process_that_can_end_a_wait_is_known(what: str, call: str, tmp_path
 @pytest.mark.parametrize("what", ["torch's store", "torch's store without libuv"])
 def test_any_client_of_a_store_may_set_the_key_that_a_thread_waits_for(what: str, tmp_path: Path) -> None:
     by, _ = blocked(tmp_path, what, ("recvfrom", "poll"), known=False)
+    assert by == []
+
+
+def test_any_client_of_a_server_that_is_no_rank_may_end_what_another_one_waits_for(tmp_path: Path) -> None:
+    by, _ = blocked(tmp_path, "the server of a queue", ("read", "recvfrom"), known=False)
     assert by == []
 
 

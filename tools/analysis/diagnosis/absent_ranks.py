@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
-from crossrank.tools.analysis.diagnosis.call_history import has_gone_past, is_new, is_usual
-from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text, late_text, rank_text, ranks_by
+from crossrank.tools.analysis.diagnosis.call_history import has_gone_past, is_from_elsewhere, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.findings import Finding, LateRank, error_text, late_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.search import Search, finding_at, finding_of, finding_on
 from crossrank.tools.analysis.diagnosis.states import (
     GONE,
+    IDLE,
     SILENT,
+    accepts,
     may_wait_for_others,
+    polls_only,
     state_of,
     that_may_wait_for_the_rest,
     waits_for_thread,
@@ -40,6 +44,7 @@ def find_silent_ranks(search: Search) -> None:
         if ranks[rank].ending.has_failed or (_was_ended_next(search, rank) and not _left_a_call_out(search, rank))
     }
     silent = search.silent - ended_by_others - search.may_wait_for_a_thread.keys()
+    found: list[tuple[StuckOp, Finding]] = []
     for op, met in search.by_most_waited_for(silent, free=True):
         absent = set().union(*(search.kept_by(rank, op.group.name) for rank in met))
         culprits, exception = absent, None
@@ -78,10 +83,20 @@ def find_silent_ranks(search: Search) -> None:
                     f"; {rank_text(stale)} also has calls unfinished that finished on the other ranks: "
                     "its GPU or its watchdog is stuck"
                 )
+        late = states if culprits <= absent else []
         known = ranks.keys() & {*op.group.ranks}
         if culprits == absent and len(absent) * 2 > len(known) and may_wait_for_others(ranks, absent):
+            culprits = set(op.waiting)
+            text += (
+                f"; all of them wait there, and may wait for what {rank_text(culprits)} was to do, for example through "
+                "the store or a file"
+            )
+        elif culprits == absent and (owing := _polled_senders(search, op, absent)):
+            culprits = owing
+            text += f"; a receive from {rank_text(owing)} has no send there, and it may poll for its end"
+        elif culprits == absent and all(one.state == IDLE and accepts(ranks[one.rank].ending) for one in states):
             culprits = set()
-            text += "; they may wait for the others there, for example through the store"
+            text += "; another rank may be the one that was to connect"
         elif culprits == absent and (unclear := that_may_wait_for_the_rest(ranks, absent)):
             culprits = absent - unclear
             text += (
@@ -94,9 +109,44 @@ def find_silent_ranks(search: Search) -> None:
             senders = rank_text(search.may_wait_for_a_thread[rank])
             text += f"; rank {rank} has not made it either: one of its threads receives from {senders}"
         waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
-        late = states if culprits <= absent else []
         about: dict[str, Any] = {"text": text, "exception": exception, "proof": proof, "late_ranks": late}
-        search.add_root(finding_of(op, kind, culprits=culprits, **about, **waiting), [op])
+        finding = finding_of(op, kind, culprits=culprits, **about, **waiting)
+        search.add_root(finding, [op])
+        found.append((op, finding))
+    for (op, one), (other_op, other) in combinations(found, 2):
+        _settle(search, (op, one), (other_op, other))
+
+
+def _settle(search: Search, first: tuple[StuckOp, Finding], second: tuple[StuckOp, Finding]) -> None:
+    """Decide between two ranks that keep each other waiting, each in a call of one of its threads while another thread
+    would make the call that is due: a lock may tie them. The one whose call is from another line than before counts."""
+    ends = []
+    for (op, finding), (other, _) in ((first, second), (second, first)):
+        culprits = set(finding.culprit_ranks)
+        if not culprits or not culprits <= op.free.intersection(other.waiting):
+            return
+        ends.append(culprits)
+    odd = {rank for rank in set().union(*ends) if is_from_elsewhere(search.job, rank, search.graph.blocked[rank])}
+    for (_, finding), culprits in zip((first, second), ends, strict=True):
+        if len(odd) != 1 or not odd <= culprits:
+            finding.culprit_ranks = []
+            finding.waiting_ranks = sorted({*finding.waiting_ranks, *culprits})
+            finding.text += f"; {rank_text(culprits)} waits in another call meanwhile, which may keep its threads there"
+        else:
+            finding.text += f"; {rank_text(culprits)} waits in a call at another line than before"
+
+
+def _polled_senders(search: Search, op: StuckOp, absent: set[int]) -> set[int]:
+    """Return the ranks that wait in an operation and owe a message to the only rank that has not come. This one looks
+    for something now and then: it may poll for the end of a receive."""
+    if len(absent) != 1 or not polls_only(search.job.ranks[min(absent)].ending):
+        return set()
+    job, rank = search.job, min(absent)
+    receives = [row for row in job.open_rows[rank] if job.signature(rank, row).op == "recv"]
+    lacking = [row for row in receives if (rank, row) not in search.pairing.partner]
+    senders = {job.signature(rank, row).peer for row in lacking}
+    found = {one for one in senders if one is not None}
+    return found if senders == found and found <= set(op.waiting) else set()
 
 
 def _proof_by(search: Search, states: Sequence[LateRank]) -> str:

@@ -77,6 +77,24 @@ def changes_tags_otherwise(job: JobState, rank: int, row: int) -> bool:
     return len(calls) > row and len(tags) == 3 and tags[0] - tags[1] != tags[1] - tags[2]
 
 
+def breaks_its_tags(job: JobState, rank: int, row: int) -> bool | None:
+    """Return whether the tag of a send or receive breaks the order of the tags before it on this pair of ranks: their
+    differences had a period. None if they had none."""
+    this = job.signature(rank, row)
+    alike = (
+        one
+        for one in (job.signature(rank, at) for at in range(row, -1, -1))
+        if (one.op, one.peer) == (this.op, this.peer)
+    )
+    tags = [one.tag or 0 for one in islice(alike, WINDOW)][::-1]
+    steps = [later - earlier for earlier, later in pairwise(tags)]
+    *before, last = steps or [0]
+    for period in range(1, len(before) // _OFTEN + 1):
+        if before[period:] == before[:-period]:
+            return last != before[-period]
+    return None
+
+
 def has_skipped(
     job: JobState, rank: int, group: ProcessGroup, row: int, peers: tuple[int, ...] = (), op: str | None = None
 ) -> bool:

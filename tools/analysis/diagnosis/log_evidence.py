@@ -6,6 +6,7 @@ So a rank without a line is named only if it is one of few that others wait for.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,9 +17,10 @@ from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import Finding, error_text, rank_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
+from crossrank.tools.traces.ending import may_be_of_communication
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.prefixes import Origin
-from crossrank.tools.traces.logs.ranks import traces_of
+from crossrank.tools.traces.logs.ranks import ranks_of, traces_of
 from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog, Traceback
 from crossrank.tools.traces.rank_trace import RankTrace
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 _WITHOUT_A_LINE = 0.25
 """Share of a group's members up to which several without a line are named: the logs of a node may be missing."""
 _WITHOUT_WAITS = ("network_failed", "log_error")
+_MANY = 2
+"""Ranks that have lost a connection from which on the one that says nothing is named."""
+_COMMUNICATES = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
 _QUOTED_CULPRITS, _QUOTED_WAITING = 3, 2
 """Ranks whose lines a finding quotes."""
 
@@ -79,6 +84,12 @@ def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:
         if finding := told(attempt.facts, ranks):
             yield finding
             return
+    if finding := _only_silent(attempt, ranks):
+        yield finding
+        return
+    if finding := _interrupted(attempt, ranks):
+        yield finding
+        return
     network = _of_kind(attempt.facts, formats.NETWORK)
     if network:
         ends = ", ".join(dict.fromkeys(fact.values["host"] for fact in network))
@@ -141,19 +152,61 @@ def _at_fault(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
 def _awaited(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
     """Return who keeps others waiting, of ranks that wait for one another: the one that waits for none.
 
-    Numbers within a group are those of the job only where a rank prints its own.
+    Numbers within a group are those of the job only where a rank prints its own, or in the default group.
     """
-    waits = [fact for fact in _of_kind(facts, formats.AWAITED) if fact.origin.rank == fact.number("member")]
-    waiting = {fact.number("member") for fact in waits}
+    waits = [
+        fact
+        for fact in _of_kind(facts, formats.AWAITED)
+        if "member" not in fact.values or fact.origin.rank == fact.number("member")
+    ]
+    waiting = {fact.origin.rank for fact in waits} - {None}
     awaited = {fact.number("other") for fact in waits} - waiting
-    if len(awaited) != 1:
+    if len(awaited) != 1 or (not waiting and len({fact.values["other"] for fact in waits}) > 1):
         return None
     text = f"{rank_text(awaited)} {waits[0].values['why']}"
     return _finding("missing_rank", {*ranks, *awaited}, text, waits, sorted(awaited))
 
 
+def _only_silent(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the only rank that says nothing of its end, if all others have lost a connection."""
+    ends = ranks_of(attempt)
+    lost = {rank for rank, one in ends.items() if one.raised is not None and may_be_of_communication(one.raised.error)}
+    ended = {rank for rank, one in ends.items() if one.raised is not None or one.killed is not None}
+    timed_out = any(one.kind in (formats.TIMEOUT, formats.STATUS) for one in attempt.facts)
+    silent = set(range(max({*ranks, *ends}, default=-1) + 1)) - ended
+    if timed_out or len(silent) != 1 or ended != lost or len(lost) < _MANY:
+        return None
+    text = f"{rank_text(lost)} lost a connection, and {rank_text(silent)} says nothing of its end"
+    tracebacks = [one for one in attempt.tracebacks if one.origin.rank in lost]
+    return _finding("missing_rank", {*lost, *silent}, text, tracebacks, sorted(silent), proof="gone")
+
+
+def _interrupted(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the ranks that waited for no other one when the user interrupted the job, if most others did."""
+    stopped = {
+        one.origin.rank: one
+        for one in attempt.tracebacks
+        if one.origin.rank is not None and one.error.startswith("KeyboardInterrupt")
+    }
+    waiting = {rank for rank, one in stopped.items() if any(_COMMUNICATES.search(file) for _, file, _ in one.frames)}
+    elsewhere = sorted(stopped.keys() - waiting)
+    if not elsewhere or len(elsewhere) * 2 >= len(stopped) or stopped.keys() != {*ranks}:
+        return None
+    places = {f"{name} ({file}:{line})" for rank in elsewhere for name, file, line in stopped[rank].frames[:1]}
+    text = (
+        f"the user ended the job while {rank_text(waiting)} waited in torch.distributed, and {rank_text(elsewhere)} "
+        f"did not, in {', '.join(sorted(places))}"
+    )
+    return _finding("missing_rank", ranks, text, [stopped[one] for one in elsewhere], elsewhere)
+
+
 def _finding(
-    kind: str, ranks: Iterable[int], text: str, facts: Sequence[Fact | Traceback], culprits: Sequence[int] = ()
+    kind: str,
+    ranks: Iterable[int],
+    text: str,
+    facts: Sequence[Fact | Traceback],
+    culprits: Sequence[int] = (),
+    proof: str = "",
 ) -> Finding:
     lines = [str(fact.quote) for fact in facts[:3]]
     waiting = [] if kind in _WITHOUT_WAITS else sorted(set(ranks).difference(culprits))
@@ -164,7 +217,7 @@ def _finding(
         text=text,
         culprit_ranks=list(culprits),
         waiting_ranks=waiting,
-        proof="gone" if kind in _WITHOUT_WAITS else "late",
+        proof=proof or ("gone" if kind in _WITHOUT_WAITS else "late"),
         lines=lines,
     )
 
@@ -174,6 +227,8 @@ def _notes(log: JobLog) -> Iterator[str]:
     for number, attempt in enumerate(log.attempts[:-1]):
         errors = [f"rank {one.origin.rank}: {error_text(one.error)}" for one in attempt.tracebacks[:1]]
         yield f"attempt {number} of the job was restarted" + (f"; it ended with {errors[0]}" if errors else "")
+    if outside := _of_kind(log.last.facts, formats.OUTSIDE):
+        yield f"the job was ended from outside: {outside[0].values['why']} ({outside[0].quote.path})"
     if log.last.unplaced:
         yield f"{plural(log.last.unplaced, 'line')} of the logs could not be given to a rank"
 

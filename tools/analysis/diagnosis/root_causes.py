@@ -338,15 +338,20 @@ def _came_from_elsewhere(search: Search, cycle: list[int], ops: list[StuckOp]) -
 
 
 def _left_its_period(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
-    """The rank whose calls have left their period, if all other ranks of a cycle of sends and receives keep theirs."""
-    if len(cycle) > _MOST_COMPARED or not all(op.is_p2p for op in ops):
+    """The ranks whose calls have left their period, if all other ranks of a cycle keep theirs. Only one in a cycle of
+    sends and receives; in one of collectives, a minority, or half, that made its usual calls in another order."""
+    of_pairs = all(op.is_p2p for op in ops)
+    if len(cycle) > _MOST_COMPARED or any(op.is_p2p for op in ops) != of_pairs:
         return {}
     found = {rank: leaves_its_period(search.job, rank, search.graph.blocked[rank]) for rank in cycle}
     left = {rank: row for rank, row in found.items() if row is not None and row >= 0}
     how = {
         rank: f"in each round before, it made another call than {_made(search.job, rank, left[rank])}" for rank in left
     }
-    return how if None not in found.values() and len(how) == 1 else {}
+    if not of_pairs and any(is_new(search.job, rank, search.graph.blocked[rank]) for rank in left):
+        return {}
+    few = len(how) == 1 if of_pairs else 0 < len(how) * 2 <= len(cycle)
+    return how if few and None not in found.values() else {}
 
 
 def _unlike_most_ranks(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:

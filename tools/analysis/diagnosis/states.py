@@ -200,6 +200,11 @@ def that_may_wait_for_the_rest(ranks: Mapping[int, RankTrace], late: Collection[
     return found if len(late) > 1 and (found != set(late) or len(places) > 1) else set()
 
 
+def accepts(ending: Ending) -> bool:
+    """Return whether a rank waits for a connection: somebody else has to make it."""
+    return _blocked_in(ending) == "accept"
+
+
 def _may_wait_for_another(ending: Ending) -> bool:
     """Return whether a rank polls, or waits for data of a socket."""
     return polls_only(ending) or _blocked_in(ending) in _BY_SOCKET

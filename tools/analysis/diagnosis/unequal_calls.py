@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from crossrank.comm import is_p2p
-from crossrank.tools.analysis.diagnosis.call_history import changes_tags_otherwise
+from crossrank.tools.analysis.diagnosis.call_history import breaks_its_tags, changes_tags_otherwise
 from crossrank.tools.analysis.diagnosis.findings import Place, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import Mismatch, match_key
@@ -160,9 +160,12 @@ def find_unequal_tags(search: Search) -> None:
         )
         odd = _with_another_tag(job, send, receive)
         text += "".join(f"; the other ranks have the tag of rank {one} in this call" for one in ranks - odd if odd)
-        # Tags may be any numbers, so their order proves nothing.
+        if not odd:  # tags may be any numbers, so only a long order counts
+            breaks = {rank: breaks_its_tags(job, rank, row) for rank, row in (send, receive)}
+            odd = {rank for rank, broken in breaks.items() if broken} if set(breaks.values()) == {True, False} else odd
+            text += "".join(f"; rank {rank} had another order of tags before" for rank in odd)
         left_its_order = [rank for rank, row in (send, receive) if changes_tags_otherwise(job, rank, row)]
-        if len(left_its_order) == 1:
+        if len(left_its_order) == 1 and not odd:
             text += f"; the tag of rank {left_its_order[0]} does not follow from its earlier ones"
         finding = finding_on(
             job.group_at(*send),

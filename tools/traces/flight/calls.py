@@ -435,6 +435,8 @@ class _Reading:
             inputs, outputs = [], outputs or inputs
         if operation is OPERATIONS["all_gather"] and entry.profiling_name.startswith(_OF_GLOO):
             inputs, outputs = _gathered(inputs, outputs, len(members or ()) or of_group.size)
+        if operation is OPERATIONS["scatter"]:
+            inputs, outputs = _scattered(inputs, outputs)
         into, out = (next(map(_dtype, types), None) for types in (entry.input_dtypes, entry.output_dtypes))
         comms = ParamComms(name=name, pg=of_group.pg, inputs=inputs, outputs=outputs, dtype=into or out)
         record = to_record(comms, of_group, number=0, time=0, c10d=name)
@@ -442,7 +444,7 @@ class _Reading:
             record,
             out_dtype=out if out != record.dtype else None,
             peer=peer,
-            root=_root(record.op, entry, self._trace.rank, members),
+            root=_root(record.op, inputs, outputs, self._trace.rank, members),
         )
 
     def _stacks(self) -> list[int]:
@@ -558,12 +560,24 @@ def is_closing(entry: Entry) -> bool:
     return _CLOSING in entry.profiling_name and not entry.input_sizes and not entry.output_sizes
 
 
-def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None) -> int | None:
+_NO_TENSOR: _Shapes = [[0]]
+"""The shapes of an undefined tensor."""
+
+
+def _root(op: str, inputs: _Shapes, outputs: _Shapes, rank: int | None, members: Sequence[int] | None) -> int | None:
     """The root of a gather or scatter, from the shapes: only the root has the outputs or inputs of all ranks."""
     if members is None or len(members) < 2:
         return None
-    side = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op, ())
+    side = {"gather": outputs, "scatter": inputs}.get(op, [])
     return rank if len(side) == len(members) else None
+
+
+def _scattered(inputs: _Shapes, noted: _Shapes) -> tuple[_Shapes, _Shapes]:
+    """Inputs and outputs of a scatter. ProcessGroupNCCL notes them the other way round, with an empty tensor on ranks
+    that are not the root (`scatter` calls `collective(outputs, inputs)` in ProcessGroupNCCL.cpp)."""
+    if noted == _NO_TENSOR:
+        return [], inputs
+    return (noted, inputs) if len(noted) > max(1, len(inputs)) else (inputs, noted)
 
 
 def _gathered(inputs: _Shapes, noted: _Shapes, size: int) -> tuple[_Shapes, _Shapes]:

@@ -61,7 +61,14 @@ TRACEBACK, SPAWNED = "traceback", "spawned"
 FAULTY, GPU_FAILED, SAID = "faulty", "gpu_failed", "said"
 """A line that names the ranks at fault; an error of the GPU of the rank that prints it; one that names no rank."""
 AWAITED = "awaited"
-"""A line of a rank that waits for something of another rank, `other`."""
+"""A line of a rank that waits for something of another rank, `other`. The rank that waits is `member` in its group, or
+that of the job."""
+POD_KILLED, POD_RANK = "pod_killed", "pod_rank"
+"""Lines of one pod: why it was killed, and its rank."""
+RAY_WORKER, RAY_PROCESS, RAY_DIED = "ray_worker", "ray_process", "ray_died"
+"""The rank of a process, the process that Ray speaks of, and how it ended."""
+OUTSIDE = "outside"
+"""Somebody ended the job."""
 VERDICT, VERDICT_CULPRIT, WITHDRAWN = "verdict", "verdict_culprit", "withdrawn"
 """Lines of crossrank in a job."""
 
@@ -152,7 +159,7 @@ FORMATS = (
     ),
     _row(
         AWAITED,
-        r"wait timeout after \d+ms, keys: \S*/(?P<member>\d+)//?cpu//\S*?/(?P<other>\d+)\b",
+        r"wait timeout after \d+ms, keys: /default_pg/\d+//(?:\d+//)?cpu//\d+/(?P<other>\d+)\b",
         _STORE,
         why="has not come to connect with gloo",
     ),
@@ -187,6 +194,16 @@ FORMATS = (
         "ray",
         why="Out Of Memory: killed by Ray",
     ),
+    _row(POD_KILLED, r"\A\s+Reason: +(?P<why>OOMKilled)", "kubectl describe pod"),
+    _row(POD_RANK, r"\A\s+RANK: +(?P<rank>\d+)\Z", "kubectl describe pod"),
+    _row(RAY_WORKER, r"ip=(?P<host>[\w.:]+), pid=(?P<process>\d+)\) world_rank=(?P<rank>\d+)", "ray/train"),
+    _row(RAY_PROCESS, r"\A\s+pid: (?P<process>\d+)\Z", "ray/exceptions.py"),
+    _row(RAY_DIED, r"Worker exit type: (?P<why>\w+)", "ray/exceptions.py"),
+    _row(
+        OUTSIDE,
+        r"(?P<why>(?:JOB|STEP) [\d.]+ (?:ON \S+ )?CANCELLED AT .*|Process \d+ got signal: \d+)",
+        "slurmstepd, " + _PROCESSES,
+    ),
     _row(SAID, r"(?P<why>srun: error: Node failure on \S+)", "slurm/src/srun"),
     _row(SAID, r"NCCL WARN (?P<why>(?:Duplicate GPU detected|socketStartConnect: Connect to|Net : ).*)", "nccl"),
     _row(SAID, r"(?P<why>Rendezvous(?:Connection|Timeout|Closed)\w*Error.*)", "torch/distributed/elastic/rendezvous"),
@@ -207,14 +224,13 @@ FORMATS = (
 )
 
 LITERALS = (
-    "Stack trace of the failed", "Watchdog caught",
-    " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work",
-    "Last enqueued NCCL work", "raised the following async", "NET/IB", "Detected mismatch between",
-    "failed to pass monitoredBarrier", "clients joined", "will restart worker group", "closing signal",
-    "failed (exitcode:", "local_rank: ", "exitcode ", "terminated with", "OOMKilled", "Memory on the node",
-    "Node failure", "NCCL WARN", "Rendezvous", "return code", "NVRM: Xid", "Memory access fault", "got stuck for",
-    "params, while", "lagging ranks",
-    "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
-    "Traceback (most recent",
+    "Stack trace of the failed", "Watchdog caught", " at work sequence id", "Timeout at NCCL work",
+    "detected by watchdog at work", "Last enqueued NCCL work", "raised the following async", "NET/IB",
+    "Detected mismatch between", "failed to pass monitoredBarrier", "clients joined", "will restart worker group",
+    "closing signal", "failed (exitcode:", "local_rank: ", "exitcode ", "terminated with", "OOMKilled",
+    "Memory on the node", "Reason: ", "RANK: ", "world_rank=", "pid: ", "Worker exit type", "CANCELLED AT",
+    "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code", "NVRM: Xid", "Memory access fault",
+    "got stuck for", "params, while", "lagging ranks", "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ",
+    "culprit    ", "finished collective", "srun: error:", "Traceback (most recent",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

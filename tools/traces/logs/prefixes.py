@@ -1,14 +1,14 @@
 """Finds the rank and the host of a line of a log, by the prefixes that launchers add to it.
 
 A line may have several prefixes: Slurm's in front of torchrun's. torch's own `[rank3]:` has the global rank.
-`[default3]:` of torchrun, and its folders, have the number within a node. A number in front of a colon is Slurm's label
-only if most lines of the file begin so.
+`[default3]:` of torchrun, and its folders, have the number within a node. A number, a host or a time in front of the
+text is a label only if most lines of the file have it there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +16,7 @@ COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 """Control sequences of terminals (ECMA-48), and carriage returns of progress bars."""
 
 _TIME = r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)"
+_SYSLOG_TIME = r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d)"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ PREFIXES = (
     Prefix("kubernetes", re.compile(r"\[(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),
     Prefix("srun", re.compile(r" {0,6}(?P<rank>\d{1,7}): "), is_label=True),
+    Prefix("pdsh", re.compile(r"(?P<host>[a-z][\w.-]*\d[\w.-]*): "), is_label=True),
+    Prefix("syslog", re.compile(rf"(?:{_SYSLOG_TIME}|{_TIME}) (?P<host>\S+) [\w./-]+\[\d+\]: "), is_label=True),
+    Prefix("container", re.compile(rf"{_TIME} std(?:out|err) [FP] "), is_label=True),
+    Prefix("stamp", re.compile(rf"(?:\[{_TIME}\]|{_TIME}) "), is_label=True),
 )
 """Row by row, until none matches: a later prefix is nearer to the text, and knows the rank better."""
 
@@ -58,13 +63,31 @@ class Origin:
 
 
 def labels_of(lines: Iterable[str]) -> frozenset[str]:
-    """Return the launchers whose labels most of these lines have."""
+    """Return the launchers whose labels most of these lines have, also behind other prefixes."""
     given = [line for line in lines if line.strip()]
-    return frozenset(
-        one.launcher
-        for one in PREFIXES
-        if one.is_label and given and sum(bool(one.pattern.match(line)) for line in given) >= _LABELLED * len(given)
-    )
+    labels: frozenset[str] = frozenset()
+    while given:
+        # A label may be behind other prefixes, and another one may begin as it does.
+        texts = [(split(line, Origin(), labels)[1], _without(line, labels)) for line in given]
+        for one in PREFIXES:
+            if one.is_label and one.launcher not in labels and _is_usual(one, texts):
+                labels |= {one.launcher}
+                break
+        else:
+            break
+    return labels
+
+
+def _without(line: str, labels: frozenset[str]) -> str:
+    """Return a line without these labels alone."""
+    for one in PREFIXES:
+        if one.launcher in labels and (match := one.pattern.match(line)) is not None:
+            line = line[match.end() :]
+    return line
+
+
+def _is_usual(prefix: Prefix, texts: Sequence[tuple[str, str]]) -> bool:
+    return sum(any(map(prefix.pattern.match, forms)) for forms in texts) >= _LABELLED * len(texts)
 
 
 @cache

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from crossrank.comm import DEFAULT_GROUP, CommRecord, Group, operation_of
+import msgspec
+
+from crossrank.comm import DEFAULT_GROUP, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.tools.traces.ending import MAIN_THREAD, may_be_of_communication
@@ -73,12 +75,10 @@ class RankLog:
 
 def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
     """Return what the lines of each rank say. A rank may have no line of its own."""
-    local_to_rank = {
-        one.number("local"): one.number("rank") for one in attempt.facts if one.kind == formats.SUMMARY_RANK
-    }
+    local_to_rank, workers = _ranks_of_locals(attempt), _rank_of_worker(attempt.facts)
 
     def global_of(own_rank: int | None, local: int | None) -> int | None:
-        return own_rank if own_rank is not None else local_to_rank.get(local, local) if local is not None else None
+        return own_rank if own_rank is not None else local_to_rank(local) if local is not None else None
 
     found: dict[int, RankLog] = {}
 
@@ -93,7 +93,7 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
             of(printed_by).facts.append(fact)
             of(printed_by).host = of(printed_by).host or fact.origin.host
     for one in attempt.tracebacks:
-        raised_by = global_of(one.origin.rank, one.origin.local)
+        raised_by = workers.get(one.process, global_of(one.origin.rank, one.origin.local))
         if raised_by is not None and one.ended_process:
             of(raised_by).raised = one
     for rank, how, fact in _kills(attempt, local_to_rank):
@@ -106,23 +106,65 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
     return found
 
 
-def _kills(attempt: Attempt, local_to_rank: Mapping[int, int]) -> Iterator[tuple[int, str, Fact]]:
+def _ranks_of_locals(attempt: Attempt) -> Callable[[int], int | None]:
+    """Return a function that gives the rank of the process with a number within its node. Lines with both show it. If
+    none does, the job has one node; if the lines are of several nodes, it is unknown."""
+    origins = [one.origin for one in attempt.facts] + [one.origin for one in attempt.tracebacks]
+    pairs = {(one.local, one.rank) for one in origins if one.local is not None and one.rank is not None}
+    pairs |= {(one.number("local"), one.number("rank")) for one in attempt.facts if one.kind == formats.SUMMARY_RANK}
+    firsts = {rank - local for local, rank in pairs}
+    if not firsts:
+        return lambda local: local
+    first = firsts.pop()
+    return lambda local: None if firsts else first + local
+
+
+def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iterator[tuple[int, str, Fact]]:
     """Yield (rank, how its process was killed, the line that says so), without those that the launcher ended."""
     ended = {one.values["process"] for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
     has_agents = any(one.kind in formats.OF_LAUNCHER or one.origin.local is not None for one in attempt.facts)
-    timed_out = any(one.kind in (formats.TIMEOUT, formats.ASYNC_ERROR) for one in attempt.facts)
+    timed_out = any(one.kind in (formats.TIMEOUT, formats.ASYNC_ERROR, formats.STATUS) for one in attempt.facts)
+    of_summary = [one for one in attempt.facts if one.kind in (formats.SUMMARY_RANK, formats.SUMMARY_EXIT)]
+    rank_of = {
+        end.values["process"]: one.number("rank")
+        for one, end in pairwise(of_summary)
+        if (one.kind, end.kind) == (formats.SUMMARY_RANK, formats.SUMMARY_EXIT)
+    }
     for fact in attempt.facts:
         if fact.kind == formats.FAILED and fact.values["process"] not in ended and fact.number("code") < 0:
             with suppress(ValueError):
                 number = signal.Signals(-fact.number("code"))
                 if number in _KILLED and not (timed_out and number == signal.SIGABRT):
-                    local = fact.number("local")
-                    yield local_to_rank.get(local, local), f"killed by {number.name}", fact
+                    rank = rank_of.get(fact.values["process"], local_to_rank(fact.number("local")))
+                    if rank is not None:
+                        yield rank, f"killed by {number.name}", fact
         # Under torchrun a task of Slurm is a launcher.
         if fact.kind == formats.TASK_KILLED and not (has_agents and fact.quote.text.startswith("srun")):
             why = fact.values["why"]
             if why.startswith(_DEADLY):
                 yield fact.number("rank"), why, fact
+    yield from _kills_in_several_lines(attempt.facts)
+
+
+def _rank_of_worker(facts: Sequence[Fact]) -> dict[str, int]:
+    """Return the rank of each process that Ray started."""
+    return {one.values["process"]: one.number("rank") for one in facts if one.kind == formats.RAY_WORKER}
+
+
+def _kills_in_several_lines(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
+    """Yield what `_kills` does from lines of Kubernetes and Ray: one has the rank, or the process, and another one how
+    it was killed."""
+    workers = _rank_of_worker(facts)
+    of_pods = [one for one in facts if one.kind in (formats.POD_KILLED, formats.POD_RANK)]
+    for killed, rank in pairwise(of_pods):
+        if (killed.kind, rank.kind) == (formats.POD_KILLED, formats.POD_RANK) and killed.quote.path == rank.quote.path:
+            yield rank.number("rank"), killed.values["why"], killed
+    of_ray = [one for one in facts if one.kind in (formats.RAY_PROCESS, formats.RAY_DIED)]
+    for process, died in pairwise(of_ray):
+        if (process.kind, died.kind) == (formats.RAY_PROCESS, formats.RAY_DIED):
+            rank_of = workers.get(process.values["process"])
+            if rank_of is not None and "OUT_OF_MEMORY" in died.values["why"]:
+                yield rank_of, died.values["why"], died
 
 
 def traces_of(attempt: Attempt) -> list[RankTrace]:
@@ -206,6 +248,10 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
         if (work := next(same, None)) is not None:
             sizes = [[work.number(name)] for name in ("numel_in", "numel_out")]
             record = _record(work.values["op"], name, seq, sizes)
+            if is_p2p(record):  # the line has no peer
+                if len(ranks) != 2:
+                    continue
+                record = msgspec.structs.replace(record, seq=None, p2p_seq=seq, peer=sum(ranks) - (trace.rank or 0))
             builder.add(record, called=0, state=SCHEDULED, group=index, stack=stack)
 
 

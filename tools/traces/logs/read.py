@@ -40,10 +40,10 @@ _LAST_LINES, _LAST_MARKED_LINES = 2, 8
 _RESTARTED = 8
 """Lines of the script after a failure from which on the launcher has started the job again."""
 SUMMARY = re.compile(
-    r"\[\d+\]:|.*\bFAILED\b|Failures:|Root Cause|<NO_OTHER|\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
+    r"\[\d+\]:|.*\bFAILED\b|Failures:|Root Cause|\s*<NO_OTHER|\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
 )
 """Lines of torchrun's summary of failures."""
-GLUED = re.compile(r"(?=\[rank\d+\]:\[[EWIF]\d)")
+GLUED = re.compile(r"(?=\[rank\d+\]:(?:\[[EWIF]\d| ?Traceback \(most recent))")
 """Where another process has begun to print within a line."""
 MARK = "[rank"
 """With it torch begins the lines that it prints itself, and those of an exception that ends the process."""
@@ -59,7 +59,10 @@ ENDS = re.compile(
 """Lines that libraries and launchers print at the end of a process."""
 _MODULE = re.compile(r"\A(?:[A-Za-z_]\w*\.)+(?=[A-Z])")
 """The module in front of the type of an exception."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _LONGEST_ERROR = 500
+_OF_RAY = re.compile(r"RayTaskError\(\w+\): .*\(pid=(?P<process>\d+), ip=")
+"""An exception with which Ray passes on that of a process, whose traceback comes after it."""
 _LAST_ERROR = "Last error:"
 """The next line has NCCL's own text of what failed."""
 _MARGIN = re.compile(r" +[|+](?: |[-+]+(?: \d+ -+)?\Z)?")
@@ -109,13 +112,26 @@ class Traceback:
     is_marked: bool
     """torch marked its lines with the rank, which it does for an exception that ends the process."""
     attempt: int = 0
+    process: str = ""
+    """Number of the process that raised it, if Ray says it."""
     followed: int = 0
     """Lines of the script after it, from the same place."""
+    forms: set[str] = field(default_factory=set)
+    """These lines without their numbers."""
+    goes_on: bool = False
+    """The script still makes steps: two of these lines differ in numbers alone, or it raised another exception."""
+
+    def note(self, text: str) -> None:
+        """Note a line of the script after it."""
+        self.followed += 1
+        form = _NUMBER.sub("0", text)
+        self.goes_on |= form in self.forms and form != text
+        self.forms.add(form)
 
     @property
     def ended_process(self) -> bool:
         """Whether it ended its process: the script did not go on."""
-        return self.followed <= (_LAST_MARKED_LINES if self.is_marked else _LAST_LINES)
+        return not self.goes_on and self.followed <= (_LAST_MARKED_LINES if self.is_marked else _LAST_LINES)
 
 
 @dataclass
@@ -240,12 +256,15 @@ class _File:
             self._now.lines_of[origin.rank] += 1
 
     def _take(self, number: int, line: str, labels: frozenset[str], may_say: bool) -> None:
-        if "]:[" not in line:
-            self._take_part(number, line, labels, may_say)
-            return
-        for part in GLUED.split(line):
-            if part or part == line:
-                self._take_part(number, part, labels, may_say)
+        if MARK in line and ("]:[" in line or "]: Traceback" in line):
+            text = split(line, self._origin, labels)[1]
+            first, *others = GLUED.split(text)
+            if others:
+                self._take_part(number, line[: len(line) - len(text)] + first, labels, may_say)
+                for part in others:
+                    self._take_part(number, part, labels, may_say)
+                return
+        self._take_part(number, line, labels, may_say)
 
     def _take_part(self, number: int, line: str, labels: frozenset[str], may_say: bool) -> None:
         origin, text = split(line, self._origin, labels)
@@ -261,7 +280,7 @@ class _File:
             opened = None
         if opened is None and not ENDS.match(text) and not SUMMARY.match(text):
             if (latest := self._latest.get(origin)) is not None:
-                latest.followed += 1
+                latest.note(text)
                 if latest.followed > _LAST_MARKED_LINES:
                     del self._latest[origin]
             if MARK not in line:
@@ -301,6 +320,9 @@ class _File:
 
     def _close(self, opened: _Lines) -> None:
         if (found := opened.traceback()) is not None and not found.error.startswith(_OF_LAUNCHER):
+            before = self._latest.get(found.origin)
+            if before is not None and before.followed and found.origin != Origin():
+                before.goes_on = True
             self._job.attempt(found.attempt).tracebacks.append(found)
             self._latest[found.origin] = found
 
@@ -320,6 +342,7 @@ class _Lines:
         self._frames: list[tuple[str, str, int]] = []
         self._errors: list[str] = []
         self._is_over = self._is_linked = self._takes_last_error = False
+        self._process = ""
         self._is_group = "Exception Group" in quote.text
 
     def add(self, text: str) -> bool:
@@ -347,6 +370,10 @@ class _Lines:
             self._errors[-1] += f" ({writable(text.strip()[:_LONGEST_ERROR])})"
             self._takes_last_error = False
             return True
+        if (of_ray := _OF_RAY.match(self._errors[-1])) is not None and FRAME.match(text):
+            self._process, self._frames, self._is_over = of_ray["process"], [], False
+            self._errors.pop()
+            return self.add(text)
         self._takes_last_error = text.startswith(_LAST_ERROR)
         self._is_linked |= text.startswith(LINKS)
         if self._is_linked and (text.startswith("Traceback (most recent") or RAISED.match(text)):
@@ -360,5 +387,12 @@ class _Lines:
         *causes, error = self._errors
         frames = tuple(reversed(self._frames))
         return Traceback(
-            error, tuple(reversed(causes)), frames, self._quote, self._origin, self._is_marked, self._attempt
+            error,
+            tuple(reversed(causes)),
+            frames,
+            self._quote,
+            self._origin,
+            self._is_marked,
+            self._attempt,
+            self._process,
         )

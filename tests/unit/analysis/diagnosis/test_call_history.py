@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from crossrank.tools.analysis.diagnosis.call_history import changes_peer, has_skipped, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.call_history import (
+    breaks_its_tags,
+    changes_peer,
+    has_skipped,
+    is_new,
+    is_usual,
+)
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from tests.unit.analysis.diagnosis.ranks import call, group, job, rank, world
 
@@ -93,3 +99,19 @@ def test_a_line_that_always_had_one_peer_has_another_one(
     sends = [call("send", number=number, peer=peer, source=line) for number, peer in enumerate(peers, 1)]
     found = job(rank(0, *sends, groups=(world(4),)))
     assert changes_peer(found, 0, len(peers) - 1) == changed
+
+
+@pytest.mark.parametrize(
+    ("tags", "breaks"),
+    [
+        ([0, 1, 2, 3, 4, 5], False),
+        ([0, 1, 2, 3, 4, 50], True),
+        ([0, 1, 10, 11, 20, 21, 30, 31], False),
+        ([0, 1, 10, 11, 20, 21, 30, 35], True),
+        ([0, 1, 2, 9], None),  # too few to have an order
+        ([3, 1, 4, 1, 5, 9, 2], None),
+    ],
+)
+def test_a_tag_breaks_the_order_of_those_before_it(tags: list[int], breaks: bool | None) -> None:
+    sends = (call("send", number, peer=1, tag=tag) for number, tag in enumerate(tags, 1))
+    assert breaks_its_tags(job(rank(0, *sends)), 0, len(tags) - 1) is breaks

@@ -162,6 +162,14 @@ def test_an_invalid_number_skips_only_its_call(tmp_path: Path) -> None:
     ]
 
 
+def test_the_rank_whose_tags_counted_before_is_named(tmp_path: Path) -> None:
+    sent, received = [0, 1, 2, 3, 4, 70], [0, 1, 2, 3, 4, 5]
+    write_comms(tmp_path, 0, [p2p("send", 1, number) | {"tag": tag} for number, tag in enumerate(sent, 1)])
+    write_comms(tmp_path, 1, [p2p("recv", 0, number) | {"tag": tag} for number, tag in enumerate(received, 1)])
+    write_comms(tmp_path, 2, [])
+    assert roots(diagnosis_of(tmp_path))[0] == ("p2p_tag_mismatch", "default_pg", 6, [0], [1])
+
+
 def test_a_send_and_a_receive_with_different_tags_do_not_match(tmp_path: Path) -> None:
     write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1) | {"tag": 1}])
     write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1) | {"tag": 2}])

@@ -101,6 +101,22 @@ def test_gather_and_scatter_roots_may_have_other_sizes(tmp_path: Path) -> None:
     assert not [row for row in found if row[0] in ("size_mismatch", "dtype_mismatch")]
 
 
+@pytest.mark.parametrize(
+    ("size", "found"),
+    [
+        (19, ("all_joined_not_completed", "default_pg", 1, [])),
+        (20, ("size_mismatch", "default_pg", 1, [2])),
+    ],
+)
+def test_ranks_of_a_scatter_are_compared_as_nccl_notes_it(
+    size: int, found: tuple[str, str, int, list[int]], tmp_path: Path
+) -> None:
+    # The two sides are exchanged there, and ranks other than the root have an undefined tensor.
+    root = entry("scatter", input_sizes=[[19]], output_sizes=[[19]] * 3)
+    others = (entry("scatter", input_sizes=[[one]], output_sizes=[[0]]) for one in (19, size))
+    assert found_in(tmp_path, root, *others)[0][:4] == found
+
+
 SIDE = ((4, 4),)
 
 

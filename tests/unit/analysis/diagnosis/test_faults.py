@@ -119,6 +119,16 @@ def forward(odd: int, at: int, call: Call) -> Left:
     return in_world([calls * 6 for calls in chain], (odd, at, None), (odd, at, call), blocking=True)
 
 
+def two_axes(steps: int, *, swapped: tuple[int, ...]) -> tuple[Programs, Groups]:
+    """A mesh of two by two; some ranks use its axes in the other order in the last step."""
+    groups: Groups = {"1": ("tp", [0, 1]), "2": ("tp", [2, 3]), "3": ("dp", [0, 2]), "4": ("dp", [1, 3])}
+    programs: Programs = []
+    for rank in range(4):
+        tp, dp = Collective(str(1 + rank // 2), line=10), Collective(str(3 + rank % 2), line=20)
+        programs.append([*[tp, dp] * (steps - 1), *((dp, tp) if rank in swapped else (tp, dp))])
+    return programs, groups
+
+
 @pytest.mark.parametrize(
     ("left", "expected"),
     [
@@ -233,6 +243,8 @@ def forward(odd: int, at: int, call: Call) -> Left:
         (job(([[REDUCE, A, B], [REDUCE, B, A]], TWO)), "opposite_order a 1 [] <- [0, 1]"),  # opposite order
         # opposite order, blocking
         (job(([[REDUCE, A, B], [REDUCE, B, A]], TWO), blocking=True), "opposite_order a 1 [] <- [0, 1]"),
+        # two of four ranks change the order of their two axes
+        (job(two_axes(6, swapped=(1, 2))), "opposite_order tp 6 [1, 2] <- [0, 3]"),
         # an all_to_all does not add up
         (
             in_world(step(EXCHANGE), (2, 1, None), (2, 1, replace(EXCHANGE, inputs=((17,),)))),

@@ -17,6 +17,7 @@ from tests.unit.traces.logs.lines import monitor, traceback, watchdog
 
 
 def diagnosed(folder: Path, *lines: str) -> Diagnosis:
+    folder.mkdir(exist_ok=True)
     (folder / "train.log").write_text("\n".join(lines) + "\n")
     return diagnosis_of(folder)
 
@@ -173,3 +174,96 @@ def test_the_stack_that_torch_prints_of_a_call_shows_its_line(tmp_path: Path) ->
     found = diagnosed(tmp_path, *watchdog(0, 412), *stack, "", *others, monitor(2, 411, 411))
     (place,) = [place for place in found.findings[0].places if place.rank == 0]
     assert place.frames[0] == "step (/job/train.py:41)"
+
+
+CLOSED = (
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.5]:1"
+)
+
+
+def test_the_only_rank_that_says_nothing_while_all_others_lose_a_connection_is_named(tmp_path: Path) -> None:
+    lines = [line for rank in (0, 1, 3) for line in traceback(CLOSED, f"[rank{rank}]: ")]
+    found = diagnosed(tmp_path / "one", *lines)
+    assert (found.verdict, found.suspect_ranks) == ("error", [2])
+    assert found.findings[0].text == "rank 0-1,3 lost a connection, and rank 2 says nothing of its end"
+    # Of two, the launcher may have ended one before it noticed.
+    assert diagnosed(tmp_path / "two", *lines[:-6], "[rank3]: step 1").suspect_ranks == []
+
+
+def test_the_rank_that_waited_for_none_when_the_user_ended_the_job_is_named(tmp_path: Path) -> None:
+    def stopped(rank: int, *, where: str) -> list[str]:
+        lines = ["Traceback (most recent call last):", f'  File "{where}", line 7, in wait', "KeyboardInterrupt"]
+        return [f"[rank{rank}]: {line}" for line in lines]
+
+    waiting = [line for rank in (0, 1, 3) for line in stopped(rank, where="/opt/torch/distributed/distributed_c10d.py")]
+    found = diagnosed(tmp_path, *waiting, *stopped(2, where="/job/shards.py"))
+    assert (found.suspect_ranks, found.proof) == ([2], "late")
+    assert found.findings[0].text.endswith("and rank 2 did not, in wait (/job/shards.py:7)")
+
+
+def test_a_rank_that_raised_is_named_and_not_those_whose_receives_time_out(tmp_path: Path) -> None:
+    lines = [line for rank in (0, 1, 2) for line in watchdog(rank, 8 + rank, op="RECV", group="7", desc="pipeline")]
+    found = diagnosed(tmp_path, *traceback("AssertionError: NaN", "[rank3]: "), *lines)
+    assert (found.suspect_ranks, found.findings[0].kind) == ([3], "raised")
+
+
+def test_numbers_within_a_node_are_ranks_only_on_the_first_node(tmp_path: Path) -> None:
+    lines = [
+        f"[default{rank - 8}]:{line}" for rank in range(8, 16) for line in watchdog(rank, 60, op="_REDUCE_SCATTER_BASE")
+    ]
+    lines += ["failed (exitcode: -6) local_rank: 0 (pid: 40) of binary: python"]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == []
+
+
+def test_a_pod_that_the_kernel_killed_is_named_by_the_rank_of_its_environment(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    described = [
+        "Name: job-worker-1",
+        "  State: Terminated",
+        "    Reason:    OOMKilled",
+        "  Environment:",
+        "    RANK: 2",
+    ]
+    (folder / "describe.txt").write_text("\n".join(described) + "\n")
+    assert diagnosed(folder, *(f"[rank{rank}]: step 1" for rank in range(4))).suspect_ranks == [2]
+
+
+WORKERS = [
+    f"(Trainer pid=1) - (node_id=a, ip=10.0.0.{rank}, pid={90 + rank}) world_rank={rank}, local_rank=0"
+    for rank in range(4)
+]
+
+
+def test_a_worker_that_ray_killed_is_named_by_its_process(tmp_path: Path) -> None:
+    died = ["ray.exceptions.ActorDiedError: The actor died.", "\tpid: 92", "Worker exit type: NODE_OUT_OF_MEMORY"]
+    assert diagnosed(tmp_path, *WORKERS, *died).suspect_ranks == [2]
+
+
+def test_an_exception_that_ray_passes_on_is_of_the_process_that_raised_it(tmp_path: Path) -> None:
+    passed_on = [
+        "Traceback (most recent call last):",
+        '  File "/opt/ray/worker.py", line 28, in get',
+        "ray.exceptions.RayTaskError(ZeroDivisionError): \x1b[36mray::train()\x1b[39m (pid=1, ip=10.0.0.4, actor_id=0)",
+        '  File "/opt/ray/utils.py", line 57, in check',
+        "ray.exceptions.RayTaskError(ZeroDivisionError): ray::next() (pid=93, ip=10.0.0.3, actor_id=7)",
+        '  File "/job/train.py", line 88, in train',
+        "    acc = correct / total",
+        "ZeroDivisionError: division by zero",
+    ]
+    found = diagnosed(tmp_path, *WORKERS, *passed_on)
+    assert (found.suspect_ranks, found.findings[0].exception) == ([3], "ZeroDivisionError: division by zero")
+
+
+def test_a_job_that_somebody_ended_accuses_no_rank(tmp_path: Path) -> None:
+    found = diagnosed(
+        tmp_path, "[rank0]: step 1", "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT noon DUE TO TIME LIMIT ***"
+    )
+    assert (found.verdict, found.suspect_ranks) == ("incomplete", [])
+    assert any("ended from outside: JOB 7 ON n1 CANCELLED AT noon" in note for note in found.notes)
+
+
+def test_a_watchdog_that_ends_its_process_after_an_error_of_the_network_accuses_no_rank(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in watchdog(rank, 77)[1:]]
+    lines += ["failed (exitcode: -6) local_rank: 2 (pid: 503) of binary: python"]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == []

@@ -177,11 +177,21 @@ def test_one_rank_that_came_first_is_not_accused() -> None:
     assert found.suspect_ranks == [1, 2]
 
 
-def test_no_rank_is_named_if_most_ranks_wait_for_data_of_a_socket_at_one_line() -> None:
+def test_a_rank_alone_in_a_call_is_named_if_all_others_wait_for_data_of_a_socket_at_one_line() -> None:
     polls = answer(thread(blocked_in="poll"))
     found = diagnosed(waiting(0, size=3), *(absent(number, polls, size=3) for number in (1, 2)))
-    assert (found.suspect_ranks, found.proof) == ([], "late")
+    assert (found.suspect_ranks, found.proof) == ([0], "late")
     assert [one.rank for one in found.findings[0].late_ranks] == [1, 2]
+    assert found.findings[0].text.endswith(
+        "; all of them wait there, and may wait for what rank 0 was to do, for example through the store or a file"
+    )
+
+
+def test_a_rank_that_waits_for_a_connection_is_not_named() -> None:
+    accepts = answer(thread(blocked_in="accept"))
+    found = diagnosed(waiting(0, size=3), waiting(1, size=3), absent(2, accepts, size=3))
+    assert found.suspect_ranks == []
+    assert found.findings[0].text.endswith("; another rank may be the one that was to connect")
 
 
 def test_a_rank_that_moves_in_its_wait_is_not_stuck() -> None:

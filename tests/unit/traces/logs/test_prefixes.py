@@ -30,3 +30,20 @@ def test_a_label_counts_if_most_lines_have_it() -> None:
     assert labels_of(labelled) == {"srun"}
     assert split("10: [rank11]: text", Origin(), labels_of(labelled)) == (Origin(rank=11), "text")
     assert labels_of([*labelled, "epoch", "loss"]) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("form", "origin"),
+    [
+        ("2025-09-17T18:10:00.000+02:00 {}", Origin()),
+        ("2026-05-05T06:00:30.022Z stdout F {}", Origin()),
+        ("Mar 30 06:00:02 ml-box train.sh[8811]: {}", Origin(host="ml-box")),
+        ("worker-1: {}", Origin(host="worker-1")),
+        ("3: [2026-03-03 12:00:02] {}", Origin(rank=3)),
+    ],
+    ids=["time", "container", "syslog", "pdsh", "srun with times"],
+)
+def test_a_label_of_most_lines_is_not_part_of_their_text(form: str, origin: Origin) -> None:
+    labels = labels_of([form.format("step 1"), form.format("[rank2]: step 2"), form.format("step 3")])
+    assert split(form.format("  File x"), Origin(), labels) == (origin, "  File x")
+    assert split(form.format("[rank2]: text"), Origin(), labels)[0].rank == 2

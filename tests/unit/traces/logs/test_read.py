@@ -117,3 +117,35 @@ def test_a_log_that_ends_within_a_line_is_cut(tmp_path: Path) -> None:
     path.write_text("\n".join(watchdog(0, 3)))
     found = read_logs([str(path)])
     assert (found.is_cut, found.problems) == (True, [f"{path}: ends within a line; what came after it is missing"])
+
+
+def test_an_exception_before_steps_that_differ_in_numbers_was_handled(tmp_path: Path) -> None:
+    lines = [*traceback("ClientError: slow down", "[rank0]: "), "[rank0]: upload ok"]
+    for steps, ended in ((1, True), (2, False)):
+        steps_made = [f"[rank0]: step {number} loss 4.{number}" for number in range(steps)]
+        (tmp_path / "train.log").write_text("\n".join([*lines, *steps_made]) + "\n")
+        (found,) = read_logs([str(tmp_path / "train.log")]).last.tracebacks
+        assert found.ended_process is ended
+
+
+def test_an_exception_before_another_one_of_the_rank_was_handled(tmp_path: Path) -> None:
+    lines = [
+        *traceback("ClientError: slow down", "[rank0]: "),
+        "[rank0]: again",
+        *traceback("ValueError: x", "[rank0]: "),
+    ]
+    (tmp_path / "train.log").write_text("\n".join(lines) + "\n")
+    assert [one.ended_process for one in read_logs([str(tmp_path / "train.log")]).last.tracebacks] == [False, True]
+
+
+def test_a_traceback_behind_a_progress_bar_is_read(tmp_path: Path) -> None:
+    first, *others = traceback("ValueError: crop", "[rank5]: ")
+    (tmp_path / "train.log").write_text("\n".join([f"\rEpoch 2:  5%| 50/1000{first}", *others]) + "\n")
+    (found,) = read_logs([str(tmp_path / "train.log")]).last.tracebacks
+    assert (found.origin.rank, found.error) == (5, "ValueError: crop")
+
+
+def test_a_traceback_keeps_the_other_prefixes_of_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("\n".join(traceback("ValueError: x", "[default1]:[rank9]: ")) + "\n")
+    (found,) = read_logs([str(tmp_path / "train.log")]).last.tracebacks
+    assert (found.origin.rank, found.origin.local) == (9, 1)
