@@ -161,7 +161,7 @@ def test_any_client_of_a_store_may_set_the_key_that_a_thread_waits_for(what: str
     assert by == []
 
 
-def test_any_client_of_a_server_that_is_no_rank_may_end_what_another_one_waits_for(tmp_path: Path) -> None:
+def test_any_client_of_a_server_may_end_the_wait_of_another_one(tmp_path: Path) -> None:
     by, _ = blocked(tmp_path, "the server of a queue", ("read", "recvfrom"), known=False)
     assert by == []
 
