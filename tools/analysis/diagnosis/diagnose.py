@@ -51,6 +51,8 @@ def diagnose(
         lacking = {} if evidence.log_is_cut else without_a_line(graph, lacking)
     search = Search(job, graph, pairing, {} if allow_missing else lacking)
     _find_causes(search)
+    if evidence.logs_only:
+        _accuse_not_all(search)
     if evidence.told and not any(root.culprit_ranks for root in search.roots if root.kind != "log_missing"):
         search.roots = evidence.told
     short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
@@ -92,6 +94,14 @@ def diagnose(
         },
     )
     return diagnosis, job
+
+
+def _accuse_not_all(search: Search) -> None:
+    """Take back an exception that all ranks of a log raised: it shows a cause that they share, or one of them caused
+    those of the others."""
+    for root in search.roots:
+        if root.kind == "raised" and len(root.culprit_ranks) > 1 and {*root.culprit_ranks} == {*search.job.world}:
+            root.culprit_ranks, root.waiting_ranks = [], list(root.culprit_ranks)
 
 
 def _find_causes(search: Search) -> None:

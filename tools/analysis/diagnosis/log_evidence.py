@@ -80,7 +80,7 @@ def _contradictions(trace: RankTrace, log: RankTrace) -> Iterator[str]:
 def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:
     """Yield what lines say without a call, the most certain first: a verdict that crossrank printed in the job, ranks
     that never came to the store, or that others waited for, and errors."""
-    for told in (_printed_verdict, _never_joined, _at_fault, _awaited):
+    for told in (_printed_verdict, _never_joined, _at_fault, _other_version, _awaited):
         if finding := told(attempt.facts, ranks):
             yield finding
             return
@@ -147,6 +147,19 @@ def _at_fault(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
     same = [fact for fact in faulty if fact.values["why"] == why]
     those = sorted({int(rank) for fact in same for rank in fact.values["ranks"].split(", ")})
     return _finding("missing_rank", {*ranks, *those}, f"{rank_text(those)} {why}", same, those)
+
+
+def _other_version(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+    """Return the ranks with another version of NCCL than most."""
+    versions: dict[int, str] = {}
+    for fact in (lines := _of_kind(facts, formats.VERSION)):
+        versions |= {fact.number("rank"): fact.values["version"], fact.number("other"): fact.values["other_version"]}
+    if not versions:
+        return None
+    usual, many = Counter(versions.values()).most_common(1)[0]
+    odd = sorted(rank for rank, version in versions.items() if version != usual)
+    text = f"{rank_text(odd)} has NCCL version {versions[odd[0]]}, and other ranks have {usual}"
+    return _finding("log_error", versions, text, lines, odd if many > len(odd) else [])
 
 
 def _awaited(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:

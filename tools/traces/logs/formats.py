@@ -65,6 +65,10 @@ AWAITED = "awaited"
 that of the job."""
 POD_KILLED, POD_RANK = "pod_killed", "pod_rank"
 """Lines of one pod: why it was killed, and its rank."""
+GLOO_RANK = "gloo_rank"
+"""The rank of the process that prints it, in the first group of the process."""
+VERSION = "version"
+"""Two ranks have other versions of NCCL."""
 RAY_WORKER, RAY_PROCESS, RAY_DIED = "ray_worker", "ray_process", "ray_died"
 """The rank of a process, the process that Ray speaks of, and how it ended."""
 OUTSIDE = "outside"
@@ -197,6 +201,19 @@ FORMATS = (
     _row(POD_KILLED, r"\A\s+Reason: +(?P<why>OOMKilled)", "kubectl describe pod"),
     _row(POD_RANK, r"\A\s+RANK: +(?P<rank>\d+)\Z", "kubectl describe pod"),
     _row(RAY_WORKER, r"ip=(?P<host>[\w.:]+), pid=(?P<process>\d+)\) world_rank=(?P<rank>\d+)", "ray/train"),
+    _row(GLOO_RANK, r"\[Gloo\] Rank (?P<rank>\d+) is connected to \d+ peer ranks", "gloo/gloo/rendezvous/context.cc"),
+    _row(
+        VERSION,
+        r"Mismatched NCCL version detected : rank (?P<rank>\d+) version (?P<version>\d+) "
+        r"rank (?P<other>\d+) version (?P<other_version>\d+)",
+        "nccl/src/init.cc",
+    ),
+    _row(
+        FAULTY,
+        r"CheckpointException ranks:dict_keys\(\[(?P<ranks>\d+(?:, \d+)*)\]\)",
+        "torch/distributed/checkpoint/api.py",
+        why="failed in a checkpoint, and all ranks raised for it",
+    ),
     _row(RAY_PROCESS, r"\A\s+pid: (?P<process>\d+)\Z", "ray/exceptions.py"),
     _row(RAY_DIED, r"Worker exit type: (?P<why>\w+)", "ray/exceptions.py"),
     _row(
@@ -220,17 +237,18 @@ FORMATS = (
     _row(SUMMARY_RANK, r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)", _SUMMARY),
     _row(SUMMARY_EXIT, r"^\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<process>\d+)\)", _SUMMARY),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
-    _row(TRACEBACK, r"\A(?: +\+ Exception Group )?Traceback \(most recent call last\):", "Python"),
+    _row(TRACEBACK, r"\A(?: +\+ Exception Group |[\w ]{1,40}: )?Traceback \(most recent call last\):", "Python"),
 )
 
 LITERALS = (
-    "Stack trace of the failed", "Watchdog caught", " at work sequence id", "Timeout at NCCL work",
-    "detected by watchdog at work", "Last enqueued NCCL work", "raised the following async", "NET/IB",
-    "Detected mismatch between", "failed to pass monitoredBarrier", "clients joined", "will restart worker group",
-    "closing signal", "failed (exitcode:", "local_rank: ", "exitcode ", "terminated with", "OOMKilled",
-    "Memory on the node", "Reason: ", "RANK: ", "world_rank=", "pid: ", "Worker exit type", "CANCELLED AT",
-    "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code", "NVRM: Xid", "Memory access fault",
-    "got stuck for", "params, while", "lagging ranks", "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ",
-    "culprit    ", "finished collective", "srun: error:", "Traceback (most recent",
+    "is connected to", "Mismatched NCCL version", "ranks:dict_keys", "Stack trace of the failed", "Watchdog caught",
+    " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work", "Last enqueued NCCL work",
+    "raised the following async", "NET/IB", "Detected mismatch between", "failed to pass monitoredBarrier",
+    "clients joined", "will restart worker group", "closing signal", "failed (exitcode:", "local_rank: ", "exitcode ",
+    "terminated with", "OOMKilled", "Memory on the node", "Reason: ", "RANK: ", "world_rank=", "pid: ",
+    "Worker exit type", "CANCELLED AT", "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code",
+    "NVRM: Xid", "Memory access fault", "got stuck for", "params, while", "lagging ranks", "ncclUniqueId",
+    "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
+    "Traceback (most recent",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

@@ -37,11 +37,13 @@ PREFIXES = (
     Prefix(
         "vllm", re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? \[[^\]]+\] ?")
     ),
-    Prefix("ray", re.compile(r"\([\w.:<>-]+ pid=\d+(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
+    Prefix("ray", re.compile(r"\([\w.:<>-]+ pid=(?P<process>\d+)(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
+    Prefix("sglang", re.compile(rf"\[{_TIME}(?: [DP]P\d+)* TP(?P<rank>\d{{1,7}})(?: EP\d+)?\] ")),
     Prefix("kubernetes", re.compile(r"\[(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),
     Prefix("srun", re.compile(r" {0,6}(?P<rank>\d{1,7}): "), is_label=True),
     Prefix("pdsh", re.compile(r"(?P<host>[a-z][\w.-]*\d[\w.-]*): "), is_label=True),
+    Prefix("compose", re.compile(r"(?P<host>[\w.-]+) *\| "), is_label=True),
     Prefix("syslog", re.compile(rf"(?:{_SYSLOG_TIME}|{_TIME}) (?P<host>\S+) [\w./-]+\[\d+\]: "), is_label=True),
     Prefix("container", re.compile(rf"{_TIME} std(?:out|err) [FP] "), is_label=True),
     Prefix("stamp", re.compile(rf"(?:\[{_TIME}\]|{_TIME}) "), is_label=True),
@@ -60,6 +62,8 @@ class Origin:
     local: int | None = None
     """Number of the process within its node."""
     host: str = ""
+    process: str = ""
+    """Its number, where Ray says it."""
 
 
 def labels_of(lines: Iterable[str]) -> frozenset[str]:
@@ -108,7 +112,7 @@ _FIELDS = [list(one.pattern.groupindex) for one in PREFIXES]
 
 def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, str]:
     """Return where a line comes from, and its text without prefixes. `origin` is that of its file."""
-    rank, local, host, start = origin.rank, origin.local, origin.host, 0
+    rank, local, host, process, start = origin.rank, origin.local, origin.host, origin.process, 0
     pattern = _pattern(labels)
     while (match := pattern.match(line, start)) is not None and match.end() > start:
         prefix = int((match.lastgroup or "p0")[1:])
@@ -118,10 +122,12 @@ def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, st
                     rank = int(value)
                 elif name == "local":
                     local = int(value)
+                elif name == "process":
+                    process = value
                 else:
                     host = value
         start = match.end()
-    return (_origin(rank, local, host), line[start:]) if start else (origin, line)
+    return (_origin(rank, local, host, process), line[start:]) if start else (origin, line)
 
 
 _origin = cache(Origin)

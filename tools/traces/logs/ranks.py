@@ -37,6 +37,8 @@ _DEADLY = (
     *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
 )
 """First words of what schedulers say of a process that was killed."""
+_RAY_DEATHS = ("NODE_OUT_OF_MEMORY", "SYSTEM_ERROR")
+"""Why Ray says that a process ended which was not asked to end."""
 _OF_RANKS = (
     formats.TIMEOUT,
     formats.STATUS,
@@ -93,7 +95,7 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
             of(printed_by).facts.append(fact)
             of(printed_by).host = of(printed_by).host or fact.origin.host
     for one in attempt.tracebacks:
-        raised_by = workers.get(one.process, global_of(one.origin.rank, one.origin.local))
+        raised_by = workers.get(one.process or one.origin.process, global_of(one.origin.rank, one.origin.local))
         if raised_by is not None and one.ended_process:
             of(raised_by).raised = one
     for rank, how, fact in _kills(attempt, local_to_rank):
@@ -148,7 +150,11 @@ def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iter
 
 def _rank_of_worker(facts: Sequence[Fact]) -> dict[str, int]:
     """Return the rank of each process that Ray started."""
-    return {one.values["process"]: one.number("rank") for one in facts if one.kind == formats.RAY_WORKER}
+    found = {one.values["process"]: one.number("rank") for one in facts if one.kind == formats.RAY_WORKER}
+    for one in facts:
+        if one.kind == formats.GLOO_RANK and one.origin.process:
+            found.setdefault(one.origin.process, one.number("rank"))
+    return found
 
 
 def _kills_in_several_lines(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
@@ -163,7 +169,7 @@ def _kills_in_several_lines(facts: Sequence[Fact]) -> Iterator[tuple[int, str, F
     for process, died in pairwise(of_ray):
         if (process.kind, died.kind) == (formats.RAY_PROCESS, formats.RAY_DIED):
             rank_of = workers.get(process.values["process"])
-            if rank_of is not None and "OUT_OF_MEMORY" in died.values["why"]:
+            if rank_of is not None and died.values["why"] in _RAY_DEATHS:
                 yield rank_of, died.values["why"], died
 
 
@@ -171,11 +177,14 @@ def traces_of(attempt: Attempt) -> list[RankTrace]:
     """Return the ranks that the logs of one attempt say something about. Raises CrossrankError for several jobs."""
     _refuse_several_jobs(attempt)
     members, ranks = members_of(attempt), ranks_of(attempt)
+    timeouts = (fact.values for fact in attempt.facts if fact.kind == formats.TIMEOUT)
+    batches = {values["seq"] for values in timeouts if values["op"] == "COALESCED"}
     found = []
     for rank, one in sorted(ranks.items()):
         trace = RankTrace(rank=rank, path="", source="flight", backend="nccl", host=one.host, log_lines=one.lines())
         trace.dump.active_only = trace.dump.of_log = True
-        _add_calls(trace, [*one.facts, *_status_of_group(one.facts, attempt.facts)], members)
+        facts = [*one.facts, *_status_of_group(one.facts, attempt.facts)]
+        _add_calls(trace, facts, members, of_pairs=len(batches) > 1)
         _add_end(trace, one)
         found.append(trace)
     _add_fingerprints(found, attempt)
@@ -225,8 +234,9 @@ def _key(fact: Fact) -> Key:
     return fact.values["group"], fact.values.get("desc", "")
 
 
-def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[int, int]]) -> None:
-    """Add a rank's progress on its groups, and the call of each that did not end."""
+def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[int, int]], *, of_pairs: bool) -> None:
+    """Add a rank's progress on its groups, and the call of each that did not end. `of_pairs`: batches are of sends and
+    receives, as their numbers differ between ranks."""
     builder = TraceBuilder(trace)
     stack = next((tuple(Frame(*one) for one in fact.frames[:MOST_FRAMES]) for fact in facts if fact.frames), ())
     works = [fact for fact in facts if fact.kind == formats.TIMEOUT]
@@ -248,9 +258,9 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
         if (work := next(same, None)) is not None:
             sizes = [[work.number(name)] for name in ("numel_in", "numel_out")]
             record = _record(work.values["op"], name, seq, sizes)
-            if is_p2p(record):  # the line has no peer
-                if len(ranks) != 2:
-                    continue
+            if (is_p2p(record) or (record.op == "coalesced" and of_pairs)) and len(ranks) != 2:
+                continue  # the line has no peer
+            if is_p2p(record):
                 record = msgspec.structs.replace(record, seq=None, p2p_seq=seq, peer=sum(ranks) - (trace.rank or 0))
             builder.add(record, called=0, state=SCHEDULED, group=index, stack=stack)
 
@@ -271,6 +281,8 @@ def _record(op: str, pg: str, seq: int, sizes: list[list[int]], dtype: str | Non
     operation = operation_of(op)
     name = operation.name if operation is not None else op.lower()
     inputs, outputs = [sizes[0]], [sizes[-1]]
+    if len(sizes) == 1 and name in ("all_gather", "reduce_scatter"):  # the other side has another size
+        inputs, outputs = ([], outputs) if operation is not None and operation.agrees == "output" else (inputs, [])
     known = dtype_of(dtype) if dtype is not None else None
     return CommRecord(
         id=seq,

@@ -45,7 +45,7 @@ SUMMARY = re.compile(
 """Lines of torchrun's summary of failures."""
 GLUED = re.compile(r"(?=\[rank\d+\]:(?:\[[EWIF]\d| ?Traceback \(most recent))")
 """Where another process has begun to print within a line."""
-MARK = "[rank"
+MARK, _LONGEST_MARK = "[rank", 14
 """With it torch begins the lines that it prints itself, and those of an exception that ends the process."""
 _OF_TESTS = "E  "
 """Start of the lines in which pytest shows an exception."""
@@ -61,6 +61,7 @@ _MODULE = re.compile(r"\A(?:[A-Za-z_]\w*\.)+(?=[A-Z])")
 """The module in front of the type of an exception."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _LONGEST_ERROR = 500
+_STEPS = 8
 _OF_RAY = re.compile(r"RayTaskError\(\w+\): .*\(pid=(?P<process>\d+), ip=")
 """An exception with which Ray passes on that of a process, whose traceback comes after it."""
 _LAST_ERROR = "Last error:"
@@ -223,6 +224,10 @@ class _File:
         """Origin -> the traceback that its lines are in."""
         self._frames: list[tuple[str, str, int]] | None = None
         """Frames of the call whose stack the file shows just now; their lines have no label of torch."""
+        self._steps, self._forms = 0, set[str]()
+        """Lines of ranks after an exception of an unknown one that differ from others in numbers alone; their forms."""
+        self._bare: Origin | None = None
+        """Origin of the last traceback that began behind other words: its next lines may have no prefix."""
         self._latest: dict[Origin, Traceback] = {}
         """Origin -> its last traceback."""
         self._since_failure: int | None = None
@@ -238,6 +243,8 @@ class _File:
             open_ones = self._open or self._latest or self._frames is not None or self._since_failure is not None
             if may_say or open_ones:
                 self._take(number, line, labels, may_say)
+            elif line.startswith(MARK) and (marked := line[len(MARK) : line.find("]", 0, _LONGEST_MARK)]).isdecimal():
+                self._now.lines_of[int(marked)] += 1  # the mark is the last prefix, and most lines of a log have it
             else:
                 self._count(split(line, self._origin, labels)[0])
         for opened in self._open.values():
@@ -274,14 +281,18 @@ class _File:
                 self._frames.append((frame["name"], frame["file"], int(frame["line"])))
                 return
             self._frames = None
+        if origin == self._origin and origin not in self._open and self._bare in self._open:
+            origin = self._bare or origin
         opened = self._open.get(origin)
         if opened is not None and not opened.add(text):
             self._close(self._open.pop(origin))
             opened = None
         if opened is None and not ENDS.match(text) and not SUMMARY.match(text):
+            if origin != Origin() and (Origin() in self._open or Origin() in self._latest):
+                self._note_step(text)
             if (latest := self._latest.get(origin)) is not None:
                 latest.note(text)
-                if latest.followed > _LAST_MARKED_LINES:
+                if latest.followed > _LAST_MARKED_LINES and origin != Origin():
                     del self._latest[origin]
             if MARK not in line:
                 self._note_work(text)
@@ -295,6 +306,9 @@ class _File:
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
                     of = origin if self._spawned is None else Origin(rank=self._spawned)
+                    if origin == Origin():
+                        self._steps, self._forms = 0, set()
+                    self._bare = origin if not text.startswith("Traceback") else None
                     self._open[origin] = _Lines(quote, of, MARK in line, self._attempt)
                     self._spawned = None
             elif one.kind == formats.RESTART:
@@ -311,6 +325,14 @@ class _File:
                     self._frames = fact.frames
             return
 
+    def _note_step(self, text: str) -> None:
+        """Note a line of a rank after an exception of an unknown rank: many steps show that the job continued."""
+        form = _NUMBER.sub("0", text)
+        self._steps += form in self._forms and form != text
+        self._forms.add(form)
+        if self._steps >= _STEPS and (latest := self._latest.get(Origin())) is not None:
+            latest.goes_on = True
+
     def _note_work(self, text: str) -> None:
         """Note a line of the script: many after a failure are those of the next attempt."""
         if self._since_failure is not None:
@@ -323,6 +345,7 @@ class _File:
             before = self._latest.get(found.origin)
             if before is not None and before.followed and found.origin != Origin():
                 before.goes_on = True
+            found.goes_on = found.origin == Origin() and self._steps >= _STEPS
             self._job.attempt(found.attempt).tracebacks.append(found)
             self._latest[found.origin] = found
 

@@ -267,3 +267,41 @@ def test_a_watchdog_that_ends_its_process_after_an_error_of_the_network_accuses_
     lines = [line for rank in range(4) for line in watchdog(rank, 77)[1:]]
     lines += ["failed (exitcode: -6) local_rank: 2 (pid: 503) of binary: python"]
     assert diagnosed(tmp_path, *lines).suspect_ranks == []
+
+
+def test_the_rank_that_a_checkpoint_names_counts_if_all_ranks_raise_for_it(tmp_path: Path) -> None:
+    error = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([2])"
+    lines = [line for rank in range(4) for line in traceback(error, f"[rank{rank}]: ")]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [2]
+
+
+def test_an_exception_that_all_ranks_raised_names_none(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in traceback("PermissionError: /data", f"[rank{rank}]: ")]
+    found = diagnosed(tmp_path, *lines)
+    assert (found.verdict, found.suspect_ranks, found.findings[0].kind) == ("error", [], "raised")
+
+
+def test_the_rank_with_another_version_of_nccl_than_most_is_named(tmp_path: Path) -> None:
+    warning = "NCCL WARN Mismatched NCCL version detected : rank 3 version 21903 rank {} version 22005"
+    assert diagnosed(tmp_path, *(warning.format(rank) for rank in range(3))).suspect_ranks == [3]
+
+
+def test_a_batch_of_sends_and_receives_that_times_out_accuses_no_rank(tmp_path: Path) -> None:
+    lines = [
+        line for rank in range(3) for line in watchdog(rank, 81 - rank, op="COALESCED", size=0, group="5", desc="pp")
+    ]
+    found = diagnosed(tmp_path, *traceback("RuntimeError: The size of tensor a", "[rank3]: "), *lines)
+    assert found.suspect_ranks == [3]
+
+
+def test_sizes_of_an_all_gather_are_compared_by_the_side_that_a_line_shows(tmp_path: Path) -> None:
+    calls = [
+        f"running collective: CollectiveFingerPrint(SequenceNumber=9, OpType=ALLGATHER, TensorShape=[{size}], "
+        for size in (128, 64, 128, 128)
+    ]
+    lines = []
+    for rank, other in ((0, 1), (1, 0), (2, 1), (3, 1)):
+        compared = f"Rank {rank} is {calls[rank]}, but Rank {other} is {calls[other]}"
+        error = f"RuntimeError: Detected mismatch between collectives on ranks. {compared}"
+        lines += traceback(error, f"[rank{rank}]: ")
+    assert roots(diagnosed(tmp_path, *lines)) == [("size_mismatch", "default_pg", 9, [1], [])]

@@ -14,9 +14,10 @@ from crossrank.tools.traces.logs.prefixes import Origin, labels_of, split
         ("[default2]:loss 1.0", Origin(local=2), "loss 1.0"),
         ("[default2]:[rank10]: text", Origin(rank=10, local=2), "text"),
         ("[1,5]<stderr>: text", Origin(rank=5), "text"),
-        ("(train pid=812, ip=10.0.0.2) text", Origin(host="10.0.0.2"), "text"),
+        ("(train pid=812, ip=10.0.0.2) text", Origin(host="10.0.0.2", process="812"), "text"),
         ("[pod/worker-1/main] [rank9]: text", Origin(rank=9, host="worker-1"), "text"),
         ("2026-11-26 10:00:00 [rank1]: text", Origin(rank=1), "text"),
+        ("[2025-12-01 08:00:00 TP3] text", Origin(rank=3), "text"),
         ("3: text", Origin(), "3: text"),
         ("step 3: loss", Origin(), "step 3: loss"),
     ],
@@ -39,9 +40,10 @@ def test_a_label_counts_if_most_lines_have_it() -> None:
         ("2026-05-05T06:00:30.022Z stdout F {}", Origin()),
         ("Mar 30 06:00:02 ml-box train.sh[8811]: {}", Origin(host="ml-box")),
         ("worker-1: {}", Origin(host="worker-1")),
+        ("worker-1  | {}", Origin(host="worker-1")),
         ("3: [2026-03-03 12:00:02] {}", Origin(rank=3)),
     ],
-    ids=["time", "container", "syslog", "pdsh", "srun with times"],
+    ids=["time", "container", "syslog", "pdsh", "compose", "srun with times"],
 )
 def test_a_label_of_most_lines_is_not_part_of_their_text(form: str, origin: Origin) -> None:
     labels = labels_of([form.format("step 1"), form.format("[rank2]: step 2"), form.format("step 3")])

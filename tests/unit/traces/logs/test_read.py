@@ -149,3 +149,19 @@ def test_a_traceback_keeps_the_other_prefixes_of_its_lines(tmp_path: Path) -> No
     (tmp_path / "train.log").write_text("\n".join(traceback("ValueError: x", "[default1]:[rank9]: ")) + "\n")
     (found,) = read_logs([str(tmp_path / "train.log")]).last.tracebacks
     assert (found.origin.rank, found.origin.local) == (9, 1)
+
+
+def test_an_exception_of_an_unknown_rank_was_handled_if_ranks_still_make_steps(tmp_path: Path) -> None:
+    for steps, ended in ((3, True), (30, False)):
+        made = [f"[rank0] it {number} loss 3.{number}" for number in range(steps)]
+        (tmp_path / "train.log").write_text("\n".join([*traceback("ValueError: truncated JPEG"), *made]) + "\n")
+        (found,) = read_logs([str(tmp_path / "train.log")]).last.tracebacks
+        assert found.ended_process is ended
+
+
+def test_a_traceback_behind_other_words_continues_in_lines_without_a_prefix(tmp_path: Path) -> None:
+    first, *others = traceback("OutOfMemoryError: CUDA out of memory")
+    start = f"[2025-12-01 08:09:41 TP3] Scheduler hit an exception: {first}"
+    (tmp_path / "server.log").write_text("\n".join([start, *others]) + "\n")
+    (found,) = read_logs([str(tmp_path / "server.log")]).last.tracebacks
+    assert (found.origin.rank, found.error) == (3, "OutOfMemoryError: CUDA out of memory")
