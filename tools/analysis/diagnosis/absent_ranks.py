@@ -32,6 +32,9 @@ _MOMENT = 1_000_000_000
 _LAUNCHER_DELAY = 3_000_000_000
 """ns within which a launcher terminates the other ranks after one has ended."""
 
+_PATIENCE = 30_000_000_000
+"""ns that torchrun gives a rank to end after it has terminated it: on a busy machine, its dump takes long."""
+
 
 def find_silent_ranks(search: Search) -> None:
     """Find ranks that do not wait and have not made the call that others wait in."""
@@ -186,7 +189,8 @@ def _was_ended_next(search: Search, rank: int) -> bool:
             return True
     # A rank that has not made its first call may be slow, so its time without calls proves nothing.
     return any(
-        left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
+        left_at - max(called, default=left_at) <= _MOMENT
+        and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY + _PATIENCE
         for left_at in left
     )
 
