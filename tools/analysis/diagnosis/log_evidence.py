@@ -49,7 +49,7 @@ def add_logs(evidence: Evidence, log: JobLog) -> None:
             evidence.notes += _contradictions(other, trace)
     sizes = [fact.number("expected") for fact in log.last.facts if fact.kind == formats.CLIENTS]
     evidence.world_size = evidence.world_size or max(sizes, default=None)
-    evidence.told += _told(log.last, [one.rank or 0 for one in evidence.ranks])
+    evidence.told += _told(log.last, [one.rank or 0 for one in evidence.ranks], is_cut=log.is_cut)
     evidence.notes += log.problems
     evidence.notes += list(_notes(log))
 
@@ -77,14 +77,14 @@ def _contradictions(trace: RankTrace, log: RankTrace) -> Iterator[str]:
             )
 
 
-def _told(attempt: Attempt, ranks: Sequence[int]) -> Iterator[Finding]:
+def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[Finding]:
     """Yield what lines say without a call, the most certain first: a verdict that crossrank printed in the job, ranks
     that never came to the store, or that others waited for, and errors."""
     for told in (_printed_verdict, _never_joined, _at_fault, _other_version, _awaited):
         if finding := told(attempt.facts, ranks):
             yield finding
             return
-    if finding := _only_silent(attempt, ranks):
+    if not is_cut and (finding := _only_silent(attempt, ranks)):
         yield finding
         return
     if finding := _interrupted(attempt, ranks):
@@ -154,7 +154,7 @@ def _other_version(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | Non
     versions: dict[int, str] = {}
     for fact in (lines := _of_kind(facts, formats.VERSION)):
         versions |= {fact.number("rank"): fact.values["version"], fact.number("other"): fact.values["other_version"]}
-    if not versions:
+    if len(set(versions.values())) < 2:
         return None
     usual, many = Counter(versions.values()).most_common(1)[0]
     odd = sorted(rank for rank, version in versions.items() if version != usual)

@@ -305,3 +305,9 @@ def test_sizes_of_an_all_gather_are_compared_by_the_side_that_a_line_shows(tmp_p
         error = f"RuntimeError: Detected mismatch between collectives on ranks. {compared}"
         lines += traceback(error, f"[rank{rank}]: ")
     assert roots(diagnosed(tmp_path, *lines)) == [("size_mismatch", "default_pg", 9, [1], [])]
+
+
+def test_the_only_silent_rank_is_not_named_if_the_log_is_cut_off(tmp_path: Path) -> None:
+    lines = [line for rank in (0, 1, 3) for line in traceback(CLOSED, f"[rank{rank}]: ")]
+    (tmp_path / "train.log").write_text("\n".join([*lines, "[rank2]: Trace"]))
+    assert diagnosis_of(tmp_path).suspect_ranks == []
