@@ -292,7 +292,7 @@ class _File:
                 self._note_step(text)
             if (latest := self._latest.get(origin)) is not None:
                 latest.note(text)
-                if latest.followed > _LAST_MARKED_LINES and origin != Origin():
+                if latest.followed > _LAST_MARKED_LINES:
                     del self._latest[origin]
             if MARK not in line:
                 self._note_work(text)
@@ -330,8 +330,13 @@ class _File:
         form = _NUMBER.sub("0", text)
         self._steps += form in self._forms and form != text
         self._forms.add(form)
-        if self._steps >= _STEPS and (latest := self._latest.get(Origin())) is not None:
+        if self._steps < _STEPS:
+            return
+        if (opened := self._open.pop(Origin(), None)) is not None:
+            self._close(opened)
+        if (latest := self._latest.pop(Origin(), None)) is not None:
             latest.goes_on = True
+        self._forms.clear()
 
     def _note_work(self, text: str) -> None:
         """Note a line of the script: many after a failure are those of the next attempt."""
