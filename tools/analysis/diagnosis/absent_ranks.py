@@ -188,10 +188,9 @@ def _was_ended_next(search: Search, rank: int) -> bool:
         if ending.taken_at - max(called, default=awaited_since) <= _MOMENT + _LAUNCHER_DELAY:
             return True
     # A rank that has not made its first call may be slow, so its time without calls proves nothing.
+    delay = _LAUNCHER_DELAY if called else _LAUNCHER_DELAY + _PATIENCE
     return any(
-        left_at - max(called, default=left_at) <= _MOMENT
-        and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY + _PATIENCE
-        for left_at in left
+        left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= delay for left_at in left
     )
 
 
