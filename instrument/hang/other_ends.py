@@ -123,8 +123,7 @@ class OtherEnds:
     def _serves(self, process: int) -> bool:
         """Return whether a process is the child of another rank, such as the server of a queue: what a client waits for
         may come from any other client."""
-        ranks = {os.getppid(), *children_of(os.getppid())}
-        return process not in ranks and process not in children_of(os.getpid())
+        return process not in self._ranks and process not in children_of(os.getpid())
 
     def _may_be_of_a_store(self, process: int, inode: str) -> bool:
         """Return whether a socket of a process may belong to torch's store: any client may set the key that a thread
@@ -156,10 +155,14 @@ class OtherEnds:
         return (found & self._near) - {os.getpid()}
 
     @cached_property
+    def _ranks(self) -> set[int]:
+        """The launcher, and the processes that it started."""
+        return {os.getppid(), *children_of(os.getppid()), os.getpid()}
+
+    @cached_property
     def _near(self) -> set[int]:
         """The launcher, the processes that it started, and their children."""
-        ranks = {os.getppid(), *children_of(os.getppid()), os.getpid()}
-        return ranks.union(*map(children_of, ranks))
+        return self._ranks.union(*map(children_of, self._ranks))
 
     def _links(self, process: int) -> dict[int, str]:
         if process not in self._links_of:

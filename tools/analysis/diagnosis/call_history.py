@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, pairwise
 
 from crossrank.comm import is_p2p
@@ -67,32 +67,27 @@ def changes_peer(job: JobState, rank: int, row: int) -> bool:
 def changes_tags_otherwise(job: JobState, rank: int, row: int) -> bool:
     """Return whether the tag of a send or receive follows the one before in another way than before: the tags of a
     pair of ranks often count."""
-    calls, this = job.ranks[rank].calls, job.signature(rank, row)
-    alike = (
-        other.tag
-        for other in (job.signature(rank, one) for one in range(row, -1, -1))
-        if (other.op, other.peer) == (this.op, this.peer)
-    )
-    tags = [tag for tag in islice(alike, 3) if tag is not None]
-    return len(calls) > row and len(tags) == 3 and tags[0] - tags[1] != tags[1] - tags[2]
+    tags = [tag for tag in islice(_tags_back(job, rank, row), 3) if tag is not None]
+    return len(job.ranks[rank].calls) > row and len(tags) == 3 and tags[0] - tags[1] != tags[1] - tags[2]
 
 
 def breaks_its_tags(job: JobState, rank: int, row: int) -> bool | None:
     """Return whether the tag of a send or receive breaks the order of the tags before it on this pair of ranks: their
     differences had a period. None if they had none."""
-    this = job.signature(rank, row)
-    alike = (
-        one
-        for one in (job.signature(rank, at) for at in range(row, -1, -1))
-        if (one.op, one.peer) == (this.op, this.peer)
-    )
-    tags = [one.tag or 0 for one in islice(alike, WINDOW)][::-1]
+    tags = [tag or 0 for tag in islice(_tags_back(job, rank, row), WINDOW)][::-1]
     steps = [later - earlier for earlier, later in pairwise(tags)]
     *before, last = steps or [0]
     for period in range(1, len(before) // _OFTEN + 1):
         if before[period:] == before[:-period]:
             return last != before[-period]
     return None
+
+
+def _tags_back(job: JobState, rank: int, row: int) -> Iterator[int | None]:
+    """Yield the tag of a send or receive, and of those before it with the same peer, the latest first."""
+    this = job.signature(rank, row)
+    calls = (job.signature(rank, one) for one in range(row, -1, -1))
+    return (one.tag for one in calls if (one.op, one.peer) == (this.op, this.peer))
 
 
 def has_skipped(

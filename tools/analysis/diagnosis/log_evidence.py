@@ -80,16 +80,11 @@ def _contradictions(trace: RankTrace, log: RankTrace) -> Iterator[str]:
 def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[Finding]:
     """Yield what lines say without a call, the most certain first: a verdict that crossrank printed in the job, ranks
     that never came to the store, or that others waited for, and errors."""
-    for told in (_printed_verdict, _never_joined, _at_fault, _other_version, _awaited):
-        if finding := told(attempt.facts, ranks):
+    of_ends = (_interrupted,) if is_cut else (_only_silent, _interrupted)
+    for told in (_printed_verdict, _never_joined, _at_fault, _other_version, _awaited, *of_ends):
+        if finding := told(attempt, ranks):
             yield finding
             return
-    if not is_cut and (finding := _only_silent(attempt, ranks)):
-        yield finding
-        return
-    if finding := _interrupted(attempt, ranks):
-        yield finding
-        return
     network = _of_kind(attempt.facts, formats.NETWORK)
     if network:
         ends = ", ".join(dict.fromkeys(fact.values["host"] for fact in network))
@@ -108,10 +103,10 @@ def _of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
     return [fact for fact in facts if fact.kind == kind]
 
 
-def _printed_verdict(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+def _printed_verdict(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     """Return the last verdict that crossrank printed in the job, unless it withdrew it."""
     verdict, culprits = None, list[int]()
-    for fact in facts:
+    for fact in attempt.facts:
         if fact.kind in (formats.VERDICT, formats.WITHDRAWN):
             verdict, culprits = (fact if fact.kind == formats.VERDICT else None), []
         elif fact.kind == formats.VERDICT_CULPRIT and verdict is not None and not culprits:
@@ -128,8 +123,8 @@ def _valid_ranks(text: str) -> list[int]:
     return []
 
 
-def _never_joined(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
-    for fact in _of_kind(facts, formats.CLIENTS):
+def _never_joined(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    for fact in _of_kind(attempt.facts, formats.CLIENTS):
         joined, expected = fact.number("joined"), fact.number("expected")
         never = sorted(set(range(expected)).difference(ranks))
         culprits = never if len(never) == expected - joined else []
@@ -139,8 +134,8 @@ def _never_joined(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None
     return None
 
 
-def _at_fault(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
-    faulty = _of_kind(facts, formats.FAULTY)
+def _at_fault(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    faulty = _of_kind(attempt.facts, formats.FAULTY)
     if not faulty:
         return None
     why = faulty[0].values["why"]
@@ -149,10 +144,10 @@ def _at_fault(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
     return _finding("missing_rank", {*ranks, *those}, f"{rank_text(those)} {why}", same, those)
 
 
-def _other_version(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+def _other_version(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     """Return the ranks with another version of NCCL than most."""
     versions: dict[int, str] = {}
-    for fact in (lines := _of_kind(facts, formats.VERSION)):
+    for fact in (lines := _of_kind(attempt.facts, formats.VERSION)):
         versions |= {fact.number("rank"): fact.values["version"], fact.number("other"): fact.values["other_version"]}
     if len(set(versions.values())) < 2:
         return None
@@ -162,14 +157,14 @@ def _other_version(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | Non
     return _finding("log_error", versions, text, lines, odd if many > len(odd) else [])
 
 
-def _awaited(facts: Sequence[Fact], ranks: Sequence[int]) -> Finding | None:
+def _awaited(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     """Return who keeps others waiting, of ranks that wait for one another: the one that waits for none.
 
     Numbers within a group are those of the job only where a rank prints its own, or in the default group.
     """
     waits = [
         fact
-        for fact in _of_kind(facts, formats.AWAITED)
+        for fact in _of_kind(attempt.facts, formats.AWAITED)
         if "member" not in fact.values or fact.origin.rank == fact.number("member")
     ]
     waiting = {fact.origin.rank for fact in waits} - {None}

@@ -45,8 +45,9 @@ SUMMARY = re.compile(
 """Lines of torchrun's summary of failures."""
 GLUED = re.compile(r"(?=\[rank\d+\]:(?:\[[EWIF]\d| ?Traceback \(most recent))")
 """Where another process has begun to print within a line."""
-MARK, _LONGEST_MARK = "[rank", 14
+MARK = "[rank"
 """With it torch begins the lines that it prints itself, and those of an exception that ends the process."""
+_LONGEST_MARK = 14
 _OF_TESTS = "E  "
 """Start of the lines in which pytest shows an exception."""
 _OF_LAUNCHER = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
@@ -62,6 +63,7 @@ _MODULE = re.compile(r"\A(?:[A-Za-z_]\w*\.)+(?=[A-Z])")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _LONGEST_ERROR = 500
 _STEPS = 8
+"""Lines of steps from which on a job has continued after an exception of an unknown rank."""
 _OF_RAY = re.compile(r"RayTaskError\(\w+\): .*\(pid=(?P<process>\d+), ip=")
 """An exception with which Ray passes on that of a process, whose traceback comes after it."""
 _LAST_ERROR = "Last error:"
@@ -125,9 +127,7 @@ class Traceback:
     def note(self, text: str) -> None:
         """Note a line of the script after it."""
         self.followed += 1
-        form = _NUMBER.sub("0", text)
-        self.goes_on |= form in self.forms and form != text
-        self.forms.add(form)
+        self.goes_on |= _is_step(text, self.forms)
 
     @property
     def ended_process(self) -> bool:
@@ -327,9 +327,7 @@ class _File:
 
     def _note_step(self, text: str) -> None:
         """Note a line of a rank after an exception of an unknown rank: many steps show that the job continued."""
-        form = _NUMBER.sub("0", text)
-        self._steps += form in self._forms and form != text
-        self._forms.add(form)
+        self._steps += _is_step(text, self._forms)
         if self._steps < _STEPS:
             return
         if (opened := self._open.pop(Origin(), None)) is not None:
@@ -360,6 +358,15 @@ def _places(text: str, literal: str) -> Iterator[int]:
     while place >= 0:
         yield place
         place = text.find(literal, place + len(literal))
+
+
+def _is_step(text: str, forms: set[str]) -> bool:
+    """Return whether a line differs from one before it in numbers alone, as the lines of steps do. `forms`: those lines
+    without their numbers; that of this one is added."""
+    form = _NUMBER.sub("0", text)
+    is_known = form in forms
+    forms.add(form)
+    return is_known and form != text
 
 
 class _Lines:
