@@ -95,9 +95,9 @@ gpu-cpu: $(STAMP)
 STAND_IN := .stand-in/environment
 WITH_GPUS := PATH="$(CURDIR)/$(STAND_IN)/bin:$$PATH" tests/stand_in/with_gpus
 stand-in: $(STAND_IN)/installed
-	$(WITH_GPUS) 8 python -m pytest -q -n 2 tests/stand_in
+	$(WITH_GPUS) 8 python -m pytest -q -n 4 --dist worksteal tests/stand_in
 	CROSSRANK_GPU_TESTS=cuda STAND_IN_NCCL_GBPS=0.1 $(WITH_GPUS) 1 \
-	  python -m pytest -c tests/gpu/pytest.ini --rootdir . -n 2 --dist worksteal tests/gpu
+	  python -m pytest -c tests/gpu/pytest.ini --rootdir . -n 4 --dist worksteal tests/gpu
 	STAND_IN_QUERY_US=500 LIVE_FAULTS_DEVICE=cuda $(WITH_GPUS) 8 \
 	  python -m pytest -q -n 4 --dist worksteal tests/integration/test_live_faults.py tests/integration/test_healthy_jobs.py
 ifndef CI

@@ -245,6 +245,8 @@ def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
         return f"left the job ({why}) {how} this call"
     if trace.source == "comms" and not trace.dump.has_no_entries and any(one.source == "flight" for one in ranks):
         return "wrote no dump, and its comms file ends before this call: it died, or did not notice the hang"
+    if rank in search.graph.missed_ends:
+        return "has not made this call; its call before does not end on it, and has ended on other ranks"
     if op.is_p2p:
         return "made no matching call, and does not wait in another one"
     return "never made this call, and does not wait in another one"

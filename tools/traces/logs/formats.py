@@ -17,7 +17,8 @@ _AGENT = "torch/distributed/elastic/agent/server/api.py"
 _PROCESSES = "torch/distributed/elastic/multiprocessing/api.py"
 _SUMMARY = "torch/distributed/elastic/multiprocessing/errors/__init__.py"
 
-_PREFIX = r"\[PG (?:ID \d+ PG GUID )?(?P<group>[^\s(\]]+) ?(?:\((?P<desc>[^)]*)\))? Rank (?P<member>\d+)\]"
+_GROUP = r"\[PG (?:ID \d+ PG GUID )?(?P<group>[^\s(\]]+) ?(?:\((?P<desc>[^)]*)\))? Rank "
+_PREFIX = rf"{_GROUP}(?P<member>\d+)\]"
 """`[PG ID 1 PG GUID 2(desc) Rank 0]` of 2.4 and later, `[PG 1 Rank 0]` of 2.3; the rank is that within the group."""
 _WORK = (
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+), "
@@ -79,7 +80,8 @@ VERDICT, VERDICT_CULPRIT, WITHDRAWN = "verdict", "verdict_culprit", "withdrawn"
 FORMATS = (
     _row(
         TIMEOUT,
-        rf"\A.{{0,120}}?\[Rank (?P<member>\d+)\] Watchdog caught collective operation timeout: {_WORK}",
+        rf"\A(?:.{{0,60}}?{_GROUP}\d+\].{{0,80}}?|.{{0,120}}?)\[Rank (?P<member>\d+)\] "
+        rf"Watchdog caught collective operation timeout: {_WORK}",
         _NCCL,
         "2.0",
     ),

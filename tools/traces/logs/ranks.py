@@ -209,7 +209,7 @@ def members_of(attempt: Attempt) -> dict[Key, dict[int, int]]:
     """Return, for each group in an attempt's lines, the members: rank in the group -> global rank."""
     found: dict[Key, dict[int, int]] = defaultdict(dict)
     for fact in attempt.facts:
-        if fact.kind in (formats.STATUS, formats.MONITOR) and fact.origin.rank is not None:
+        if "group" in fact.values and fact.origin.rank is not None:
             found[_key(fact)][fact.number("member")] = fact.origin.rank
     for key, known in found.items():
         _fill(known)
@@ -266,15 +266,22 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
 
 
 def _status_of_group(facts: list[Fact], all_facts: list[Fact]) -> Iterator[Fact]:
-    """Yield the progress on the group of a call that timed out, if the log lacks it for this rank: the end of the log
-    may be missing. The group is the one in which others timed out in this call; the rank has enqueued it."""
+    """Yield the progress on the group of a call that timed out, if the log lacks it for this rank.
+
+    The log may be cut, or another thread has printed into the line. The rank has enqueued the call, and no later one is
+    known. The group is that of the line, else the one in which others timed out in this call, else the only group."""
     if any(fact.kind == formats.STATUS for fact in facts):
         return
+    grouped = [one for one in all_facts if "group" in one.values]
     for work in (fact for fact in facts if fact.kind == formats.TIMEOUT):
-        same = [one for one in all_facts if one.kind == formats.STATUS and one.values["seq"] == work.values["seq"]]
-        if len(set(map(_key, same))) == 1:
-            own = {"member": work.values["member"], "enqueued": work.values["seq"]}
-            yield Fact(formats.STATUS, same[0].values | own, work.quote, work.origin)
+        seq, member = work.values["seq"], work.values["member"]
+        same = [one for one in grouped if one.kind == formats.STATUS and one.values["seq"] == seq]
+        for candidates in ([work] if "group" in work.values else [], same, grouped):
+            if len(set(map(_key, candidates))) == 1:
+                name, desc = _key(candidates[0])
+                values = {"group": name, "desc": desc, "member": member, "seq": seq, "enqueued": seq}
+                yield Fact(formats.STATUS, {**values, "completed": str(int(seq) - 1)}, work.quote, work.origin)
+                break
 
 
 def _record(op: str, pg: str, seq: int, sizes: list[list[int]], dtype: str | None = None) -> CommRecord:

@@ -128,6 +128,16 @@ def test_a_rank_whose_progress_the_log_lacks_waits_in_the_call_that_timed_out(tm
     assert diagnosis_of(tmp_path).suspect_ranks == []
 
 
+@pytest.mark.parametrize("lines", [slice(1), slice(None)], ids=["without a group", "as its watchdog ends"])
+def test_a_rank_whose_call_ended_on_all_others_is_not_said_to_be_in_none(lines: slice, tmp_path: Path) -> None:
+    ends = ["[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: " + line
+            for line in watchdog(0, 41)[:1]]  # fmt: skip
+    text = [line for rank in (1, 2, 3) for line in watchdog(rank, 42)] + (watchdog(0, 41)[:1] + ends)[lines]
+    found = diagnosed(tmp_path, *text)
+    assert found.suspect_ranks == [0]
+    assert "its call before does not end on it, and has ended on other ranks" in found.findings[0].text
+
+
 def test_a_process_that_mpirun_saw_killed_is_named(tmp_path: Path) -> None:
     lines = [
         "[1,0]<stdout>:step 3",
