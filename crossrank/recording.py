@@ -54,6 +54,8 @@ PYTHON_SLEEPS = "nanosleep"
 C_SLEEPS = "usleep"
 """The name of the call that C code sleeps in: for some time. A library does so if it tries something now and then."""
 SLEEPS = (PYTHON_SLEEPS, C_SLEEPS)
+STORE = "store"
+"""What a thread is blocked in that waits for torch's store to answer, instead of the name of its system call."""
 
 ANSWERS = ("hang", "asked")
 """Reasons of dumps that answer the question of a rank: nothing was communicated just before, or something was."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS, SLEEPS
+from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS, SLEEPS, STORE
 
 _SYSTEM_CALLS: dict[str, dict[int, str]] = {
     "x86_64": {
@@ -59,7 +59,7 @@ class Blocked:
     """What a thread is blocked in."""
 
     call: str = ""
-    """The system call; empty if it runs or this is unknown."""
+    """The system call, or STORE; empty if it runs or this is unknown."""
     released_by: tuple[int, ...] = ()
     """The processes that can end it: each of them, if it waits for one of several. Empty if any of them is unknown."""
     timed: bool = False
@@ -93,7 +93,10 @@ class OtherEnds:
                 return Blocked(name, () if holder is None else (holder,), timed)
             if name in SLEEPS:
                 return Blocked(name, tuple(sorted(self._holders_of_open_files)), timed)
-            return Blocked(name, self._who_write(_awaited(name, values)), timed)
+            awaited = _awaited(name, values)
+            if any(map(self._leads_to_store, awaited)):
+                return Blocked(STORE, timed=timed)
+            return Blocked(name, self._who_write(awaited), timed)
         return Blocked(name, timed=timed)
 
     def _who_write(self, descriptors: Collection[int]) -> tuple[int, ...]:
@@ -115,10 +118,27 @@ class OtherEnds:
         inode = name[name.find("[") + 1 : -1]
         if inode not in self._sockets:
             return {one for one in _unix_peer(descriptor) if not self._serves(one)}
+        found = self._holders(self._other_end(inode))
+        return set() if any(map(self._serves, found)) else found
+
+    def _leads_to_store(self, descriptor: int) -> bool:
+        """Return whether a socket leads to torch's store: any client may set the key that a thread waits for."""
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        inode = name[name.find("[") + 1 : -1]
+        if not name.startswith("socket:") or inode not in self._sockets:
+            return False
+        port = self._sockets[inode][1].rpartition(":")[2]
+        other = self._other_end(inode)
+        by_port = port == f"{int(os.environ.get('MASTER_PORT', '0')):04X}"
+        return by_port or any(self._may_be_of_a_store(one, other) for one in self._holders(other))
+
+    def _other_end(self, inode: str) -> str:
+        """Return the inode of the socket of this node that a TCP socket is connected to; empty without one."""
         local, remote, _ = self._sockets[inode]
-        other = self._inodes.get((remote, local))
-        found = {one for one in self._near if other is not None and f"socket:[{other}]" in self._links(one).values()}
-        return set() if any(self._serves(one) or self._may_be_of_a_store(one, other or "") for one in found) else found
+        return self._inodes.get((remote, local), "")
+
+    def _holders(self, inode: str) -> set[int]:
+        return {one for one in self._near if inode and f"socket:[{inode}]" in self._links(one).values()}
 
     def _serves(self, process: int) -> bool:
         """Return whether a process is the child of another rank, such as the server of a queue: what a client waits for
@@ -126,8 +146,8 @@ class OtherEnds:
         return process not in self._ranks and process not in children_of(os.getpid())
 
     def _may_be_of_a_store(self, process: int, inode: str) -> bool:
-        """Return whether a socket of a process may belong to torch's store: any client may set the key that a thread
-        waits for. The server waits for all its sockets and for new connections in one call."""
+        """Return whether a socket of a process may belong to torch's store, whose server waits for all its sockets and
+        for new connections in one call."""
         tasks = numbers_in(f"/proc/{process}/task")
         if not any(text_of(f"/proc/{process}/task/{one}/comm").startswith(_STORE) for one in tasks):
             return False

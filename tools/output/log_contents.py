@@ -11,7 +11,8 @@ from crossrank.text import plural, rank_ranges
 from crossrank.tools.output.console import print_fact, print_json, table_of
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.ranks import RankLog, ranks_of
-from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog, Quote, Traceback, read_logs
+from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog, read_logs
+from crossrank.tools.traces.logs.tracebacks import Quote, Traceback
 
 _LONGEST_TEXT = 100
 

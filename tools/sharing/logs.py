@@ -17,8 +17,10 @@ from crossrank.tools.sharing.rules import Scrubber
 from crossrank.tools.sharing.vocabulary import WORDS, is_public
 from crossrank.tools.traces.discover import FoundFile
 from crossrank.tools.traces.logs import formats
+from crossrank.tools.traces.logs.lines import CUT, SAMPLE, lines_of
 from crossrank.tools.traces.logs.prefixes import Origin, labels_of, split
-from crossrank.tools.traces.logs.read import CUT, ENDS, FRAME, GLUED, LINKS, MARK, RAISED, SAMPLE, SUMMARY, lines_of
+from crossrank.tools.traces.logs.read import ENDS, GLUED, MARK, SUMMARY
+from crossrank.tools.traces.logs.tracebacks import FRAME, LINKS, RAISED
 
 _WORD = re.compile(r"[A-Za-z_]+|\d+|[^\x00-\x7f]")
 _NAMES = {"group": "group", "desc": "group", "host": "host", "file": "file"}

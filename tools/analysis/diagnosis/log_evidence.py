@@ -20,8 +20,9 @@ from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import may_be_of_communication
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.prefixes import Origin
-from crossrank.tools.traces.logs.ranks import ranks_of, traces_of
-from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog, Traceback
+from crossrank.tools.traces.logs.ranks import own_failure, ranks_of, summary_of, traces_of
+from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog
+from crossrank.tools.traces.logs.tracebacks import Traceback
 from crossrank.tools.traces.rank_trace import RankTrace
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
     """Yield what lines say without a call, the most certain first: a verdict that crossrank printed in the job, ranks
     that never came to the store, or that others waited for, and errors."""
     of_ends = (_interrupted,) if is_cut else (_only_silent, _interrupted)
-    for told in (_printed_verdict, _never_joined, _at_fault, _other_version, _awaited, *of_ends):
+    for told in (_printed_verdict, _never_joined, _at_fault, _other_version, _own_failure, _awaited, *of_ends):
         if finding := told(attempt, ranks):
             yield finding
             return
@@ -97,6 +98,10 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
         texts = Counter(error_text(one.error) for one in errors)
         text = "; ".join(f"{error} ({plural(count, 'time')})" for error, count in texts.most_common(3))
         yield _finding("log_error", ranks, f"{text}; the logs do not show which ranks raised it", [errors[0]])
+    if (failures := summary_of(attempt.facts)) and not (said or errors):
+        rank, _, code, line = failures[0]
+        why = "the logs do not show why, and it may have ended because of another rank"
+        yield _finding("log_error", ranks, f"torchrun saw rank {rank} end first, with exit code {code}; {why}", [line])
 
 
 def _of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
@@ -126,8 +131,10 @@ def _valid_ranks(text: str) -> list[int]:
 def _never_joined(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     for fact in _of_kind(attempt.facts, formats.CLIENTS):
         joined, expected = fact.number("joined"), fact.number("expected")
-        never = sorted(set(range(expected)).difference(ranks))
-        culprits = never if len(never) == expected - joined else []
+        # A rank that is on its way prints lines, but none of torch.
+        known = {rank for rank, one in ranks_of(attempt).items() if one.lines()}
+        never = (sorted(set(range(expected)).difference(those)) for those in (ranks, known))
+        culprits = next((those for those in never if len(those) == expected - joined), [])
         who = f": {rank_text(culprits)} never came" if culprits else ""
         text = f"{joined} of {expected} ranks joined the store of the job{who}"
         return _finding("never_joined", range(expected), text, [fact], culprits)
@@ -155,6 +162,18 @@ def _other_version(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     odd = sorted(rank for rank, version in versions.items() if version != usual)
     text = f"{rank_text(odd)} has NCCL version {versions[odd[0]]}, and other ranks have {usual}"
     return _finding("log_error", versions, text, lines, odd if many > len(odd) else [])
+
+
+def _own_failure(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the few ranks that failed by themselves. The log may not show that others waited for them."""
+    ends = ranks_of(attempt)
+    failed = {rank: why for rank, one in ends.items() if (why := own_failure(one)) is not None}
+    if not failed or len(failed) * 2 > len(ends):
+        return None
+    text = "; ".join(f"{rank_text([rank])} failed: {error_text(why)}" for rank, why in sorted(failed.items()))
+    found = _finding("raised", ends, text, [], sorted(failed), proof="gone")
+    found.lines = [line for rank in sorted(failed)[:3] for line in ends[rank].lines()[-1:]]
+    return found
 
 
 def _awaited(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:

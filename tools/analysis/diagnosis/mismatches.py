@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.comm import OPERATIONS, CommRecord, is_p2p
 from crossrank.dtypes import dtype_of
 from crossrank.tools.analysis.diagnosis.call_history import (
     is_from_elsewhere,
@@ -290,7 +290,8 @@ class _Comparison:
             return False
         rows = dict(self._job.rows_of(self._group, seq))
         # Where a member is missing, a call that is new may also be the first one after a loop, which the others lead.
-        is_whole = len(most) + len(few) == len(self._group.ranks)
+        missing = set(self._group.ranks).difference(most, few)
+        is_whole = all(any(self._is_left_by(rank, one) for one in few) for rank in missing)
         job = self._job
         return any(
             all(is_usual(job, rank, rows[rank], sized=sized) for rank in most)
@@ -301,6 +302,15 @@ class _Comparison:
             )
             for sized in (False, True)
         )
+
+    def _is_left_by(self, rank: int, other: int) -> bool:
+        """Return whether a rank waits in a collective of another group that `other` has not made."""
+        job = self._job
+        for row in job.open_rows.get(rank, ()):
+            group, number = job.group_at(rank, row), job.ranks[rank].calls.number[row]
+            if group is not self._group and other in group.ranks and not is_p2p(job.signature(rank, row)):
+                return (job.enqueued(group, other) or 0) < number
+        return False
 
     def _is_behind(self, rank: int, seq: int) -> bool:
         ranks, group = self._job.ranks, self._group

@@ -13,6 +13,7 @@ Every operation becomes one finding: a root, or a consequence of the root that i
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import islice
 
 from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.call_history import (
@@ -50,6 +51,11 @@ _STOPPED = 2_000_000_000
 
 _MOST_COMPARED = 32
 """Ranks of a cycle up to which the periods of their calls are compared."""
+
+_LOOKED_BACK = 16
+"""Receives before a call that are compared with it."""
+_IN_ORDER = 4
+"""Receives that a rank has waited for in order, from which on one that it left out counts."""
 
 FAILED = "communicator_failed"
 
@@ -222,6 +228,8 @@ def find_cycles(search: Search) -> None:
         by_op: dict[StuckOp, list[int]] = defaultdict(list)
         for rank in cycle:
             by_op[graph.op_of[rank]].append(rank)
+        if any(_lacks_one_that_left(search, op, cycle) for op in by_op):
+            continue
         ops = sorted(by_op, key=lambda op: (-len(by_op[op]), by_op[op]))
         p2p = [op for op in ops if op.is_p2p]
         op, text = ops[0], _chain(graph, cycle, edges)
@@ -253,6 +261,12 @@ def find_cycles(search: Search) -> None:
             text += "".join(f"; rank {rank} may go on if its other thread does: {wake}" for rank, wake in wakes.items())
         waiting = sorted(set(stuck).difference(odd))
         search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text, proof=proof), ops)
+
+
+def _lacks_one_that_left(search: Search, op: StuckOp, cycle: list[int]) -> bool:
+    """Return whether a collective can end with no order of the calls in a cycle, as a member left before it."""
+    endings = [search.job.ranks[rank].ending for rank in op.absent.difference(cycle) if rank in search.job.ranks]
+    return not op.is_p2p and any(one.has_left and not one.has_failed for one in endings)
 
 
 def _has_another_sender(search: Search, rank: int, cycle: list[int]) -> bool:
@@ -359,7 +373,34 @@ def _unlike_most_ranks(search: Search, cycle: list[int], ops: list[StuckOp]) -> 
     return {rank: f"most ranks made another call than {_made(search.job, rank, row)}" for rank, row in parts.items()}
 
 
-_RULES = (_with_another_peer, _came_from_elsewhere, _left_its_period, _unlike_most_ranks)
+def _waits_for_a_later_one(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
+    """The only rank of a cycle that waits for a receive, and not for one that the same line posted before it."""
+    job, blocked = search.job, search.graph.blocked
+    if not all(op.is_p2p for op in ops):
+        return {}
+    skipped = {rank: row for rank in cycle if (row := _skipped_receive(search, rank, blocked[rank])) is not None}
+    how = {rank: f"it has not waited for {_made(job, rank, row)}, which came before" for rank, row in skipped.items()}
+    return how if len(how) == 1 else {}
+
+
+def _skipped_receive(search: Search, rank: int, row: int) -> int | None:
+    """Return the row of the receive from the same rank that the same line posted before, if the rank has not waited for
+    it, as it did for each one earlier."""
+    job, trace = search.job, search.job.ranks[rank]
+    this = job.signature(rank, row)
+    if this.op != "recv" or not this.source:
+        return None
+    before = (one for one in range(row - 1, -1, -1) if job.signature(rank, one).op == "recv")
+    same = [
+        one
+        for one in islice(before, _LOOKED_BACK)
+        if (job.signature(rank, one).peer, job.signature(rank, one).source) == (this.peer, this.source)
+    ]
+    is_skipped = len(same) > _IN_ORDER and same[0] not in trace.waited and trace.waited.issuperset(same[1:])
+    return same[0] if is_skipped else None
+
+
+_RULES = (_with_another_peer, _waits_for_a_later_one, _came_from_elsewhere, _left_its_period, _unlike_most_ranks)
 """Each returns who of a cycle is wrong, rank -> text, by what its calls were before or those of others are; empty if
 that is unknown. The first that knows counts."""
 

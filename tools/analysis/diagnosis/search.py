@@ -11,7 +11,7 @@ from crossrank.tools.analysis.diagnosis.call_history import first_in_program, mo
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
-from crossrank.tools.analysis.diagnosis.states import is_moving, released_by
+from crossrank.tools.analysis.diagnosis.states import is_moving, released_by, waits_for_key
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph
 from crossrank.tools.job.groups import ProcessGroup
 
@@ -69,7 +69,8 @@ class Search:
     def waiting_unrecorded(self) -> set[int]:
         """Return ranks that wait outside of calls. Empty if they are few and all others are in calls: then they made a
         wrong turn."""
-        found = {rank for rank in self._idle if self.job.waits_unrecorded(rank)}
+        job = self.job
+        found = {one for one in self._idle if job.waits_unrecorded(one) or waits_for_key(job.ranks[one].ending)}
         return set() if found == self._idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
 
     @property

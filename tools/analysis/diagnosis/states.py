@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from crossrank.recording import ANSWERS, C_SLEEPS, SLEEPS
+from crossrank.recording import ANSWERS, C_SLEEPS, SLEEPS, STORE
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
 from crossrank.tools.analysis.diagnosis.main_threads import (
@@ -33,8 +33,8 @@ MOVING = (RUNS, NATIVE)
 
 _BY_THREADS = ("futex", "poll", "select", "epoll_wait", "read", "wait4", "waitid", "")
 """System calls that another thread or a child process can end; empty: unknown."""
-_BY_SOCKET = ("poll", "select", "epoll_wait", "recvfrom", "recvmsg")
-"""System calls in which a thread waits for data of a socket, such as an answer of the store."""
+_BY_SOCKET = ("poll", "select", "epoll_wait", "recvfrom", "recvmsg", STORE)
+"""System calls in which a thread waits for data of a socket."""
 _BY_LOCK = ("flock", "fcntl")
 """System calls in which a thread waits for a file lock."""
 _LOCK_NAME = re.compile(r"lock|acquire", re.IGNORECASE)
@@ -146,6 +146,8 @@ def _active(ending: Ending, pg: str | None) -> State:
         return RUNS, f"{text} and {calls}" if calls else text, share
     if (helper := _helper(thread, activity)) is not None:
         return RUNS, f"waits{at} for {helper[0]}", helper[1]
+    if thread.blocked_in == STORE:
+        return IDLE, f"waits for a key of the store{at}", None
     where = f" in {thread.blocked_in}()" if thread.blocked_in else ""
     return IDLE, f"is blocked{where}{at}", None
 
@@ -198,6 +200,11 @@ def that_may_wait_for_the_rest(ranks: Mapping[int, RankTrace], late: Collection[
     found = {rank for rank in late if _may_wait_for_another(ranks[rank].ending)}
     places = {state_of(ranks[rank]).place for rank in found}
     return found if len(late) > 1 and (found != set(late) or len(places) > 1) else set()
+
+
+def waits_for_key(ending: Ending) -> bool:
+    """Return whether a rank waits for a key of the store, which another rank has to set."""
+    return _blocked_in(ending) == STORE
 
 
 def accepts(ending: Ending) -> bool:

@@ -709,5 +709,7 @@ def _add_p2p(trace: RankTrace, moment: Moment) -> None:
     records = list(filter(is_p2p, moment.calls))
     if records:
         trace.numbered_pairs = True
+        first, waited = len(trace), {*(moment.waited or ())}.difference(trace.ending.awaited)
         add_records(TraceBuilder(trace), records, WallClock([moment.clock]), moment.calls[-1].id, is_cut=True)
+        trace.waited |= {row for row, one in enumerate(records, first) if not waited.isdisjoint((one.id, one.batch))}
         sort_by_time(trace)

@@ -54,11 +54,11 @@ def _row(kind: str, pattern: str, source: str, since: str = "", until: str = "",
 
 TIMEOUT, STATUS, ASYNC_ERROR, MISMATCH = "timeout", "status", "async_error", "mismatch"
 MONITOR, CALL_STACK = "monitor", "call_stack"
-CLIENTS, FAILED, SUMMARY_RANK, SUMMARY_EXIT = "clients", "failed", "summary_rank", "exit"
+CLIENTS, FAILED, SUMMARY_TIME, SUMMARY_RANK, SUMMARY_EXIT = "clients", "failed", "time", "summary_rank", "exit"
 RESTART, ENDED_BY_LAUNCHER, TASK_KILLED, NETWORK = "restart", "ended_by_launcher", "task_killed", "network"
-OF_LAUNCHER = (FAILED, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCHER)
+OF_LAUNCHER = (FAILED, SUMMARY_TIME, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCHER)
 """Kinds of lines of torchrun."""
-TRACEBACK, SPAWNED = "traceback", "spawned"
+TRACEBACK, SPAWNED, IGNORED = "traceback", "spawned", "ignored"
 FAULTY, GPU_FAILED, SAID = "faulty", "gpu_failed", "said"
 """A line that names the ranks at fault; an error of the GPU of the rank that prints it; one that names no rank."""
 AWAITED = "awaited"
@@ -66,12 +66,12 @@ AWAITED = "awaited"
 that of the job."""
 POD_KILLED, POD_RANK = "pod_killed", "pod_rank"
 """Lines of one pod: why it was killed, and its rank."""
-GLOO_RANK = "gloo_rank"
-"""The rank of the process that prints it, in the first group of the process."""
+PROCESS_RANK = "process_rank"
+"""The rank of the process that prints it."""
 VERSION = "version"
 """Two ranks have other versions of NCCL."""
-RAY_WORKER, RAY_PROCESS, RAY_DIED = "ray_worker", "ray_process", "ray_died"
-"""The rank of a process, the process that Ray speaks of, and how it ended."""
+RAY_WORKER, RAY_PROCESS, RAY_DIED, RAY_KILLED = "ray_worker", "ray_process", "ray_died", "ray_killed"
+"""The rank of a process, the process that Ray speaks of, how it ended, and a process that Ray killed."""
 OUTSIDE = "outside"
 """Somebody ended the job."""
 VERDICT, VERDICT_CULPRIT, WITHDRAWN = "verdict", "verdict_culprit", "withdrawn"
@@ -195,15 +195,23 @@ FORMATS = (
         "openmpi/orte/tools/orterun",
     ),
     _row(
-        TASK_KILLED,
-        r"Memory on the node \(IP: (?P<host>[\w.:]+).*name=[^,]*?(?P<rank>\d+), pid=",
-        "ray",
+        RAY_KILLED,
+        r"Memory on the node \(IP: (?P<host>[\w.:]+).*name=[^,]*?(?P<rank>\d+)?, pid=(?P<process>\d+)",
+        "ray/src/ray/raylet/node_manager.cc",
         why="Out Of Memory: killed by Ray",
     ),
     _row(POD_KILLED, r"\A\s+Reason: +(?P<why>OOMKilled)", "kubectl describe pod"),
     _row(POD_RANK, r"\A\s+RANK: +(?P<rank>\d+)\Z", "kubectl describe pod"),
     _row(RAY_WORKER, r"ip=(?P<host>[\w.:]+), pid=(?P<process>\d+)\) world_rank=(?P<rank>\d+)", "ray/train"),
-    _row(GLOO_RANK, r"\[Gloo\] Rank (?P<rank>\d+) is connected to \d+ peer ranks", "gloo/gloo/rendezvous/context.cc"),
+    _row(
+        PROCESS_RANK,
+        r"Setting up process group for: \S+ \[rank=(?P<rank>\d+), world_size=",
+        "ray/train/torch/config.py",
+    ),
+    _row(PROCESS_RANK, r"\A\[Rank (?P<rank>\d+)\] (?!Watchdog|Collective)", "verl"),
+    _row(
+        PROCESS_RANK, r"\[Gloo\] Rank (?P<rank>\d+) is connected to \d+ peer ranks", "gloo/gloo/rendezvous/context.cc"
+    ),
     _row(
         VERSION,
         r"Mismatched NCCL version detected : rank (?P<rank>\d+) version (?P<version>\d+) "
@@ -236,9 +244,11 @@ FORMATS = (
         r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<process>\d+)\)",
         _PROCESSES,
     ),
+    _row(SUMMARY_TIME, r"^\s*time\s*: (?P<time>\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)", _SUMMARY),
     _row(SUMMARY_RANK, r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)", _SUMMARY),
     _row(SUMMARY_EXIT, r"^\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<process>\d+)\)", _SUMMARY),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
+    _row(IGNORED, r"\AException ignored ", "Python"),
     _row(TRACEBACK, r"\A(?: +\+ Exception Group |[\w ]{1,40}: )?Traceback \(most recent call last\):", "Python"),
 )
 
@@ -251,6 +261,6 @@ LITERALS = (
     "Worker exit type", "CANCELLED AT", "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code",
     "NVRM: Xid", "Memory access fault", "got stuck for", "params, while", "lagging ranks", "ncclUniqueId",
     "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
-    "Traceback (most recent",
+    "Traceback (most recent", "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

@@ -27,6 +27,8 @@ class Prefix:
     pattern: re.Pattern[str]
     is_label: bool = False
     """It counts only if most lines of the file have it."""
+    repeats: bool = False
+    """A number in it counts only if it comes again: the script may number its lines."""
 
 
 PREFIXES = (
@@ -39,9 +41,10 @@ PREFIXES = (
     ),
     Prefix("ray", re.compile(r"\([\w.:<>-]+ pid=(?P<process>\d+)(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
     Prefix("sglang", re.compile(rf"\[{_TIME}(?: [DP]P\d+)* TP(?P<rank>\d{{1,7}})(?: EP\d+)?\] ")),
-    Prefix("kubernetes", re.compile(r"\[(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
+    Prefix("kubernetes", re.compile(r"\[(?!Rank \d)(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),
     Prefix("srun", re.compile(r" {0,6}(?P<rank>\d{1,7}): "), is_label=True),
+    Prefix("mpiexec", re.compile(r"\[(?P<rank>\d{1,7})\] "), is_label=True, repeats=True),
     Prefix("pdsh", re.compile(r"(?P<host>[a-z][\w.-]*\d[\w.-]*): "), is_label=True),
     Prefix("compose", re.compile(r"(?P<host>[\w.-]+) *\| "), is_label=True),
     Prefix("syslog", re.compile(rf"(?:{_SYSLOG_TIME}|{_TIME}) (?P<host>\S+) [\w./-]+\[\d+\]: "), is_label=True),
@@ -91,7 +94,9 @@ def _without(line: str, labels: frozenset[str]) -> str:
 
 
 def _is_usual(prefix: Prefix, texts: Sequence[tuple[str, str]]) -> bool:
-    return sum(any(map(prefix.pattern.match, forms)) for forms in texts) >= _LABELLED * len(texts)
+    found = [next(filter(None, map(prefix.pattern.match, forms)), None) for forms in texts]
+    labels = [one[0] for one in found if one is not None]
+    return len(labels) >= _LABELLED * len(texts) and not (prefix.repeats and len({*labels}) * 2 > len(labels))
 
 
 @cache

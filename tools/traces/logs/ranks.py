@@ -11,9 +11,10 @@ It is as the dump of a rank that has its unfinished calls only. These rules hold
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,7 +27,8 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.traces.ending import MAIN_THREAD, may_be_of_communication
 from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
 from crossrank.tools.traces.logs import formats
-from crossrank.tools.traces.logs.read import Attempt, Fact, Traceback
+from crossrank.tools.traces.logs.read import Attempt, Fact
+from crossrank.tools.traces.logs.tracebacks import Traceback
 from crossrank.tools.traces.rank_trace import SCHEDULED, RankTrace, TraceBuilder
 
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
@@ -37,6 +39,10 @@ _DEADLY = (
     *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
 )
 """First words of what schedulers say of a process that was killed."""
+_OF_THIS_HOST = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
+"""An error of a connection that no other rank causes."""
+_BY_SIGNAL = re.compile("KeyboardInterrupt|SIGTERM|killed by signal")
+"""Exceptions of a process that somebody else ends."""
 _RAY_DEATHS = ("NODE_OUT_OF_MEMORY", "SYSTEM_ERROR")
 """Why Ray says that a process ended which was not asked to end."""
 _OF_RANKS = (
@@ -96,7 +102,7 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
             of(printed_by).host = of(printed_by).host or fact.origin.host
     for one in attempt.tracebacks:
         raised_by = workers.get(one.process or one.origin.process, global_of(one.origin.rank, one.origin.local))
-        if raised_by is not None and one.ended_process:
+        if raised_by is not None and one.ended_process and not _was_handled(one, attempt.tracebacks):
             of(raised_by).raised = one
     for rank, how, fact in _kills(attempt, local_to_rank):
         of(rank).killed = how, fact
@@ -105,7 +111,49 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
         if fact.kind == formats.MISMATCH:
             for name in ("rank", "other"):
                 of(fact.number(name))
+    if not found:
+        found = {rank: RankLog(rank) for rank, *_ in summary_of(attempt.facts)}
     return found
+
+
+def summary_of(facts: Iterable[Fact]) -> list[tuple[int, str, int, Fact]]:
+    """Return (rank, time, exit code, line) of the failures in torchrun's summary, the first one first."""
+    kinds = (formats.SUMMARY_TIME, formats.SUMMARY_RANK, formats.SUMMARY_EXIT)
+    lines = [one for one in facts if one.kind in kinds]
+    found = [
+        (rank.number("rank"), time.values["time"], end.number("code"), end)
+        for time, rank, end in zip(lines, lines[1:], lines[2:], strict=False)
+        if (time.kind, rank.kind, end.kind) == kinds
+    ]
+    return sorted(found, key=lambda one: one[1])
+
+
+def _was_handled(raised: Traceback, others: Sequence[Traceback]) -> bool:
+    """Return whether the job continued after an exception, as the exception that ended it came later."""
+    return any(
+        raised.was_survived(one) and not may_be_of_communication(one.error) and not _BY_SIGNAL.search(one.error)
+        for one in others
+    )
+
+
+def own_failure(one: RankLog) -> str | None:
+    """Return why a rank ended, if neither another rank nor somebody outside can be the reason."""
+    if one.raised is not None:
+        text, _ = _first_error(one.raised)
+        is_own = _OF_THIS_HOST.search(text) or not may_be_of_communication(text)
+        return text if is_own and not _BY_SIGNAL.search(text) else None
+    if one.killed is not None:
+        return one.killed[0]
+    return next((fact.values["why"] for fact in one.facts if fact.kind == formats.GPU_FAILED), None)
+
+
+def _first_error(raised: Traceback) -> tuple[str, list[str]]:
+    """Return (text of the exception, its causes). If a connection failed while another exception was handled, this one
+    came first."""
+    text, causes = raised.error, list(raised.causes)
+    if causes and may_be_of_communication(text):
+        text, *causes = *causes, text
+    return text, causes
 
 
 def _ranks_of_locals(attempt: Attempt) -> Callable[[int], int | None]:
@@ -146,13 +194,27 @@ def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iter
             if why.startswith(_DEADLY):
                 yield fact.number("rank"), why, fact
     yield from _kills_in_several_lines(attempt.facts)
+    if not any(one.kind == formats.FAILED for one in attempt.facts):
+        yield from _first_of_summary(attempt.facts)
+
+
+def _first_of_summary(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
+    """Yield the rank that torchrun's summary has as killed before it ended all others. It sends SIGKILL itself only to
+    processes that SIGTERM has not ended, later than that."""
+    ends = summary_of(facts)
+    if len(ends) < 2:
+        return
+    (rank, time, code, line), (_, next_time, *_), *_ = ends
+    deadly = -code in _KILLED and -code != signal.SIGABRT
+    if deadly and time < next_time and all(one == -signal.SIGTERM for _, _, one, _ in ends[1:]):
+        yield rank, f"killed by {signal.Signals(-code).name}", line
 
 
 def _rank_of_worker(facts: Sequence[Fact]) -> dict[str, int]:
     """Return the rank of each process that Ray started."""
     found = {one.values["process"]: one.number("rank") for one in facts if one.kind == formats.RAY_WORKER}
     for one in facts:
-        if one.kind == formats.GLOO_RANK and one.origin.process:
+        if one.kind == formats.PROCESS_RANK and one.origin.process:
             found.setdefault(one.origin.process, one.number("rank"))
     return found
 
@@ -165,6 +227,10 @@ def _kills_in_several_lines(facts: Sequence[Fact]) -> Iterator[tuple[int, str, F
     for killed, rank in pairwise(of_pods):
         if (killed.kind, rank.kind) == (formats.POD_KILLED, formats.POD_RANK) and killed.quote.path == rank.quote.path:
             yield rank.number("rank"), killed.values["why"], killed
+    for killed in (one for one in facts if one.kind == formats.RAY_KILLED):
+        named = int(killed.values["rank"]) if "rank" in killed.values else None
+        if (rank_of := workers.get(killed.values["process"], named)) is not None:
+            yield rank_of, killed.values["why"], killed
     of_ray = [one for one in facts if one.kind in (formats.RAY_PROCESS, formats.RAY_DIED)]
     for process, died in pairwise(of_ray):
         if (process.kind, died.kind) == (formats.RAY_PROCESS, formats.RAY_DIED):
@@ -310,9 +376,7 @@ def _add_end(trace: RankTrace, one: RankLog) -> None:
     raised = one.raised
     if raised is not None:
         frames = [Frame(*frame) for frame in raised.frames[:MOST_FRAMES]]
-        text, causes = raised.error, list(raised.causes)
-        if causes and may_be_of_communication(text):  # a connection failed while the first exception was handled
-            text, *causes = *causes, text
+        text, causes = _first_error(raised)
         error = Raised(thread=MAIN_THREAD, error=text, causes=causes, frames=frames)
     elif one.killed is not None:
         error = Raised(thread=MAIN_THREAD, error=one.killed[0])
@@ -328,7 +392,6 @@ def _add_end(trace: RankTrace, one: RankLog) -> None:
 
 def _add_fingerprints(traces: list[RankTrace], attempt: Attempt) -> None:
     """Add the calls that `TORCH_DISTRIBUTED_DEBUG=DETAIL` compared: a line names two ranks that differ."""
-    everyone = [trace.rank or 0 for trace in traces]
     called: dict[int, tuple[str, int, list[int], str | None]] = {}
     for fact in attempt.facts:
         if fact.kind == formats.MISMATCH:
@@ -337,6 +400,7 @@ def _add_fingerprints(traces: list[RankTrace], attempt: Attempt) -> None:
                 seq = int(fact.values.get(f"{prefix}seq", 1))
                 op, dtype = fact.values.get(f"{prefix}op", fact.values["op"]), fact.values.get(f"{prefix}dtype")
                 called[fact.number(rank)] = op, seq, shape, dtype
+    everyone = sorted(called)  # all others have come too, and it is unknown to which call
     for trace in traces:
         if (call := called.get(trace.rank or 0)) is not None and not len(trace.calls):
             op, seq, shape, dtype = call
