@@ -55,7 +55,7 @@ C_SLEEPS = "usleep"
 """The name of the call that C code sleeps in: for some time. A library does so if it tries something now and then."""
 SLEEPS = (PYTHON_SLEEPS, C_SLEEPS)
 STORE = "store"
-"""Stands for the name of a system call if a thread waits for an answer of torch's store."""
+"""Replaces the name of a system call if a thread waits for an answer of torch's store."""
 
 ANSWERS = ("hang", "asked")
 """Reasons of dumps that answer the question of a rank: nothing was communicated just before, or something was."""
