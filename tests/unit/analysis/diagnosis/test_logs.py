@@ -321,3 +321,104 @@ def test_the_only_silent_rank_is_not_named_if_the_log_is_cut_off(tmp_path: Path)
     lines = [line for rank in (0, 1, 3) for line in traceback(CLOSED, f"[rank{rank}]: ")]
     (tmp_path / "train.log").write_text("\n".join([*lines, "[rank2]: Trace"]))
     assert diagnosis_of(tmp_path).suspect_ranks == []
+
+
+STEPS = [f"{{'loss': {1 / step:.4f}, 'epoch': {step / 10:.2f}}}" for step in range(1, 20)]
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.91 GiB."
+
+
+def test_an_exception_that_python_ignored_ended_no_rank(tmp_path: Path) -> None:
+    ignored = ["Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f21>"]
+    ignored += traceback("AssertionError: can only test a child process")
+    assert diagnosed(tmp_path, *(f"[rank2]: {line}" for line in ignored)).suspect_ranks == []
+
+
+def test_an_exception_after_which_the_job_made_steps_did_not_end_it(tmp_path: Path) -> None:
+    lines = traceback("botocore.exceptions.ReadTimeoutError: Read timeout on endpoint URL", "[rank1]: ")
+    lines += ["[rank1]: WARNING fetch failed (attempt 1/5), retrying", *STEPS, *traceback(OUT_OF_MEMORY, "[rank5]: ")]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [5]
+
+
+def test_steps_that_are_printed_late_do_not_clear_the_rank_that_raised(tmp_path: Path) -> None:
+    """A process may print what it has kept only when it ends."""
+    closed = traceback(CLOSED, "[rank0]: ")
+    assert diagnosed(tmp_path, *traceback("ValueError: no batch", "[rank2]: "), *STEPS, *closed).suspect_ranks == [2]
+
+
+def test_ranks_that_a_comparison_of_calls_does_not_name_are_not_accused(tmp_path: Path) -> None:
+    call = "running collective: CollectiveFingerPrint(SequenceNumber=9, OpType=ALLREDUCE, TensorShape=[{}], "
+    calls = [call.format(10 if rank == 3 else 64) for rank in range(4)]
+    lines = [f"[rank{rank}]: starts" for rank in range(4)]
+    for rank, other in ((0, 3), (1, 3), (3, 0)):  # nothing of rank 2
+        compared = f"Rank {rank} is {calls[rank]}, but Rank {other} is {calls[other]}"
+        error = f"RuntimeError: Detected mismatch between collectives on ranks. {compared}"
+        lines += traceback(error, f"[rank{rank}]: ")
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [3]
+
+
+def test_a_rank_that_failed_by_itself_is_named_if_most_ranks_show_no_call(tmp_path: Path) -> None:
+    lines = [f"[rank{rank}]: step 1" for rank in range(16)] + traceback("IndexError: index 7", "[rank13]: ")
+    found = diagnosed(tmp_path, *lines, *watchdog(0, 66), *watchdog(4, 66))
+    assert (found.suspect_ranks, found.proof) == ([13], "gone")
+
+
+def test_the_number_of_a_task_in_the_names_of_all_files_is_the_rank(tmp_path: Path) -> None:
+    waits = "torch.distributed.DistStoreError: Timed out after 7 seconds waiting for clients. 3/4 clients joined."
+    for task in range(4):
+        lines = ["CondaLock: waiting for a lock"] if task == 2 else traceback(waits)
+        (tmp_path / f"out.{task}.txt").write_text("\n".join(lines) + "\n")
+    files = [str(tmp_path / f"out.{task}.txt") for task in range(4)]
+    assert diagnose(read_evidence(find_candidates(files), Fleet()))[0].suspect_ranks == [2]
+
+
+def test_a_file_is_of_the_rank_whose_environment_it_shows(tmp_path: Path) -> None:
+    """Workers of Kubernetes are numbered apart from the master, which is rank 0."""
+    for rank, name in enumerate(("master-0", "worker-0", "worker-1", "worker-2")):
+        lines = [f"RANK={rank} WORLD_SIZE=4 MASTER_ADDR=llm-master-0", *([] if rank == 3 else watchdog(rank, 12))]
+        (tmp_path / f"llm-{name}.log").write_text("\n".join(lines) + "\n")
+    assert diagnosis_of(tmp_path).suspect_ranks == [3]
+
+
+def summary(*ends: tuple[int, int]) -> list[str]:
+    """The summary of torchrun: rank and exit code of each process, a second apart."""
+    lines: list[str] = []
+    for second, (rank, code) in enumerate(ends):
+        lines += [f"  time      : 2025-07-30_20:00:{second:02}", "  host      : n2"]
+        lines += [f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: {4000 + rank})"]
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [([(1, -9), (0, -15), (2, -15)], [1]), ([(0, -15), (2, -15), (1, -9)], []), ([(1, 1), (0, -6), (2, -6)], [])],
+    ids=["killed first", "killed after the others had ended", "failed first"],
+)
+def test_the_summary_shows_a_rank_that_was_killed_before_torchrun_ended_others(
+    ends: list[tuple[int, int]], named: list[int], tmp_path: Path
+) -> None:
+    assert diagnosed(tmp_path, *summary(*ends)).suspect_ranks == named
+
+
+def test_a_process_of_ray_has_the_rank_that_it_prints(tmp_path: Path) -> None:
+    workers = [
+        f"(RayTrainWorker pid={90 + rank}) Setting up process group for: env:// [rank={rank}, world_size=4]"
+        for rank in range(4)
+    ]
+    killed = "Memory on the node (IP: 10.0.0.3, ID: 3b) where the task (name=Worker.__init__, pid=93, memory used=9GB)"
+    assert diagnosed(tmp_path, *workers, killed).suspect_ranks == [3]
+    of_verl = [f"(WorkerDict pid={90 + rank}) [Rank {rank}] memory allocated (GB): 3.0" for rank in range(4)]
+    raised = [f"(WorkerDict pid=92) {line}" for line in traceback(OUT_OF_MEMORY)]
+    assert diagnosed(tmp_path, *of_verl, *raised).suspect_ranks == [2]
+
+
+def test_a_rank_that_cannot_open_its_port_is_named_by_the_label_of_its_lines(tmp_path: Path) -> None:
+    in_use = "torch.distributed.DistNetworkError: The server socket has failed to listen. code: -98, name: EADDRINUSE"
+    lines = [f"[{rank}] init" for rank in range(4)] + traceback(in_use, "[0] ")
+    for rank in (1, 2, 3):
+        lines += traceback("torch.distributed.DistStoreError: wait timeout after 60000ms, keys: /rank_0", f"[{rank}] ")
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [0]
+
+
+def test_numbers_of_lines_are_no_ranks(tmp_path: Path) -> None:
+    lines = [f"[{number}] step" for number in range(30)] + [f"[30] {line}" for line in traceback("KeyError: 'x'")]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == []
