@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice, pairwise
 
-from crossrank.comm import is_p2p
+from crossrank.comm import CommRecord, is_p2p
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.job.groups import ProcessGroup
@@ -74,8 +74,16 @@ def changes_tags_otherwise(job: JobState, rank: int, row: int) -> bool:
 def breaks_its_tags(job: JobState, rank: int, row: int) -> bool | None:
     """Return whether the tag of a send or receive breaks the order of the tags before it on this pair of ranks: their
     differences had a period. None if they had none."""
-    tags = [tag or 0 for tag in islice(_tags_back(job, rank, row), WINDOW)][::-1]
-    steps = [later - earlier for earlier, later in pairwise(tags)]
+    return _breaks_its_period([tag or 0 for tag in islice(_tags_back(job, rank, row), WINDOW)][::-1])
+
+
+def breaks_its_sizes(job: JobState, rank: int, row: int) -> bool | None:
+    """As `breaks_its_tags`, for the bytes of sends or receives."""
+    return _breaks_its_period([one.bytes for one in islice(_alike_back(job, rank, row), WINDOW)][::-1])
+
+
+def _breaks_its_period(values: list[int]) -> bool | None:
+    steps = [later - earlier for earlier, later in pairwise(values)]
     *before, last = steps or [0]
     for period in range(1, len(before) // _OFTEN + 1):
         if before[period:] == before[:-period]:
@@ -84,10 +92,14 @@ def breaks_its_tags(job: JobState, rank: int, row: int) -> bool | None:
 
 
 def _tags_back(job: JobState, rank: int, row: int) -> Iterator[int | None]:
-    """Yield the tag of a send or receive, and of those before it with the same peer, the latest first."""
+    return (one.tag for one in _alike_back(job, rank, row))
+
+
+def _alike_back(job: JobState, rank: int, row: int) -> Iterator[CommRecord]:
+    """Yield a send or receive, and those before it with the same peer, the latest first."""
     this = job.signature(rank, row)
     calls = (job.signature(rank, one) for one in range(row, -1, -1))
-    return (one.tag for one in calls if (one.op, one.peer) == (this.op, this.peer))
+    return (one for one in calls if (one.op, one.peer) == (this.op, this.peer))
 
 
 def has_skipped(

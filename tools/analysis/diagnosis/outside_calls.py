@@ -46,11 +46,14 @@ def find_unrecorded_waits(search: Search) -> None:
     stuck = [op for op in search.left() if op.awaited & (waiting | silent)]
     kind, proof = (MISSING, "late") if silent else ("opposite_order", "not_known")
     text = f"{rank_text(waiting)} waits inside torch.distributed, but not in a call; for example, it creates a group"
+    states = [state_of(ranks[rank]) for rank in sorted(waiting)]
     if all(waits_for_key(ranks[rank].ending) for rank in waiting):
-        text = late_text([state_of(ranks[rank]) for rank in sorted(waiting)], which="")
+        text = late_text(states, which="")
+    if not making:
         text += "".join(f"; {rank_text(op.waiting)} waits in {call_text(op.op, op.seq)}" for op in stuck)
-        in_calls = {rank for op in stuck for rank in op.waiting}
-        culprits = culprits or (in_calls if len(in_calls) < len(waiting) else set())
+        if not silent and len({one.place for one in states}) == 1:  # few went past it
+            in_calls = {rank for op in stuck for rank in op.waiting}
+            culprits = in_calls if len(in_calls) < len(waiting) else set()
     if making:
         text = "; ".join(f"{rank_text(those)} makes a group of {members}" for members, those in ranks_of)
         text += "".join(f"; {rank_text(op.waiting)} waits in {call_text(op.op, op.seq)}" for op in stuck)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from crossrank.comm import is_p2p
-from crossrank.tools.analysis.diagnosis.call_history import breaks_its_tags, changes_tags_otherwise
+from crossrank.tools.analysis.diagnosis.call_history import breaks_its_sizes, breaks_its_tags, changes_tags_otherwise
 from crossrank.tools.analysis.diagnosis.findings import Place, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import Mismatch, match_key
@@ -129,15 +129,21 @@ def find_unequal_pairs(search: Search) -> None:
         seen.add(pair)
         is_reached = any(blocked.get(rank, row + 1) <= row for rank, row in ends.values())
         places = [place_of_call(job, *end, role, "its call") for role, end in ends.items()]
+        text = (
+            f"rank {send[0]} sends {content_text(job, send)}, rank {receive[0]} receives {content_text(job, receive)}"
+        )
+        breaks = {rank: breaks_its_sizes(job, rank, row) for rank, row in (send, receive)}
+        odd = {rank for rank, broken in breaks.items() if broken} if set(breaks.values()) == {True, False} else set()
+        text += "".join(f"; rank {rank} had another order of sizes before" for rank in odd)
         finding = finding_on(
             group,
             "p2p_size_mismatch",
             proof="mismatch",
             p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
             op="send",
-            waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]}),
-            text=f"rank {send[0]} sends {content_text(job, send)}, "
-            f"rank {receive[0]} receives {content_text(job, receive)}",
+            culprit_ranks=sorted(odd),
+            waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]} - odd),
+            text=text,
             places=[place for place in places if place is not None],
         )
         explained = [op for op in search.left() if is_reached and op.is_p2p and not ranks.isdisjoint(op.waiting)]
