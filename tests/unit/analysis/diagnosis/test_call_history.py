@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossrank.tools.analysis.diagnosis.call_history import (
+    breaks_its_sizes,
     breaks_its_tags,
     changes_peer,
     has_skipped,
@@ -115,3 +116,12 @@ def test_a_line_that_always_had_one_peer_has_another_one(
 def test_a_tag_breaks_the_order_of_those_before_it(tags: list[int], breaks: bool | None) -> None:
     sends = (call("send", number, peer=1, tag=tag) for number, tag in enumerate(tags, 1))
     assert breaks_its_tags(job(rank(0, *sends)), 0, len(tags) - 1) is breaks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "breaks"),
+    [([64] * 6, False), ([64] * 5 + [60], True), ([8, 64] * 4, False), ([8, 64] * 4 + [64], True), ([8, 3, 9], None)],
+)
+def test_a_size_breaks_the_order_of_those_before_it(sizes: list[int], breaks: bool | None) -> None:
+    sends = (call("send", number, peer=1, bytes=size) for number, size in enumerate(sizes, 1))
+    assert breaks_its_sizes(job(rank(0, *sends)), 0, len(sizes) - 1) is breaks

@@ -9,7 +9,7 @@ import pytest
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.traces.flight.dump import Progress
+from crossrank.tools.traces.flight.dump import Frame, Progress
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankTrace
 from tests.unit.analysis.diagnosis.moments import CLOSED
 from tests.unit.analysis.diagnosis.ranks import Call, call, group, rank, world
@@ -225,3 +225,52 @@ def test_a_rank_that_lost_its_first_unfinished_call_is_not_accused(
     dump = {"progress": {0: Progress(first + 1, completed)}, "has_status": True}
     ranks = [rank(one, *calls(OPEN, OPEN, first=first), dump=dump, backend=backend) for one in (0, 1)]
     assert any("has more unfinished calls than its recorder keeps" in note for note in diagnosed(*ranks).notes) == lost
+
+
+def in_rounds(rounds: int, *one_round: dict[str, Any]) -> list[Call]:
+    """Calls that a rank makes again and again, each from a line of its own; all have finished."""
+    made, numbers = [], dict.fromkeys(("0", "1"), 0)
+    for _ in range(rounds):
+        for facts in one_round:
+            pg = facts.get("pg", "0")
+            numbers[pg] += 1
+            made.append(call(number=numbers[pg], **facts))
+    return made
+
+
+def at(line: int) -> tuple[Frame, ...]:
+    return (Frame("train", "/job/train.py", line),)
+
+
+def test_a_rank_that_called_on_another_group_than_before_is_named_while_the_right_one_waits_for_it() -> None:
+    mean: dict[str, Any] = {"op": "all_reduce", "pg": "1", "stack": at(21)}
+    share: dict[str, Any] = {"op": "broadcast", "root": 0, "stack": at(41)}
+    open_mean = call(number=6, state=OPEN, **mean)
+    mistaken = call(number=6, state=OPEN, **mean | {"pg": "0"})
+    due = call(number=6, state=OPEN, **share)
+    ranks = [of_four(0, *in_rounds(5, mean, share), open_mean), of_four(1, *in_rounds(5, mean, share), mistaken)]
+    ranks += [of_four(one, *in_rounds(5, share), due) for one in (2, 3)]
+    assert roots(diagnosed(*ranks)) == [("type_mismatch", "default_pg", 6, [1], [2, 3])]
+
+
+def test_a_member_that_left_is_the_cause_of_a_cycle_that_lacks_it() -> None:
+    """Two ranks try the call that failed again, so they make other calls than the one that still waits in it."""
+    ended, hung = {"reason": "SIGTERM", "taken_at": 100 * 10**9}, {"reason": "hang", "taken_at": 50 * 10**9}
+    ranks = [of_four(one, *calls(*[RETIRED] * 7), backend="gloo", ending=dict(ended)) for one in (0, 2)]
+    ranks += [of_four(1, *calls(*[RETIRED] * 3, OPEN), backend="gloo", ending=hung)]
+    left = of_four(3, *calls(*[RETIRED] * 3), backend="gloo", ending={"reason": "exit", "ended": True})
+    assert diagnosed(*ranks, left).suspect_ranks == [3]
+
+
+def test_a_rank_that_waits_for_a_receive_before_an_earlier_one_of_its_line_is_named() -> None:
+    """Rank 1 takes the second of two buffers first; rank 0 sends no more before the first one is acknowledged."""
+    receives = [call("recv", number, RETIRED, number, peer=0, source="train.py:19", pg="1") for number in range(1, 9)]
+    waits = [call("recv", number, OPEN, number, peer=0, source="train.py:19", pg="1") for number in (9, 10)]
+    sends = [call("send", number, RETIRED, number, peer=1, pg="1") for number in range(1, 10)]
+    acknowledged = call("recv", 1, OPEN, 11, peer=1, pg="1", source="train.py:42")
+    sender = of_four(0, *sends, acknowledged, backend="gloo")
+    receiver = of_four(1, *receives, *waits, backend="gloo")
+    sender.awaited, receiver.awaited, receiver.waited = {9}, {9}, set(range(8))
+    found = diagnosed(sender, receiver, of_four(2, backend="gloo"), of_four(3, backend="gloo"))
+    (cycle,) = [one for one in found.findings if one.kind == "p2p_wait_cycle"]
+    assert (cycle.culprit_ranks, "it has not waited for rank 1's recv #9" in cycle.text) == ([1], True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS
+from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS, STORE
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, LateRank, late_text
@@ -317,3 +317,22 @@ def test_a_rank_outside_of_the_group_that_is_made_is_not_said_to_be_awaited() ->
     (finding,) = found.findings
     assert (finding.kind, finding.culprit_ranks) == ("missing_rank", [1])
     assert finding.text == "rank 0 makes a group of rank 0-1 (no. 3 on these ranks); rank 1 does not wait"
+
+
+WAITS_FOR_KEY = answer(thread(blocked_in=STORE), callers={"0": MAIN})
+
+
+@pytest.mark.parametrize(
+    ("in_calls", "named"), [((0, 3), []), ((0,), [0]), ((0, 1, 2), [3])], ids=["half", "one went past", "one alone"]
+)
+def test_ranks_that_wait_for_a_key_of_the_store_wait_for_others(in_calls: tuple[int, ...], named: list[int]) -> None:
+    ranks = [waiting(one, size=4) if one in in_calls else absent(one, WAITS_FOR_KEY, size=4) for one in range(4)]
+    found = diagnosed(*ranks)
+    assert (found.verdict == "ok", found.suspect_ranks) == (False, named)
+    assert "for a key of the store" in found.findings[0].text
+
+
+def test_the_rank_that_waits_for_nothing_is_named_where_others_wait_for_a_key_of_the_store() -> None:
+    reads = absent(2, answer(thread(blocked_in="read"), callers={"0": MAIN}), size=4)
+    others = [absent(one, WAITS_FOR_KEY, size=4) for one in (0, 1, 3)]
+    assert diagnosed(*others[:2], reads, others[2]).suspect_ranks == [2]
