@@ -419,6 +419,6 @@ def test_a_rank_that_cannot_open_its_port_is_named_by_the_label_of_its_lines(tmp
     assert diagnosed(tmp_path, *lines).suspect_ranks == [0]
 
 
-def test_numbers_of_lines_are_no_ranks(tmp_path: Path) -> None:
+def test_a_number_of_a_line_is_not_a_rank(tmp_path: Path) -> None:
     lines = [f"[{number}] step" for number in range(30)] + [f"[30] {line}" for line in traceback("KeyError: 'x'")]
     assert diagnosed(tmp_path, *lines).suspect_ranks == []
