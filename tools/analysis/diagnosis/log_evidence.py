@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from crossrank.rank_runs import ranks_in
@@ -98,10 +99,6 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
         texts = Counter(error_text(one.error) for one in errors)
         text = "; ".join(f"{error} ({plural(count, 'time')})" for error, count in texts.most_common(3))
         yield _finding("log_error", ranks, f"{text}; the logs do not show which ranks raised it", [errors[0]])
-    if (failures := summary_of(attempt.facts)) and not (said or errors):
-        rank, _, code, line = failures[0]
-        why = "the logs do not show why, and it may have ended because of another rank"
-        yield _finding("log_error", ranks, f"torchrun saw rank {rank} end first, with exit code {code}; {why}", [line])
 
 
 def _of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
@@ -179,19 +176,38 @@ def _own_failure(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
 def _awaited(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     """Return who keeps others waiting, of ranks that wait for one another: the one that waits for none.
 
-    Numbers within a group are those of the job only where a rank prints its own, or in the default group.
+    Numbers within a group are those of the job only where a rank prints its own, or where all that print theirs are
+    equally spaced.
     """
+    waits = _of_kind(attempt.facts, formats.AWAITED)
+    first, step = _spacing(waits)
     waits = [
         fact
-        for fact in _of_kind(attempt.facts, formats.AWAITED)
-        if "member" not in fact.values or fact.origin.rank == fact.number("member")
+        for fact in waits
+        if "member" not in fact.values or fact.origin.rank == first + step * fact.number("member")
     ]
     waiting = {fact.origin.rank for fact in waits} - {None}
-    awaited = {fact.number("other") for fact in waits} - waiting
+    awaited = {first + step * fact.number("other") for fact in waits} - waiting
     if len(awaited) != 1 or (not waiting and len({fact.values["other"] for fact in waits}) > 1):
         return None
     text = f"{rank_text(awaited)} {waits[0].values['why']}"
     return _finding("missing_rank", {*ranks, *awaited}, text, waits, sorted(awaited))
+
+
+def _spacing(waits: Sequence[Fact]) -> tuple[int, int]:
+    """Return (rank of the job of the first member of a group, how far apart the next ones are) by the lines of several
+    members; (0, 1) if these do not show it."""
+    known = {
+        fact.number("member"): fact.origin.rank
+        for fact in waits
+        if "member" in fact.values and fact.origin.rank is not None
+    }
+    pairs = sorted(known.items())
+    steps = {(rank - other) / (place - before) for (before, other), (place, rank) in pairwise(pairs)}
+    if len(steps) != 1 or not (step := steps.pop()).is_integer() or step < 1:
+        return 0, 1
+    place, rank = pairs[0]
+    return rank - int(step) * place, int(step)
 
 
 def _only_silent(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
@@ -256,6 +272,10 @@ def _notes(log: JobLog) -> Iterator[str]:
         yield f"attempt {number} of the job was restarted" + (f"; it ended with {errors[0]}" if errors else "")
     if outside := _of_kind(log.last.facts, formats.OUTSIDE):
         yield f"the job was ended from outside: {outside[0].values['why']} ({outside[0].quote.path})"
+    if failures := summary_of(log.last.facts):
+        rank, _, code, _ = failures[0]
+        why = "this proves nothing, because another rank may be the reason"
+        yield f"torchrun saw rank {rank} end first, with exit code {code}; {why}"
     if log.last.unplaced:
         yield f"{plural(log.last.unplaced, 'line')} of the logs could not be given to a rank"
 

@@ -68,6 +68,8 @@ POD_KILLED, POD_RANK = "pod_killed", "pod_rank"
 """Lines of one pod: why it was killed, and its rank."""
 PROCESS_RANK = "process_rank"
 """The rank of the process that prints it."""
+NCCL_FAILED = "nccl_failed"
+"""Any error of torch's NCCL backend."""
 VERSION = "version"
 """Two ranks have other versions of NCCL."""
 RAY_WORKER, RAY_PROCESS, RAY_DIED, RAY_KILLED = "ray_worker", "ray_process", "ray_died", "ray_killed"
@@ -114,6 +116,13 @@ FORMATS = (
         _NCCL,
         "2.0",
     ),
+    _row(
+        ASYNC_ERROR,
+        r"\[Rank (?P<member>\d+)\] found async exception when checking for NCCL errors: (?P<why>.*)",
+        _NCCL,
+        "2.4",
+    ),
+    _row(ASYNC_ERROR, r"watchdog thread terminated with exception: (?P<why>NCCL error: .*)", _NCCL, "1.13"),
     _row(
         NETWORK,
         r"NCCL WARN NET/IB ?: (?:[\w:.]+ )?Got (?:async event|completion) (?:from peer )?(?P<host>[\w.:-]+?)<\d+> "
@@ -247,9 +256,19 @@ FORMATS = (
     _row(SUMMARY_TIME, r"^\s*time\s*: (?P<time>\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)", _SUMMARY),
     _row(SUMMARY_RANK, r"^\s*rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)", _SUMMARY),
     _row(SUMMARY_EXIT, r"^\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<process>\d+)\)", _SUMMARY),
+    _row(
+        TASK_KILLED,
+        r"Worker proc \w+-(?P<rank>\d+) (?P<why>died unexpectedly)",
+        "vllm/v1/executor/multiproc_executor.py",
+    ),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
+    _row(NCCL_FAILED, r"\A\[?E\d{3,4} .*ProcessGroupNCCL\.cpp:\d+\]", _NCCL),
     _row(IGNORED, r"\AException ignored ", "Python"),
-    _row(TRACEBACK, r"\A(?: +\+ Exception Group |[\w ]{1,40}: )?Traceback \(most recent call last\):", "Python"),
+    _row(
+        TRACEBACK,
+        r"\A(?: +\+ Exception Group |[\w ]{1,40}: )?Traceback \(most recent call last\):(?: \(RANK (?P<rank>\d+)\))?",
+        "Python",
+    ),
 )
 
 LITERALS = (
@@ -261,6 +280,7 @@ LITERALS = (
     "Worker exit type", "CANCELLED AT", "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code",
     "NVRM: Xid", "Memory access fault", "got stuck for", "params, while", "lagging ranks", "ncclUniqueId",
     "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
-    "Traceback (most recent", "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
+    "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp", "Traceback (most recent",
+    "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

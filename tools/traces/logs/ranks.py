@@ -27,8 +27,9 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.traces.ending import MAIN_THREAD, may_be_of_communication
 from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
 from crossrank.tools.traces.logs import formats
+from crossrank.tools.traces.logs.prefixes import Origin
 from crossrank.tools.traces.logs.read import Attempt, Fact
-from crossrank.tools.traces.logs.tracebacks import Traceback
+from crossrank.tools.traces.logs.tracebacks import Quote, Traceback
 from crossrank.tools.traces.rank_trace import SCHEDULED, RankTrace, TraceBuilder
 
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
@@ -37,6 +38,7 @@ _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 _DEADLY = (
     *(f"signal {number} " for number in (4, 7, 8, 9, 11)),
     *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
+    "died unexpectedly",
 )
 """First words of what schedulers say of a process that was killed."""
 _OF_THIS_HOST = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -55,6 +57,10 @@ _OF_RANKS = (
     formats.MISMATCH,
 )
 """Kinds of facts about the rank that prints them."""
+
+_IN_DEFAULT_GROUP = Fact(formats.STATUS, {"group": "0", "desc": DEFAULT_GROUP}, Quote("", 0, ""), Origin())
+_CHECKPOINT = re.compile(r"CheckpointException ranks:dict_keys\(\[(?P<ranks>\d+(?:, \d+)*)\]\)")
+"""An exception that all ranks raise because some failed."""
 
 Key = tuple[str, str]
 """Name and description of a group."""
@@ -102,7 +108,9 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
             of(printed_by).host = of(printed_by).host or fact.origin.host
     for one in attempt.tracebacks:
         raised_by = workers.get(one.process or one.origin.process, global_of(one.origin.rank, one.origin.local))
-        if raised_by is not None and one.ended_process and not _was_handled(one, attempt.tracebacks):
+        if raised_by is not None and one.ended_process and not _names_others(one.error, raised_by):
+            if _was_handled(one, attempt.tracebacks):
+                continue
             of(raised_by).raised = one
     for rank, how, fact in _kills(attempt, local_to_rank):
         of(rank).killed = how, fact
@@ -126,6 +134,12 @@ def summary_of(facts: Iterable[Fact]) -> list[tuple[int, str, int, Fact]]:
         if (time.kind, rank.kind, end.kind) == kinds
     ]
     return sorted(found, key=lambda one: one[1])
+
+
+def _names_others(error: str, rank: int) -> bool:
+    """Return whether an exception says that only other ranks failed."""
+    found = _CHECKPOINT.search(error)
+    return found is not None and str(rank) not in found["ranks"].split(", ")
 
 
 def _was_handled(raised: Traceback, others: Sequence[Traceback]) -> bool:
@@ -173,7 +187,8 @@ def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iter
     """Yield (rank, how its process was killed, the line that says so), without those that the launcher ended."""
     ended = {one.values["process"] for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
     has_agents = any(one.kind in formats.OF_LAUNCHER or one.origin.local is not None for one in attempt.facts)
-    timed_out = any(one.kind in (formats.TIMEOUT, formats.ASYNC_ERROR, formats.STATUS) for one in attempt.facts)
+    of_nccl = (formats.TIMEOUT, formats.ASYNC_ERROR, formats.STATUS)
+    is_aborted = attempt.nccl_failed or any(one.kind in of_nccl for one in attempt.facts)
     of_summary = [one for one in attempt.facts if one.kind in (formats.SUMMARY_RANK, formats.SUMMARY_EXIT)]
     rank_of = {
         end.values["process"]: one.number("rank")
@@ -184,7 +199,7 @@ def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iter
         if fact.kind == formats.FAILED and fact.values["process"] not in ended and fact.number("code") < 0:
             with suppress(ValueError):
                 number = signal.Signals(-fact.number("code"))
-                if number in _KILLED and not (timed_out and number == signal.SIGABRT):
+                if number in _KILLED and not (is_aborted and number == signal.SIGABRT):
                     rank = rank_of.get(fact.values["process"], local_to_rank(fact.number("local")))
                     if rank is not None:
                         yield rank, f"killed by {number.name}", fact
@@ -243,14 +258,15 @@ def traces_of(attempt: Attempt) -> list[RankTrace]:
     """Return the ranks that the logs of one attempt say something about. Raises CrossrankError for several jobs."""
     _refuse_several_jobs(attempt)
     members, ranks = members_of(attempt), ranks_of(attempt)
-    timeouts = (fact.values for fact in attempt.facts if fact.kind == formats.TIMEOUT)
+    timeouts = [fact.values for fact in attempt.facts if fact.kind == formats.TIMEOUT]
     batches = {values["seq"] for values in timeouts if values["op"] == "COALESCED"}
+    of_pairs = len(batches) > 1 or any(values["op"] in ("SEND", "RECV") for values in timeouts)
     found = []
     for rank, one in sorted(ranks.items()):
         trace = RankTrace(rank=rank, path="", source="flight", backend="nccl", host=one.host, log_lines=one.lines())
         trace.dump.active_only = trace.dump.of_log = True
-        facts = [*one.facts, *_status_of_group(one.facts, attempt.facts)]
-        _add_calls(trace, facts, members, of_pairs=len(batches) > 1)
+        facts = [*one.facts, *_status_of_group(one, attempt.facts)]
+        _add_calls(trace, facts, members, of_pairs=of_pairs)
         _add_end(trace, one)
         found.append(trace)
     _add_fingerprints(found, attempt)
@@ -277,6 +293,8 @@ def members_of(attempt: Attempt) -> dict[Key, dict[int, int]]:
     for fact in attempt.facts:
         if "group" in fact.values and fact.origin.rank is not None:
             found[_key(fact)][fact.number("member")] = fact.origin.rank
+    if not found:
+        found[_key(_IN_DEFAULT_GROUP)] = {}
     for key, known in found.items():
         _fill(known)
         if key[1] == DEFAULT_GROUP or key[0] == "0":
@@ -331,18 +349,21 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
             builder.add(record, called=0, state=SCHEDULED, group=index, stack=stack)
 
 
-def _status_of_group(facts: list[Fact], all_facts: list[Fact]) -> Iterator[Fact]:
+def _status_of_group(one: RankLog, all_facts: list[Fact]) -> Iterator[Fact]:
     """Yield the progress on the group of a call that timed out, if the log lacks it for this rank.
 
     The log may be cut, or another thread has printed into the line. The rank has enqueued the call, and no later one is
-    known. The group is that of the line, else the one in which others timed out in this call, else the only group."""
+    known. The group is that of the line, else the one in which others timed out in this call, else the only group. If
+    no line has one, it is the default group for a rank that raised, and has the same number in it."""
+    facts = one.facts
     if any(fact.kind == formats.STATUS for fact in facts):
         return
-    grouped = [one for one in all_facts if "group" in one.values]
+    grouped = [fact for fact in all_facts if "group" in fact.values]
     for work in (fact for fact in facts if fact.kind == formats.TIMEOUT):
         seq, member = work.values["seq"], work.values["member"]
-        same = [one for one in grouped if one.kind == formats.STATUS and one.values["seq"] == seq]
-        for candidates in ([work] if "group" in work.values else [], same, grouped):
+        same = [fact for fact in grouped if fact.kind == formats.STATUS and fact.values["seq"] == seq]
+        default = [_IN_DEFAULT_GROUP] if one.raised is not None and int(member) == one.rank else []
+        for candidates in ([work] if "group" in work.values else [], same, grouped, default):
             if len(set(map(_key, candidates))) == 1:
                 name, desc = _key(candidates[0])
                 values = {"group": name, "desc": desc, "member": member, "seq": seq, "enqueued": seq}

@@ -74,6 +74,8 @@ class Attempt:
     """Rank -> its lines."""
     unplaced: int = 0
     """Lines that belong to no rank."""
+    nccl_failed: bool = False
+    """torch's NCCL backend printed an error: it ends processes by SIGABRT."""
 
 
 @dataclass
@@ -213,7 +215,8 @@ class _File:
                 continue
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
-                    of = origin if self._spawned is None else Origin(rank=self._spawned)
+                    raised_by = self._spawned if match["rank"] is None else int(match["rank"])
+                    of = origin if raised_by is None else Origin(rank=raised_by)
                     if origin == Origin():
                         self._steps_of_ranks = Steps()
                     self._bare = origin if not text.startswith("Traceback") else None
@@ -221,6 +224,8 @@ class _File:
                     begun = TracebackLines(quote, of, MARK in line, self._attempt, self._continued, is_ignored)
                     self._open[origin] = begun
                     self._spawned = None
+            elif one.kind == formats.NCCL_FAILED:
+                self._now.nccl_failed = True
             elif one.kind == formats.IGNORED:
                 self._ignored = origin
             elif one.kind == formats.RESTART:
