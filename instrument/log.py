@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from crossrank.errors import one_line
+from crossrank.instrument.signal_mask import leave_signals_to_script
 from crossrank.instrument.unpatched import threading, time
 
 log = logging.getLogger("crossrank")
@@ -85,6 +86,7 @@ class _OncePerJob(logging.Filter):
         return False
 
     def _say(self, record: logging.LogRecord, is_first: Callable[[], bool]) -> None:
+        leave_signals_to_script()
         answers: list[bool] = []
 
         def ask() -> None:

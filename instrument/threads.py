@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from crossrank.instrument.log import report
+from crossrank.instrument.signal_mask import leave_signals_to_script
 from crossrank.instrument.unpatched import threading
 
 PREFIX = "crossrank-"
@@ -19,6 +20,7 @@ def start(
     """
 
     def run() -> None:
+        leave_signals_to_script()
         try:
             work()
         except Exception as error:

@@ -35,6 +35,8 @@ _OF_LIMIT = 0.1
 """Shortest time between two looks, in seconds, and as a share of the limit."""
 _OF_PAUSE = 0.4
 """Share of this time after which a rank answers that moves: more cannot change the answer."""
+_BETWEEN_SIGHTS = 0.7
+"""Share of this time between two looks at a rank that has not answered: the answers of all come within two seconds."""
 _CLOSES_AFTER, _ENDS_AFTER = 1.5, 2.5
 """Seconds from the decision to the end of the recording, and to the end of all processes. They end together: the end of
 one raises an error in others."""
@@ -89,7 +91,7 @@ class Answers:
             self._first = self._first or activity.look(self._session.recorder)
         if self._first is not None and now - self._first.at >= (pause * _OF_PAUSE if self._moves() else pause):
             self._answer(self._first)
-            self._first, self._sights, self._look_again_at = None, self._see_neighbours(), now + pause
+            self._first, self._sights, self._look_again_at = None, self._see_neighbours(), now + pause * _BETWEEN_SIGHTS
         elif self._look_again_at is not None and now >= self._look_again_at:
             self._look_again_at = None
             self._write_sights()

@@ -21,15 +21,16 @@ from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS, SLEEPS, STORE
 _SYSTEM_CALLS: dict[str, dict[int, str]] = {
     "x86_64": {
         0: "read", 1: "write", 5: "fstat", 7: "poll", 9: "mmap", 16: "ioctl", 17: "pread", 18: "pwrite", 23: "select",
-        35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 47: "recvmsg", 61: "wait4",
-        72: "fcntl", 73: "flock", 74: "fsync", 202: "futex", 230: "nanosleep", 232: "epoll_wait", 247: "waitid",
-        257: "open", 262: "stat", 270: "select", 271: "poll", 281: "epoll_wait", 288: "accept",
+        34: "pause", 35: "nanosleep", 42: "connect", 43: "accept", 44: "sendto", 45: "recvfrom", 47: "recvmsg",
+        61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 128: "sigtimedwait", 130: "sigsuspend", 202: "futex",
+        230: "nanosleep", 232: "epoll_wait", 247: "waitid", 257: "open", 262: "stat", 270: "select", 271: "poll",
+        281: "epoll_wait", 288: "accept",
     },
     "aarch64": {
         22: "epoll_wait", 25: "fcntl", 29: "ioctl", 32: "flock", 56: "open", 63: "read", 64: "write", 67: "pread",
         68: "pwrite", 72: "select", 73: "poll", 79: "stat", 80: "fstat", 82: "fsync", 95: "waitid", 98: "futex",
-        101: "nanosleep", 115: "nanosleep", 202: "accept", 203: "connect", 206: "sendto", 207: "recvfrom",
-        212: "recvmsg", 222: "mmap", 242: "accept", 260: "wait4",
+        101: "nanosleep", 115: "nanosleep", 133: "sigsuspend", 137: "sigtimedwait", 202: "accept", 203: "connect",
+        206: "sendto", 207: "recvfrom", 212: "recvmsg", 222: "mmap", 242: "accept", 260: "wait4",
     },
 }  # fmt: skip
 """Machine -> number of a system call that may block -> its name (syscalls(2))."""
@@ -103,7 +104,8 @@ class OtherEnds:
         found: set[int] = set()
         for descriptor in descriptors:
             ends = self._who_writes(descriptor)
-            if not ends or os.getpid() in ends:
+            # A pipe that only this process can write to is its own; all that have opened a named one may write to it.
+            if not (ends := ends - {os.getpid()}):
                 return ()
             found |= ends
         return tuple(sorted(found))

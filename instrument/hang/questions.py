@@ -43,13 +43,16 @@ class Questions:
         store: Callable[[], Store | None],
         calls: Callable[[], int] = lambda: 0,
         requests: StoreRequests | None = None,
+        on_question: Callable[[], None] = lambda: None,
     ) -> None:
         """`store` returns the store of the job, None if it has none that outlives its process groups: torch logs a
-        warning with a C++ stack for each connection to a store that has ended. A rank whose `calls` grow trains."""
+        warning with a C++ stack for each connection to a store that has ended. A rank whose `calls` grow trains. A
+        thread calls `on_question` when the store has a new question."""
         self._path = folder / ASKED
         self._key = f"crossrank/asked/{hashlib.sha256(str(folder).encode(errors='replace')).hexdigest()}"
         self._least_pause = world_size * _PAUSE_PER_RANK
         self._calls = calls
+        self._on_question = on_question
         self._find_store = store
         self._store: Store | None = None
         self._requests = requests or StoreRequests()
@@ -121,5 +124,7 @@ class Questions:
                 trains, before = self._calls() != before, self._calls()
                 time.sleep(max(_PAUSE if trains else _PAUSE_IN_SILENCE, self._least_pause))
                 self._add(0)
+                if self._in_store != self._heard_in_store:
+                    self._on_question()
         except Exception as error:  # the rank that serves the store may be gone
             log.info("crossrank: questions about hangs come through the folder from here on: %s", one_line(error))

@@ -164,10 +164,14 @@ class Hangs:
             lasts = os.environ.get(_STORE_OF_LAUNCHER) == "True"  # else rank 0 serves it, and may end first
             find_store = session.store_of_world if lasts else lambda: None
             size, calls = session.facts.world_size, session.recorder.calls
-            self._questions = Questions(files.recording, size, find_store, calls, self._requests)
+            self._questions = Questions(files.recording, size, find_store, calls, self._requests, self._look_now)
             self._questions.start()
             self._answers = Answers(session, files.recording, self._questions)
         return self._answers
+
+    def _look_now(self) -> None:
+        if self._watch is not None:
+            self._watch.wake()
 
     def _on_look(self) -> None:
         if (answers := self._find_answers()) is not None:

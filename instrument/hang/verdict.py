@@ -24,8 +24,9 @@ _PATIENCE = 300.0
 _FEW_RANKS = 64
 _LAST = 512
 """Calls before the unfinished ones that are read from each dump if there are many ranks."""
-# The new process finds the tools where this process does.
-_PROGRAM = """import sys
+# The new process finds the tools where this process does, and does not block the signals that this thread does.
+_PROGRAM = """import signal, sys
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 sys.path[:] = {path!r}
 from crossrank.tools.cli import main
 sys.exit(main())

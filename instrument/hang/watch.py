@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 
 from crossrank.instrument import threads
 from crossrank.instrument.record.recorder import CurrentWait
-from crossrank.instrument.unpatched import time
+from crossrank.instrument.unpatched import threading, time
 
 _LOOKS = 8
 """Checks per patience."""
-_LONGEST_PAUSE, _LONGEST_IN_SILENCE = 0.5, 0.25
+_LONGEST_PAUSE, _LONGEST_IN_SILENCE = 1.0, 0.25
 """Longest time between two checks, in seconds: the patience may become shorter."""
 
 
@@ -56,12 +56,17 @@ class HangWatch:
         self._held: dict[CurrentWait, tuple[float, float]] = {}
         """Wait under way -> when it began, and after how many seconds to report it next."""
         self._stopped = False  # no Event: a signal handler may interrupt the thread that has its lock
+        self._woken = threading.Event()
 
     def start(self) -> None:
         self._stopped = threads.start("watchdog", self._watch, lost="hangs are no longer watched for") is None
 
     def stop(self) -> None:
         self._stopped = True
+
+    def wake(self) -> None:
+        """Check at once. For threads of the recorder: see `_stopped`."""
+        self._woken.set()
 
     def _watch(self) -> None:
         calls, since = self._calls(), time.monotonic()
@@ -71,7 +76,8 @@ class HangWatch:
         trains = True
         while not self._stopped:
             patience = self._patience()
-            time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE if trains else _LONGEST_IN_SILENCE))
+            self._woken.wait(min(patience / _LOOKS, _LONGEST_PAUSE if trains else _LONGEST_IN_SILENCE))
+            self._woken.clear()
             if self._stopped:
                 return
             now = time.monotonic()

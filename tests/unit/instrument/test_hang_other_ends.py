@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from crossrank.instrument.hang.other_ends import OtherEnds
-from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS
+from crossrank.recording import C_SLEEPS, PYTHON_SLEEPS, STORE
 
 WAITED_IN = ("futex", PYTHON_SLEEPS, "select", "poll", "epoll_wait")
 HOLDS = {
@@ -157,7 +157,7 @@ def test_the_process_that_can_end_a_wait_is_known(what: str, call: str, tmp_path
 
 @pytest.mark.parametrize("what", ["torch's store", "torch's store without libuv"])
 def test_any_client_of_a_store_may_set_the_key_that_a_thread_waits_for(what: str, tmp_path: Path) -> None:
-    by, _ = blocked(tmp_path, what, ("recvfrom", "poll"), known=False)
+    by, _ = blocked(tmp_path, what, (STORE,), known=False)
     assert by == []
 
 

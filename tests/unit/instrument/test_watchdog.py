@@ -32,6 +32,7 @@ class Job:
             on_hang=self._on_hang,
             waits=lambda: self.waits,
         )
+        self._watch._woken = self  # type: ignore[assignment]
         self._again = again
 
     def run(self, seconds: float) -> None:
@@ -49,8 +50,11 @@ class Job:
     def monotonic(self) -> float:
         return self.now
 
-    def sleep(self, seconds: float) -> None:
-        """What the rank does while its watch sleeps."""
+    def clear(self) -> None:
+        """As of an `Event`: see `wait`."""
+
+    def wait(self, seconds: float) -> None:
+        """What the rank does while its watch waits for its next look."""
         self.now += seconds
         self._does(self)
         if self.now >= self.end:

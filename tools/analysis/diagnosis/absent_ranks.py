@@ -97,6 +97,9 @@ def find_silent_ranks(search: Search) -> None:
         elif culprits == absent and (owing := _polled_senders(search, op, absent)):
             culprits = owing
             text += f"; a receive from {rank_text(owing)} has no send there, and it may poll for its end"
+        elif culprits == absent and (locked := _locked_by_those_that_wait(search, op, absent)):
+            culprits = set()
+            text += f"; {rank_text(locked)} has locked a file that is open there, and it may try to lock it"
         elif culprits == absent and all(one.state == IDLE and accepts(ranks[one.rank].ending) for one in states):
             culprits = set()
             text += "; another rank may be the one that was to connect"
@@ -192,6 +195,12 @@ def _was_ended_next(search: Search, rank: int) -> bool:
     return any(
         left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= delay for left_at in left
     )
+
+
+def _locked_by_those_that_wait(search: Search, op: StuckOp, absent: set[int]) -> set[int]:
+    """Return the ranks in a call that have locked a file which all those have open that they wait for."""
+    locked = [search.may_try_a_lock_of(rank, op.group.name).intersection(op.waiting) for rank in absent]
+    return set().union(*locked) if all(locked) else set()
 
 
 def _left_a_call_out(search: Search, rank: int) -> bool:

@@ -207,7 +207,7 @@ def find_unknown_waits(search: Search) -> None:
 
 
 def find_standstill(search: Search) -> None:
-    """Report a silent job in which no rank waits in a call, and some ranks do nothing.
+    """Report a silent job in which no rank waits in a call, and some ranks do nothing, or all poll at one line.
 
     If the other ranks use little CPU time at one line, they poll, and wait in this way: for example, for a key of the
     store.
@@ -219,11 +219,14 @@ def find_standstill(search: Search) -> None:
     states = [state_of(one) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
     standing = [one for one in states if one.state in (IDLE, STOPPED)]
     activities = [one.ending.activity for one in ranks.values() if one.ending.activity is not None]
-    if not standing or any(one.has_communicated for one in activities):
-        return
     running = [one for one in states if one.state == RUNS]
-    polls = len(running) > len(standing) and len({one.place for one in running}) == 1
-    polls = polls and all(polls_only(ranks[one.rank].ending) for one in running)
+    is_one_line = len(running) > 1 and len({one.place for one in running}) == 1
+    all_poll = is_one_line and all(polls_only(ranks[one.rank].ending) for one in running)
+    if not (standing or (all_poll and len(running) == len(search.job.world))):
+        return
+    if any(one.has_communicated for one in activities):
+        return
+    polls = bool(standing) and all_poll and len(running) > len(standing)
     left = [state_of(one) for _, one in sorted(search.job.ranks.items()) if one.ending.ended_well]
     left = left if not running and len(left) * 2 < len(search.job.ranks) else []
     finding = finding_on(

@@ -11,7 +11,7 @@ from crossrank.tools.analysis.diagnosis.call_history import first_in_program, mo
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
-from crossrank.tools.analysis.diagnosis.states import is_moving, released_by, waits_for_key
+from crossrank.tools.analysis.diagnosis.states import is_moving, may_try_a_lock_of, released_by, waits_for_key
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph
 from crossrank.tools.job.groups import ProcessGroup
 
@@ -114,6 +114,12 @@ class Search:
         trace = self.job.ranks[rank]
         found = {self._rank_of_process.get((trace.host, one)) for one in released_by(trace.ending, pg)}
         return set() if None in found or rank in found else {one for one in found if one is not None}
+
+    def may_try_a_lock_of(self, rank: int, pg: str) -> set[int]:
+        """Return the ranks that have locked a file which a rank that sleeps has open."""
+        trace = self.job.ranks[rank]
+        found = {self._rank_of_process.get((trace.host, one)) for one in may_try_a_lock_of(trace.ending, pg)}
+        return {one for one in found if one is not None and one != rank}
 
     def kept_by(self, rank: int, pg: str) -> set[int]:
         """Return the silent ranks at the ends of what a silent rank waits for: through pipes, sockets and file locks,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from crossrank.recording import ANSWERS, C_SLEEPS, SLEEPS, STORE
+from crossrank.recording import ANSWERS, C_SLEEPS, PYTHON_SLEEPS, SLEEPS, STORE
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
 from crossrank.tools.analysis.diagnosis.main_threads import (
@@ -275,6 +275,13 @@ def released_by(ending: Ending, pg: str) -> Sequence[int]:
         tries = thread.blocked_in == C_SLEEPS or _locks(stack)
         return thread.released_by if tries and _share(thread.cpu_ns, ending.activity) < _POLLS else []
     return [] if thread.cpu_ns > _LEAST_NS else thread.released_by
+
+
+def may_try_a_lock_of(ending: Ending, pg: str) -> Sequence[int]:
+    """Return the processes that have locked a file which the rank has open, if Python sleeps in the thread that calls
+    on a group: it may try to lock the file."""
+    thread = ending.activity_of(worker_of(ending, pg))
+    return thread.released_by if thread is not None and thread.blocked_in == PYTHON_SLEEPS else []
 
 
 def waits_for_lock(ending: Ending, pg: str) -> bool:

@@ -68,6 +68,8 @@ POD_KILLED, POD_RANK = "pod_killed", "pod_rank"
 """Lines of one pod: why it was killed, and its rank."""
 PROCESS_RANK = "process_rank"
 """The rank of the process that prints it."""
+PRINTED_RANK = "printed_rank"
+"""A process prints its own rank before the group is made."""
 NCCL_FAILED = "nccl_failed"
 """Any error of torch's NCCL backend."""
 VERSION = "version"
@@ -258,11 +260,17 @@ FORMATS = (
     _row(SUMMARY_EXIT, r"^\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<process>\d+)\)", _SUMMARY),
     _row(
         TASK_KILLED,
+        r"\[rank: (?P<rank>\d+)\] Child process with PID \d+ terminated with (?P<why>code -\d+)",
+        "lightning/fabric/strategies/launchers/subprocess_script.py",
+    ),
+    _row(
+        TASK_KILLED,
         r"Worker proc \w+-(?P<rank>\d+) (?P<why>died unexpectedly)",
         "vllm/v1/executor/multiproc_executor.py",
     ),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
     _row(NCCL_FAILED, r"\A\[?E\d{3,4} .*ProcessGroupNCCL\.cpp:\d+\]", _NCCL),
+    _row(PRINTED_RANK, r"\brank=(?P<rank>\d{1,7}),? world_size=\d", "scripts"),
     _row(IGNORED, r"\AException ignored ", "Python"),
     _row(
         TRACEBACK,
@@ -280,7 +288,7 @@ LITERALS = (
     "Worker exit type", "CANCELLED AT", "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code",
     "NVRM: Xid", "Memory access fault", "got stuck for", "params, while", "lagging ranks", "ncclUniqueId",
     "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
-    "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp", "Traceback (most recent",
-    "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
+    "Child process with PID", "world_size=", "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp",
+    "Traceback (most recent", "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

@@ -24,6 +24,7 @@ import msgspec
 from crossrank.comm import DEFAULT_GROUP, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.errors import CrossrankError
+from crossrank.recording import OF_A_BACKEND
 from crossrank.tools.traces.ending import MAIN_THREAD, may_be_of_communication
 from crossrank.tools.traces.flight.dump import MOST_FRAMES, Frame, Progress, Raised
 from crossrank.tools.traces.logs import formats
@@ -38,7 +39,7 @@ _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 _DEADLY = (
     *(f"signal {number} " for number in (4, 7, 8, 9, 11)),
     *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
-    "died unexpectedly",
+    *("died unexpectedly", "code -"),
 )
 """First words of what schedulers say of a process that was killed."""
 _OF_THIS_HOST = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -47,6 +48,8 @@ _BY_SIGNAL = re.compile("KeyboardInterrupt|SIGTERM|killed by signal")
 """Exceptions of a process that somebody else ends."""
 _RAY_DEATHS = ("NODE_OUT_OF_MEMORY", "SYSTEM_ERROR")
 """Why Ray says that a process ended which was not asked to end."""
+_OF_FAILURES = (*formats.OF_LAUNCHER, formats.TASK_KILLED, formats.TIMEOUT, formats.STATUS, formats.ASYNC_ERROR)
+"""Kinds of facts that show that a job failed."""
 _OF_RANKS = (
     formats.TIMEOUT,
     formats.STATUS,
@@ -102,6 +105,9 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
     for rank in attempt.lines_of:
         of(rank)
     for fact in attempt.facts:
+        if fact.kind == formats.PRINTED_RANK:
+            of(fact.number("rank"))
+    for fact in attempt.facts:
         printed_by = global_of(fact.origin.rank, fact.origin.local)
         if printed_by is not None and fact.kind in _OF_RANKS:
             of(printed_by).facts.append(fact)
@@ -109,7 +115,7 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
     for one in attempt.tracebacks:
         raised_by = workers.get(one.process or one.origin.process, global_of(one.origin.rank, one.origin.local))
         if raised_by is not None and one.ended_process and not _names_others(one.error, raised_by):
-            if _was_handled(one, attempt.tracebacks):
+            if _was_handled(one, attempt):
                 continue
             of(raised_by).raised = one
     for rank, how, fact in _kills(attempt, local_to_rank):
@@ -142,19 +148,25 @@ def _names_others(error: str, rank: int) -> bool:
     return found is not None and str(rank) not in found["ranks"].split(", ")
 
 
-def _was_handled(raised: Traceback, others: Sequence[Traceback]) -> bool:
-    """Return whether the job continued after an exception, as the exception that ended it came later."""
-    return any(
+def _was_handled(raised: Traceback, attempt: Attempt) -> bool:
+    """Return whether the job continued after an exception: something later ended it, or nothing did."""
+    others = [one for one in attempt.tracebacks if one is not raised]
+    if any(
         raised.was_survived(one) and not may_be_of_communication(one.error) and not _BY_SIGNAL.search(one.error)
         for one in others
-    )
+    ):
+        return True
+    kinds = {one.kind for one in attempt.facts}
+    is_killed = any(one.kind == formats.FAILED and -one.number("code") in _KILLED for one in attempt.facts)
+    return raised.is_outlived and (is_killed or not (others or kinds.intersection(_OF_FAILURES)))
 
 
 def own_failure(one: RankLog) -> str | None:
     """Return why a rank ended, if neither another rank nor somebody outside can be the reason."""
     if one.raised is not None:
         text, _ = _first_error(one.raised)
-        is_own = _OF_THIS_HOST.search(text) or not may_be_of_communication(text)
+        of_others = may_be_of_communication(text) or OF_A_BACKEND.search(text) is not None
+        is_own = not of_others or _OF_THIS_HOST.search(text) is not None
         return text if is_own and not _BY_SIGNAL.search(text) else None
     if one.killed is not None:
         return one.killed[0]
@@ -185,7 +197,8 @@ def _ranks_of_locals(attempt: Attempt) -> Callable[[int], int | None]:
 
 def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iterator[tuple[int, str, Fact]]:
     """Yield (rank, how its process was killed, the line that says so), without those that the launcher ended."""
-    ended = {one.values["process"] for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
+    # The containers of several nodes may have the same processes; each has a log of its own.
+    ended = {(one.quote.path, one.values["process"]) for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
     has_agents = any(one.kind in formats.OF_LAUNCHER or one.origin.local is not None for one in attempt.facts)
     of_nccl = (formats.TIMEOUT, formats.ASYNC_ERROR, formats.STATUS)
     is_aborted = attempt.nccl_failed or any(one.kind in of_nccl for one in attempt.facts)
@@ -196,7 +209,8 @@ def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iter
         if (one.kind, end.kind) == (formats.SUMMARY_RANK, formats.SUMMARY_EXIT)
     }
     for fact in attempt.facts:
-        if fact.kind == formats.FAILED and fact.values["process"] not in ended and fact.number("code") < 0:
+        is_of_launcher = fact.kind == formats.FAILED and (fact.quote.path, fact.values["process"]) not in ended
+        if is_of_launcher and fact.number("code") < 0:
             with suppress(ValueError):
                 number = signal.Signals(-fact.number("code"))
                 if number in _KILLED and not (is_aborted and number == signal.SIGABRT):

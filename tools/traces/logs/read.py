@@ -29,9 +29,9 @@ ATTEMPT = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out
 _RESTARTED = 8
 """Lines of the script after a failure from which on the launcher has started the job again."""
 SUMMARY = re.compile(
-    r"\[\d+\]:|.*\bFAILED\b|Failures:|Root Cause|\s*<NO_OTHER|\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
+    r"\[\d+\]:|.*\bFAILED\b|.*Killing subprocess|Failures:|Root Cause|\s*<NO_OTHER|\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
 )
-"""Lines of torchrun's summary of failures."""
+"""Lines in which launchers say how they end a job."""
 GLUED = re.compile(r"(?=\[rank\d+\]:(?:\[[EWIF]\d| ?Traceback \(most recent))")
 """Where another process has begun to print within a line."""
 MARK = "[rank"
@@ -223,6 +223,7 @@ class _File:
                     is_ignored, self._ignored = self._ignored == origin, None
                     begun = TracebackLines(quote, of, MARK in line, self._attempt, self._continued, is_ignored)
                     self._open[origin] = begun
+                    self._steps = Steps()
                     self._spawned = None
             elif one.kind == formats.NCCL_FAILED:
                 self._now.nccl_failed = True
@@ -246,6 +247,8 @@ class _File:
         """Note a line of the script: what it shows of the exceptions before it."""
         if self._steps is not None and self._steps.note(text):
             self._continued, self._steps = self._continued + 1, None
+            for one in self._now.tracebacks:
+                one.is_outlived |= one.quote.path == self._name
         unknown = Origin()
         if origin != unknown and (unknown in self._open or unknown in self._latest) and self._steps_of_ranks.note(text):
             if (opened := self._open.pop(unknown, None)) is not None:
@@ -270,6 +273,6 @@ class _File:
             if before is not None and before.followed and found.origin != Origin():
                 before.goes_on = True
             found.goes_on |= found.origin == Origin() and self._steps_of_ranks.are_many
-            self._steps = Steps()
+            found.is_outlived = self._continued > found.continued
             self._job.attempt(found.attempt).tracebacks.append(found)
             self._latest[found.origin] = found

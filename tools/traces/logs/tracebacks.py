@@ -27,7 +27,7 @@ _MARGIN = re.compile(r" +[|+](?: |[-+]+(?: \d+ -+)?\Z)?")
 """Start of the lines of an exception group."""
 
 
-_STEPS = 8
+_STEPS = 6
 """Lines of steps from which on a job has continued."""
 
 
@@ -82,6 +82,8 @@ class Traceback:
     """Number of the process that raised it, if Ray says it."""
     continued: int = 0
     """Times that the job has made many steps after an exception, before this one."""
+    is_outlived: bool = False
+    """The job made many steps after it."""
     followed: int = 0
     """Lines of the script after it, from the same place."""
     steps: Steps = field(default_factory=Steps)

@@ -422,3 +422,66 @@ def test_a_rank_that_cannot_open_its_port_is_named_by_the_label_of_its_lines(tmp
 def test_a_number_of_a_line_is_not_a_rank(tmp_path: Path) -> None:
     lines = [f"[{number}] step" for number in range(30)] + [f"[30] {line}" for line in traceback("KeyError: 'x'")]
     assert diagnosed(tmp_path, *lines).suspect_ranks == []
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("[rank: 2] Child process with PID 4177 terminated with code -9. Forcefully terminating all others", 2),
+        ("(EngineCore_DP0 pid=43) ERROR 11-08 11:01:29 [x.py:154] Worker proc VllmWorker-3 died unexpectedly", 3),
+        ("pytorchjob-vit-worker-1 pytorch [default1]:[rank5]: KeyError: 5", 5),
+        ("nemo-ft3/0 [default1]:[rank1]: KeyError: 5", 1),
+    ],
+)
+def test_a_process_that_failed_is_named_by_the_line_of_its_launcher(line: str, named: int, tmp_path: Path) -> None:
+    before = line.replace("KeyError: 5", "Traceback (most recent call last):")
+    frame = line.replace("KeyError: 5", '  File "/job/train.py", line 12, in main')
+    others = [line[: line.find("[default1]")].replace("-1 ", f"-{one} ") + f"[rank{one}]: step 1" for one in range(6)]
+    lines = [before, frame, line] if before != line else [line]
+    assert diagnosed(tmp_path, *(others * 4 if before != line else []), *lines).suspect_ranks == [named]
+
+
+def test_members_that_wait_for_the_id_of_a_communicator_show_who_makes_it(tmp_path: Path) -> None:
+    """The group has ranks 4 to 7; its members count from 0."""
+    asks = (
+        "[{}] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store, but got {}"
+    )
+    errors = [f"DistBackendError: {asks.format(member, 'wait timeout after 600000ms')}" for member in (1, 2, 3)]
+    lines = [line for rank, error in enumerate(errors, 5) for line in traceback(error, f"[rank{rank}]: ")]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [4]
+
+
+def test_the_rank_in_the_traceback_of_a_checkpoint_is_the_one_that_raised(tmp_path: Path) -> None:
+    """Each rank prints it, behind its own exception."""
+    lines = []
+    for rank in (0, 3, 6):
+        error = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([6])"
+        lines += traceback(error, f"[rank{rank}]: ")
+        inner = traceback("FileNotFoundError: [Errno 2] No such file or directory", f"[rank{rank}]: ")
+        lines += [inner[0] + " (RANK 6)", *inner[1:]]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [6]
+
+
+def test_a_process_that_its_watchdog_aborted_is_not_accused(tmp_path: Path) -> None:
+    """The terminal has broken the line of the timeout, so it says nothing."""
+    head = (
+        "[rank27]:[E212 22:10:00.000000000 ProcessGroupNCCL.cpp:632] [Rank 27] Watchdog caught collective operation tim"
+    )
+    lines = [head, "eout: WorkNCCL(SeqNum=88123", "failed (exitcode: -6) local_rank: 3 (pid: 771) of binary: python"]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == []
+
+
+def test_processes_of_two_nodes_may_have_one_number(tmp_path: Path) -> None:
+    (tmp_path / "node0.log").write_text("[rank0]: step 1\nSending process 21 closing signal SIGTERM\n")
+    failed = "failed (exitcode: -11) local_rank: 1 (pid: 21) of binary: python"
+    (tmp_path / "node1.log").write_text(
+        "\n".join([failed, *summary((9, -11))[:3], "  exitcode  : -11 (pid: 21)"]) + "\n"
+    )
+    assert diagnosis_of(tmp_path).suspect_ranks == [9]
+
+
+def test_a_timeout_in_a_pipeline_does_not_hide_the_stage_that_raised(tmp_path: Path) -> None:
+    lines = traceback("AssertionError: token id out of range", "[rank1]: ")
+    for rank, seq, op in ((0, 991, "COALESCED"), (2, 990, "RECV"), (3, 989, "RECV")):
+        lines += watchdog(rank, seq, op=op, group="20", desc="PIPELINE_MODEL_PARALLEL_GROUP")
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [1]

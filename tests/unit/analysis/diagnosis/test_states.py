@@ -220,9 +220,33 @@ def test_c_code_that_sleeps_with_an_open_file_waits_for_the_one_that_has_locked_
     assert (finding.kind, finding.culprit_ranks, finding.waiting_ranks) == ("holds_lock", [0], [1])
 
 
-def test_python_that_sleeps_with_an_open_file_does_not_wait_for_the_one_that_has_locked_it() -> None:
+def test_python_that_sleeps_with_an_open_file_may_wait_for_the_one_that_has_locked_it() -> None:
     sleeps = answer(thread(blocked_in=PYTHON_SLEEPS, released_by=[50]), callers={"0": MAIN})
-    assert diagnosed(waiting(0, process=50), absent(1, sleeps)).suspect_ranks == [1]
+    (finding,) = diagnosed(waiting(0, process=50), absent(1, sleeps)).findings
+    assert finding.culprit_ranks == []
+    assert finding.text.endswith("rank 0 has locked a file that is open there, and it may try to lock it")
+
+
+def test_ranks_that_read_a_pipe_which_all_have_opened_wait_for_the_one_that_reads_nothing() -> None:
+    readers = [absent(one, reads_from_all_but(one), size=4) for one in (1, 2, 3)]
+    (finding,) = diagnosed(waiting(0, process=50, size=4), *readers).findings
+    assert (finding.kind, finding.culprit_ranks) == ("owes_data", [0])
+
+
+def reads_from_all_but(rank: int) -> dict[str, Any]:
+    others = [50 + one for one in range(4) if one != rank]
+    return answer(thread(blocked_in="read", released_by=others), callers={"0": MAIN}, process=50 + rank)
+
+
+@pytest.mark.parametrize(("lines", "kinds"), [((29,) * 4, ["no_progress"]), ((29, 29, 29, 31), [])])
+def test_a_job_whose_ranks_all_poll_at_one_line_is_not_said_to_be_healthy(
+    lines: tuple[int, ...], kinds: list[str]
+) -> None:
+    polls = [answer(thread(cpu_ns=20_000), callers={"0": MAIN}) for _ in lines]
+    for ending, line in zip(polls, lines, strict=True):
+        ending["stacks"] = [stack(frame=Frame("evaluate", "/job/eval.py", line))]
+    found = diagnosed(*(absent(one, ending, size=4) for one, ending in enumerate(polls)))
+    assert ([one.kind for one in found.findings], found.suspect_ranks) == (kinds, [])
 
 
 def reads_from(writer: int, **facts: Any) -> dict[str, Any]:
