@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -617,3 +619,23 @@ def test_an_interrupted_disable_still_removes_the_hooks(scripts: Scripts) -> Non
         time.sleep(30)
         """)
     assert result.stdout == "interrupted True\n"
+
+
+def test_a_script_may_wait_for_a_signal_that_it_blocks(tmp_path: Path) -> None:
+    """The kernel gives such a signal to any thread that does not block it, and it would end the process there."""
+    source = """
+        import os, signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(8))
+        for _ in range(20):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert signal.sigwait({signal.SIGUSR2}) == signal.SIGUSR2
+        print("waited")
+        """
+    script = jobs.write_script(tmp_path, textwrap.dedent(source))
+    command = [sys.executable, "-m", "crossrank.instrument", str(script)]
+    result = jobs.run(command, tmp_path, TRACING="ALL")
+    assert (result.returncode, "waited" in result.stdout) == (0, True), result.stderr
+    assert list_recording(str(tmp_path / RECORDING)).files

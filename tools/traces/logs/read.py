@@ -29,7 +29,8 @@ ATTEMPT = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out
 _RESTARTED = 8
 """Lines of the script after a failure from which on the launcher has started the job again."""
 SUMMARY = re.compile(
-    r"\[\d+\]:|.*\bFAILED\b|.*Killing subprocess|Failures:|Root Cause|\s*<NO_OTHER|\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
+    r"\[\d+\]:|.*\bFAILED\b|.*Killing subprocess|Failures:|Root Cause|\s*<NO_OTHER|"
+    r"\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
 )
 """Lines in which launchers say how they end a job."""
 GLUED = re.compile(r"(?=\[rank\d+\]:(?:\[[EWIF]\d| ?Traceback \(most recent))")
