@@ -83,6 +83,7 @@ def diagnose(
         notes=[
             *evidence.notes,
             *job.outside,
+            *outside_calls.polling_note(search),
             *_notes(job, found, short, lacking if allow_missing else ()),
             *(_about_logs(found) if evidence.logs_only else ()),
         ],

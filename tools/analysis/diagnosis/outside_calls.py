@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from crossrank.recording import ANSWERS
 from crossrank.tools.analysis.diagnosis.findings import call_text, late_text, rank_text, ranks_by
@@ -207,7 +207,7 @@ def find_unknown_waits(search: Search) -> None:
 
 
 def find_standstill(search: Search) -> None:
-    """Report a silent job in which no rank waits in a call, and some ranks do nothing, or all poll at one line.
+    """Report a silent job in which no rank waits in a call, and some ranks do nothing.
 
     If the other ranks use little CPU time at one line, they poll, and wait in this way: for example, for a key of the
     store.
@@ -219,14 +219,11 @@ def find_standstill(search: Search) -> None:
     states = [state_of(one) for rank, one in sorted(ranks.items()) if search.is_known(rank)]
     standing = [one for one in states if one.state in (IDLE, STOPPED)]
     activities = [one.ending.activity for one in ranks.values() if one.ending.activity is not None]
+    if not standing or any(one.has_communicated for one in activities):
+        return
     running = [one for one in states if one.state == RUNS]
-    is_one_line = len(running) > 1 and len({one.place for one in running}) == 1
-    all_poll = is_one_line and all(polls_only(ranks[one.rank].ending) for one in running)
-    if not (standing or (all_poll and len(running) == len(search.job.world))):
-        return
-    if any(one.has_communicated for one in activities):
-        return
-    polls = bool(standing) and all_poll and len(running) > len(standing)
+    polls = len(running) > len(standing) and len({one.place for one in running}) == 1
+    polls = polls and all(polls_only(ranks[one.rank].ending) for one in running)
     left = [state_of(one) for _, one in sorted(search.job.ranks.items()) if one.ending.ended_well]
     left = left if not running and len(left) * 2 < len(search.job.ranks) else []
     finding = finding_on(
@@ -239,6 +236,15 @@ def find_standstill(search: Search) -> None:
         late_ranks=standing if polls else [],
     )
     search.add_root(finding)
+
+
+def polling_note(search: Search) -> Iterator[str]:
+    """Yield a note if no rank waits in a call, and all ranks may poll for something at one line."""
+    endings = [one.ending for one in search.job.ranks.values()]
+    places = {state_of(one).place for one in search.job.ranks.values()} - {""}
+    polls = all(one.reason in ANSWERS and polls_only(one) for one in endings)
+    if not search.roots and len(endings) > 1 and len(endings) == len(search.job.world) and len(places) == 1 and polls:
+        yield f"all ranks wake up now and then at one line, {places.pop()}: they may wait there for something"
 
 
 def find_unknown_ends(search: Search) -> None:

@@ -18,7 +18,7 @@ from crossrank.text import writable
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.lines import CUT, SAMPLE, lines_of, ranks_of_files
 from crossrank.tools.traces.logs.prefixes import Origin, labels_of, split
-from crossrank.tools.traces.logs.tracebacks import Quote, Steps, Traceback, TracebackLines
+from crossrank.tools.traces.logs.tracebacks import Quote, StepLines, Traceback, TracebackLines
 
 _QUOTED = 200
 """Characters of a line that are quoted."""
@@ -131,10 +131,10 @@ class _File:
         """Origin -> the traceback that its lines are in."""
         self._frames: list[tuple[str, str, int]] | None = None
         """Frames of the call whose stack the file shows just now; their lines have no label of torch."""
-        self._steps_of_ranks = Steps()
-        """Steps of ranks after an exception of an unknown one."""
-        self._steps: Steps | None = None
-        """Steps of the job after the last exception, until they show that it continued."""
+        self._steps_of_ranks = StepLines()
+        """StepLines of ranks after an exception of an unknown one."""
+        self._steps: StepLines | None = None
+        """StepLines of the job after the last exception, until they show that it continued."""
         self._continued = 0
         """Times that they did."""
         self._bare: Origin | None = None
@@ -219,12 +219,12 @@ class _File:
                     raised_by = self._spawned if match["rank"] is None else int(match["rank"])
                     of = origin if raised_by is None else Origin(rank=raised_by)
                     if origin == Origin():
-                        self._steps_of_ranks = Steps()
+                        self._steps_of_ranks = StepLines()
                     self._bare = origin if not text.startswith("Traceback") else None
                     is_ignored, self._ignored = self._ignored == origin, None
                     begun = TracebackLines(quote, of, MARK in line, self._attempt, self._continued, is_ignored)
                     self._open[origin] = begun
-                    self._steps = Steps()
+                    self._steps = StepLines()
                     self._spawned = None
             elif one.kind == formats.NCCL_FAILED:
                 self._now.nccl_failed = True

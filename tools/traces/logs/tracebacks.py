@@ -31,7 +31,7 @@ _STEPS = 6
 """Lines of steps from which on a job has continued."""
 
 
-class Steps:
+class StepLines:
     """Counts lines that differ from one before them in numbers alone, as the lines of steps do."""
 
     def __init__(self) -> None:
@@ -86,8 +86,8 @@ class Traceback:
     """The job made many steps after it."""
     followed: int = 0
     """Lines of the script after it, from the same place."""
-    steps: Steps = field(default_factory=Steps)
-    """Steps in these lines."""
+    steps: StepLines = field(default_factory=StepLines)
+    """StepLines in these lines."""
     goes_on: bool = False
     """The process continued: two of these lines differ in numbers alone, it raised another exception, or Python ignored
     this one."""

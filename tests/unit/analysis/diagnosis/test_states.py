@@ -238,15 +238,14 @@ def reads_from_all_but(rank: int) -> dict[str, Any]:
     return answer(thread(blocked_in="read", released_by=others), callers={"0": MAIN}, process=50 + rank)
 
 
-@pytest.mark.parametrize(("lines", "kinds"), [((29,) * 4, ["no_progress"]), ((29, 29, 29, 31), [])])
-def test_a_job_whose_ranks_all_poll_at_one_line_is_not_said_to_be_healthy(
-    lines: tuple[int, ...], kinds: list[str]
-) -> None:
+@pytest.mark.parametrize(("lines", "is_noted"), [((29,) * 4, True), ((29, 29, 29, 31), False)])
+def test_a_note_says_that_all_ranks_may_wait_at_one_line(lines: tuple[int, ...], is_noted: bool) -> None:
     polls = [answer(thread(cpu_ns=20_000), callers={"0": MAIN}) for _ in lines]
     for ending, line in zip(polls, lines, strict=True):
         ending["stacks"] = [stack(frame=Frame("evaluate", "/job/eval.py", line))]
     found = diagnosed(*(absent(one, ending, size=4) for one, ending in enumerate(polls)))
-    assert ([one.kind for one in found.findings], found.suspect_ranks) == (kinds, [])
+    note = f"all ranks wake up now and then at one line, {AT}: they may wait there for something"
+    assert (found.verdict, note in found.notes) == ("ok", is_noted)
 
 
 def reads_from(writer: int, **facts: Any) -> dict[str, Any]:
