@@ -129,10 +129,11 @@ class OtherEnds:
         inode = name[name.find("[") + 1 : -1]
         if not name.startswith("socket:") or inode not in self._sockets:
             return False
-        port = self._sockets[inode][1].rpartition(":")[2]
+        port = int(self._sockets[inode][1].rpartition(":")[2], 16)
         other = self._other_end(inode)
-        by_port = port == f"{int(os.environ.get('MASTER_PORT', '0')):04X}"
-        return by_port or any(self._may_be_of_a_store(one, other) for one in self._holders(other))
+        return str(port) == os.environ.get("MASTER_PORT") or any(
+            self._may_be_of_a_store(one, other) for one in self._holders(other)
+        )
 
     def _other_end(self, inode: str) -> str:
         """Return the inode of the socket of this node that a TCP socket is connected to; empty without one."""
