@@ -129,11 +129,10 @@ class OtherEnds:
         inode = name[name.find("[") + 1 : -1]
         if not name.startswith("socket:") or inode not in self._sockets:
             return False
-        port = int(self._sockets[inode][1].rpartition(":")[2], 16)
-        other = self._other_end(inode)
-        return str(port) == os.environ.get("MASTER_PORT") or any(
-            self._may_be_of_a_store(one, other) for one in self._holders(other)
-        )
+        other, port = self._other_end(inode), int(self._sockets[inode][1].rpartition(":")[2], 16)
+        if port and str(port) == os.environ.get("MASTER_PORT"):
+            return True
+        return any(self._may_be_of_a_store(one, other) for one in self._holders(other))
 
     def _other_end(self, inode: str) -> str:
         """Return the inode of the socket of this node that a TCP socket is connected to; empty without one."""
