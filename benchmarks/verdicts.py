@@ -130,7 +130,7 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 
 def has_verdict(task: Task) -> bool:
-    """Whether the job said what it finds of itself, or every rank that can has dumped."""
+    """Whether the job has said what it finds of itself."""
     return Path(task.recording, VERDICT).exists()
 
 

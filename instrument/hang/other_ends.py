@@ -112,22 +112,19 @@ class OtherEnds:
 
     def _who_writes(self, descriptor: int) -> set[int]:
         """Return the processes that have the other end of a pipe or socket; empty if that is unknown."""
-        name, of = os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor)
+        of = os.fstat(descriptor)
         if stat.S_ISFIFO(of.st_mode):
             return {one for one in self._near if _writes(one, of)}
         if not stat.S_ISSOCK(of.st_mode):
             return set()
-        inode = name[name.find("[") + 1 : -1]
-        if inode not in self._sockets:
+        if (inode := _inode(os.readlink(f"/proc/self/fd/{descriptor}"))) not in self._sockets:
             return {one for one in _unix_peer(descriptor) if not self._serves(one)}
         found = self._holders(self._other_end(inode))
         return set() if any(map(self._serves, found)) else found
 
     def _leads_to_store(self, descriptor: int) -> bool:
         """Return whether a socket leads to torch's store: any client may set the key that a thread waits for."""
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        inode = name[name.find("[") + 1 : -1]
-        if not name.startswith("socket:") or inode not in self._sockets:
+        if (inode := _inode(os.readlink(f"/proc/self/fd/{descriptor}"))) not in self._sockets:
             return False
         other, port = self._other_end(inode), int(self._sockets[inode][1].rpartition(":")[2], 16)
         if port and str(port) == os.environ.get("MASTER_PORT"):
@@ -163,7 +160,7 @@ class OtherEnds:
         return not servers or any(f"socket:[{inode}]" in watched for watched in servers)
 
     def _listens(self, link: str) -> bool:
-        inode = link[len("socket:[") : -1]
+        inode = _inode(link)
         return inode in self._sockets and self._sockets[inode][2] == _LISTENS
 
     @cached_property
@@ -238,6 +235,11 @@ class OtherEnds:
             else:
                 holder = int(fields[4])
         return found
+
+
+def _inode(link: str) -> str:
+    """Return the inode of the socket that a link of `/proc/N/fd` names; empty for another file."""
+    return link[len("socket:[") : -1] if link.startswith("socket:[") else ""
 
 
 def children_of(process: int) -> set[int]:

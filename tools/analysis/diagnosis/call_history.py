@@ -67,14 +67,14 @@ def changes_peer(job: JobState, rank: int, row: int) -> bool:
 def changes_tags_otherwise(job: JobState, rank: int, row: int) -> bool:
     """Return whether the tag of a send or receive follows the one before in another way than before: the tags of a
     pair of ranks often count."""
-    tags = [tag for tag in islice(_tags_back(job, rank, row), 3) if tag is not None]
+    tags = [one.tag for one in islice(_alike_back(job, rank, row), 3) if one.tag is not None]
     return len(job.ranks[rank].calls) > row and len(tags) == 3 and tags[0] - tags[1] != tags[1] - tags[2]
 
 
 def breaks_its_tags(job: JobState, rank: int, row: int) -> bool | None:
     """Return whether the tag of a send or receive breaks the order of the tags before it on this pair of ranks: their
     differences had a period. None if they had none."""
-    return _breaks_its_period([tag or 0 for tag in islice(_tags_back(job, rank, row), WINDOW)][::-1])
+    return _breaks_its_period([one.tag or 0 for one in islice(_alike_back(job, rank, row), WINDOW)][::-1])
 
 
 def breaks_its_sizes(job: JobState, rank: int, row: int) -> bool | None:
@@ -83,16 +83,13 @@ def breaks_its_sizes(job: JobState, rank: int, row: int) -> bool | None:
 
 
 def _breaks_its_period(values: list[int]) -> bool | None:
+    """Return whether the difference of the last two values breaks the period of those before; None without a period."""
     steps = [later - earlier for earlier, later in pairwise(values)]
     *before, last = steps or [0]
     for period in range(1, len(before) // _OFTEN + 1):
         if before[period:] == before[:-period]:
             return last != before[-period]
     return None
-
-
-def _tags_back(job: JobState, rank: int, row: int) -> Iterator[int | None]:
-    return (one.tag for one in _alike_back(job, rank, row))
 
 
 def _alike_back(job: JobState, rank: int, row: int) -> Iterator[CommRecord]:

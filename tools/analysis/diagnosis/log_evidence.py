@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from crossrank.rank_runs import ranks_in
@@ -21,7 +20,7 @@ from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import may_be_of_communication
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.prefixes import Origin
-from crossrank.tools.traces.logs.ranks import own_failure, ranks_of, summary_of, traces_of
+from crossrank.tools.traces.logs.ranks import own_failure, ranks_of, spacing_of, summary_of, traces_of
 from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog
 from crossrank.tools.traces.logs.tracebacks import Traceback
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -180,7 +179,8 @@ def _awaited(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     equally spaced.
     """
     waits = _of_kind(attempt.facts, formats.AWAITED)
-    first, step = _spacing(waits)
+    placed = [(fact, fact.origin.rank) for fact in waits if "member" in fact.values]
+    first, step = spacing_of({fact.number("member"): rank for fact, rank in placed if rank is not None}) or (0, 1)
     waits = [
         fact
         for fact in waits
@@ -192,22 +192,6 @@ def _awaited(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
         return None
     text = f"{rank_text(awaited)} {waits[0].values['why']}"
     return _finding("missing_rank", {*ranks, *awaited}, text, waits, sorted(awaited))
-
-
-def _spacing(waits: Sequence[Fact]) -> tuple[int, int]:
-    """Return (rank of the job of the first member of a group, how far apart the next ones are) by the lines of several
-    members; (0, 1) if these do not show it."""
-    known = {
-        fact.number("member"): fact.origin.rank
-        for fact in waits
-        if "member" in fact.values and fact.origin.rank is not None
-    }
-    pairs = sorted(known.items())
-    steps = {(rank - other) / (place - before) for (before, other), (place, rank) in pairwise(pairs)}
-    if len(steps) != 1 or not (step := steps.pop()).is_integer() or step < 1:
-        return 0, 1
-    place, rank = pairs[0]
-    return rank - int(step) * place, int(step)
 
 
 def _only_silent(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:

@@ -240,11 +240,13 @@ def find_standstill(search: Search) -> None:
 
 def polling_note(search: Search) -> Iterator[str]:
     """Yield a note if no rank waits in a call, and all ranks may poll for something at one line."""
-    endings = [one.ending for one in search.job.ranks.values()]
-    places = {state_of(one).place for one in search.job.ranks.values()} - {""}
-    polls = all(one.reason in ANSWERS and polls_only(one) for one in endings)
-    if not search.roots and len(endings) > 1 and len(endings) == len(search.job.world) and len(places) == 1 and polls:
-        yield f"all ranks wake up now and then at one line, {places.pop()}: they may wait there for something"
+    ranks = search.job.ranks
+    if search.roots or len(ranks) < 2 or len(ranks) < len(search.job.world):
+        return
+    if all(one.ending.reason in ANSWERS and polls_only(one.ending) for one in ranks.values()):
+        places = {state_of(one).place for one in ranks.values()} - {""}
+        if len(places) == 1:
+            yield f"all ranks wake up now and then at one line, {places.pop()}: they may wait there for something"
 
 
 def find_unknown_ends(search: Search) -> None:

@@ -111,15 +111,18 @@ class Search:
     def released_by(self, rank: int, pg: str) -> set[int]:
         """Return the other ranks that can release a rank that has not made a call on a group: it waits for a file lock
         of theirs, or for their data. Empty if something else may release it."""
-        trace = self.job.ranks[rank]
-        found = {self._rank_of_process.get((trace.host, one)) for one in released_by(trace.ending, pg)}
+        found = self._ranks_of(rank, released_by(self.job.ranks[rank].ending, pg))
         return set() if None in found or rank in found else {one for one in found if one is not None}
 
     def may_try_a_lock_of(self, rank: int, pg: str) -> set[int]:
         """Return the ranks that have locked a file which a rank that sleeps has open."""
-        trace = self.job.ranks[rank]
-        found = {self._rank_of_process.get((trace.host, one)) for one in may_try_a_lock_of(trace.ending, pg)}
+        found = self._ranks_of(rank, may_try_a_lock_of(self.job.ranks[rank].ending, pg))
         return {one for one in found if one is not None and one != rank}
+
+    def _ranks_of(self, rank: int, processes: Iterable[int]) -> set[int | None]:
+        """Return the ranks of processes on the host of a rank; None is in it for a process that is none of them."""
+        host = self.job.ranks[rank].host
+        return {self._rank_of_process.get((host, one)) for one in processes}
 
     def kept_by(self, rank: int, pg: str) -> set[int]:
         """Return the silent ranks at the ends of what a silent rank waits for: through pipes, sockets and file locks,

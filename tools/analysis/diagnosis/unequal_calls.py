@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.call_history import breaks_its_sizes, breaks_its_tags, changes_tags_otherwise
@@ -132,8 +133,7 @@ def find_unequal_pairs(search: Search) -> None:
         text = (
             f"rank {send[0]} sends {content_text(job, send)}, rank {receive[0]} receives {content_text(job, receive)}"
         )
-        breaks = {rank: breaks_its_sizes(job, rank, row) for rank, row in (send, receive)}
-        odd = {rank for rank, broken in breaks.items() if broken} if set(breaks.values()) == {True, False} else set()
+        odd = _only_one_that(breaks_its_sizes, job, send, receive)
         text += "".join(f"; rank {rank} had another order of sizes before" for rank in odd)
         finding = finding_on(
             group,
@@ -148,6 +148,14 @@ def find_unequal_pairs(search: Search) -> None:
         )
         explained = [op for op in search.left() if is_reached and op.is_p2p and not ranks.isdisjoint(op.waiting)]
         search.add_root(finding, explained, job.moment(*send))
+
+
+def _only_one_that(
+    breaks: Callable[[JobState, int, int], bool | None], job: JobState, send: tuple[int, int], receive: tuple[int, int]
+) -> set[int]:
+    """Return the rank of a send and its receive that breaks the order of its calls, if the other one keeps its own."""
+    found = {rank: breaks(job, rank, row) for rank, row in (send, receive)}
+    return {rank for rank, broken in found.items() if broken} if {*found.values()} == {True, False} else set()
 
 
 def find_unequal_tags(search: Search) -> None:
@@ -167,8 +175,7 @@ def find_unequal_tags(search: Search) -> None:
         odd = _with_another_tag(job, send, receive)
         text += "".join(f"; the other ranks have the tag of rank {one} in this call" for one in ranks - odd if odd)
         if not odd:  # tags may be any numbers, so only a long order counts
-            breaks = {rank: breaks_its_tags(job, rank, row) for rank, row in (send, receive)}
-            odd = {rank for rank, broken in breaks.items() if broken} if set(breaks.values()) == {True, False} else odd
+            odd = _only_one_that(breaks_its_tags, job, send, receive)
             text += "".join(f"; rank {rank} had another order of tags before" for rank in odd)
         left_its_order = [rank for rank, row in (send, receive) if changes_tags_otherwise(job, rank, row)]
         if len(left_its_order) == 1 and not odd:

@@ -24,6 +24,8 @@ _WORK = (
     r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+), "
     r"Timeout\(ms\)=(?P<timeout_ms>\d+)\)"
 )
+CHECKPOINT = r"CheckpointException ranks:dict_keys\(\[(?P<ranks>\d+(?:, \d+)*)\]\)"
+"""An exception that all ranks raise because some failed."""
 _DONE = r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
 
 
@@ -231,7 +233,7 @@ FORMATS = (
     ),
     _row(
         FAULTY,
-        r"CheckpointException ranks:dict_keys\(\[(?P<ranks>\d+(?:, \d+)*)\]\)",
+        CHECKPOINT,
         "torch/distributed/checkpoint/api.py",
         why="failed in a checkpoint, and all ranks raised for it",
     ),

@@ -62,8 +62,7 @@ _OF_RANKS = (
 """Kinds of facts about the rank that prints them."""
 
 _IN_DEFAULT_GROUP = Fact(formats.STATUS, {"group": "0", "desc": DEFAULT_GROUP}, Quote("", 0, ""), Origin())
-_CHECKPOINT = re.compile(r"CheckpointException ranks:dict_keys\(\[(?P<ranks>\d+(?:, \d+)*)\]\)")
-"""An exception that all ranks raise because some failed."""
+_CHECKPOINT = re.compile(formats.CHECKPOINT)
 
 Key = tuple[str, str]
 """Name and description of a group."""
@@ -107,16 +106,15 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
     for fact in attempt.facts:
         if fact.kind == formats.PRINTED_RANK:
             of(fact.number("rank"))
-    for fact in attempt.facts:
         printed_by = global_of(fact.origin.rank, fact.origin.local)
         if printed_by is not None and fact.kind in _OF_RANKS:
             of(printed_by).facts.append(fact)
             of(printed_by).host = of(printed_by).host or fact.origin.host
     for one in attempt.tracebacks:
         raised_by = workers.get(one.process or one.origin.process, global_of(one.origin.rank, one.origin.local))
-        if raised_by is not None and one.ended_process and not _names_others(one.error, raised_by):
-            if _was_handled(one, attempt):
-                continue
+        if raised_by is None or not one.ended_process or _names_others(one.error, raised_by):
+            continue
+        if not _was_handled(one, attempt):
             of(raised_by).raised = one
     for rank, how, fact in _kills(attempt, local_to_rank):
         of(rank).killed = how, fact
@@ -318,14 +316,22 @@ def members_of(attempt: Attempt) -> dict[Key, dict[int, int]]:
 
 def _fill(known: dict[int, int]) -> None:
     """Add the members between known ones that are equally spaced, and those before them."""
+    if (spacing := spacing_of(known)) is not None:
+        first, step = spacing
+        for place in range(max(known) + 1):
+            if (member := first + step * place) >= 0:
+                known.setdefault(place, member)
+
+
+def spacing_of(known: Mapping[int, int]) -> tuple[int, int] | None:
+    """Return (global rank of the first member of a group, how far apart the next ones are); None if the known members,
+    rank in the group -> global rank, are fewer than two or not equally spaced."""
     pairs = sorted(known.items())
     steps = {(rank - other) / (place - before) for (before, other), (place, rank) in pairwise(pairs)}
     if len(steps) != 1 or not (step := steps.pop()).is_integer() or step <= 0:
-        return
-    first, rank = pairs[0]
-    for place in range(pairs[-1][0] + 1):
-        if (member := rank + int(step) * (place - first)) >= 0:
-            known.setdefault(place, member)
+        return None
+    place, rank = pairs[0]
+    return rank - int(step) * place, int(step)
 
 
 def _key(fact: Fact) -> Key:
@@ -369,11 +375,11 @@ def _status_of_group(one: RankLog, all_facts: list[Fact]) -> Iterator[Fact]:
     The log may be cut, or another thread has printed into the line. The rank has enqueued the call, and no later one is
     known. The group is that of the line, else the one in which others timed out in this call, else the only group. If
     no line has one, it is the default group for a rank that raised, and has the same number in it."""
-    facts = one.facts
-    if any(fact.kind == formats.STATUS for fact in facts):
+    works = [fact for fact in one.facts if fact.kind == formats.TIMEOUT]
+    if not works or any(fact.kind == formats.STATUS for fact in one.facts):
         return
     grouped = [fact for fact in all_facts if "group" in fact.values]
-    for work in (fact for fact in facts if fact.kind == formats.TIMEOUT):
+    for work in works:
         seq, member = work.values["seq"], work.values["member"]
         same = [fact for fact in grouped if fact.kind == formats.STATUS and fact.values["seq"] == seq]
         default = [_IN_DEFAULT_GROUP] if one.raised is not None and int(member) == one.rank else []

@@ -111,7 +111,7 @@ class JobLog:
 def read_logs(paths: Iterable[str], names: Mapping[str, str] = MappingProxyType({})) -> JobLog:
     """Read the logs of one job. `names`: path -> what quotes call the file, if not by its path."""
     job, paths = JobLog(), list(paths)
-    ranks = ranks_of_files(paths)
+    ranks = ranks_of_files([path for path in paths if not ATTEMPT.search(path)])
     for path in paths:
         _File(path, job, names.get(path, path), ranks.get(path)).read()
     job.join_summary()
@@ -132,9 +132,9 @@ class _File:
         self._frames: list[tuple[str, str, int]] | None = None
         """Frames of the call whose stack the file shows just now; their lines have no label of torch."""
         self._steps_of_ranks = StepLines()
-        """StepLines of ranks after an exception of an unknown one."""
+        """Steps of ranks after an exception of an unknown one."""
         self._steps: StepLines | None = None
-        """StepLines of the job after the last exception, until they show that it continued."""
+        """Steps of the job after the last exception, until they show that it continued."""
         self._continued = 0
         """Times that they did."""
         self._bare: Origin | None = None

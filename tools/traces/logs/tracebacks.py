@@ -25,8 +25,6 @@ _LAST_ERROR = "Last error:"
 """The next line has NCCL's own text of what failed."""
 _MARGIN = re.compile(r" +[|+](?: |[-+]+(?: \d+ -+)?\Z)?")
 """Start of the lines of an exception group."""
-
-
 _STEPS = 6
 """Lines of steps from which on a job has continued."""
 
@@ -87,7 +85,7 @@ class Traceback:
     followed: int = 0
     """Lines of the script after it, from the same place."""
     steps: StepLines = field(default_factory=StepLines)
-    """StepLines in these lines."""
+    """Steps in these lines."""
     goes_on: bool = False
     """The process continued: two of these lines differ in numbers alone, it raised another exception, or Python ignored
     this one."""
