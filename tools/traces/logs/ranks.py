@@ -148,15 +148,17 @@ def _names_others(error: str, rank: int) -> bool:
 
 def _was_handled(raised: Traceback, attempt: Attempt) -> bool:
     """Return whether the job continued after an exception: something later ended it, or nothing did."""
+    if not raised.is_outlived:
+        return False
     others = [one for one in attempt.tracebacks if one is not raised]
     if any(
         raised.was_survived(one) and not may_be_of_communication(one.error) and not _BY_SIGNAL.search(one.error)
         for one in others
     ):
         return True
-    kinds = {one.kind for one in attempt.facts}
-    is_killed = any(one.kind == formats.FAILED and -one.number("code") in _KILLED for one in attempt.facts)
-    return raised.is_outlived and (is_killed or not (others or kinds.intersection(_OF_FAILURES)))
+    if any(one.kind == formats.FAILED and -one.number("code") in _KILLED for one in attempt.facts):
+        return True
+    return not others and not any(one.kind in _OF_FAILURES for one in attempt.facts)
 
 
 def own_failure(one: RankLog) -> str | None:
