@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossrank.instrument import threads
-from crossrank.instrument.hang.other_ends import OtherEnds, children_of, numbers_in, text_of
+from crossrank.instrument.hang.other_ends import Blocked, OtherEnds, children_of, numbers_in, text_of
 from crossrank.instrument.record.recorder import CurrentWait, Recorder
 from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed, number_of
@@ -22,6 +22,12 @@ from crossrank.text import writable
 _NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _MOST = 256
 """Threads, and child processes, that are described."""
+_POLLS = 0.1
+"""Largest part of the time that a thread computes which only looks for something now and then."""
+_TRIES = 10
+"""Times that such a thread is looked for in its sleep."""
+_PAUSE = 0.005
+"""Seconds between two of them."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,14 @@ def look(recorder: Recorder) -> Look:
 def between(first: Look, last: Look) -> dict[str, Any]:
     """Return what the process did between two looks, in the format of a dump: `RankActivity` of the tools' reader."""
     names = {number_of(thread): thread.name for thread in threading.enumerate()}
-    before, now, ends = first.progress, last.progress, OtherEnds()
+    before, now, ends, seconds = first.progress, last.progress, OtherEnds(), last.at - first.at
     return {
-        "seconds": round(last.at - first.at, 3),
+        "seconds": round(seconds, 3),
         "calls": now.calls - before.calls,
         "completed": now.completed - before.completed,
         "held": [{"id": wait.call, "thread": wait.thread} for wait in sorted(before.waits & now.waits)],
         "threads": [
-            _describe(thread, names.get(thread), first.threads.get(thread, Usage(0, 0)), usage, ends)
+            _describe(thread, names.get(thread), first.threads.get(thread, Usage(0, 0)), usage, seconds, ends)
             for thread, usage in list(last.threads.items())[:_MOST]
         ],
         "children": [
@@ -90,18 +96,35 @@ def between(first: Look, last: Look) -> dict[str, Any]:
     }
 
 
-def _describe(thread: int, name: str | None, before: Usage, now: Usage, ends: OtherEnds) -> dict[str, Any]:
+def _describe(
+    thread: int, name: str | None, before: Usage, now: Usage, seconds: float, ends: OtherEnds
+) -> dict[str, Any]:
     """Return what a thread did. `name`: its name in Python; None if it does not run Python, and so does not train."""
-    blocked = ends.blocked(thread, ends=name is not None)
+    used = now.cpu_ns - before.cpu_ns
+    if name is not None and 0 < used < _POLLS * seconds * 1e9:
+        blocked = _blocked_mostly(thread, ends)
+    else:
+        blocked = ends.blocked(thread, ends=name is not None)
     return {
         "id": thread,
         "name": writable(name or text_of(f"/proc/self/task/{thread}/comm").strip()),
-        "cpu_ns": now.cpu_ns - before.cpu_ns,
+        "cpu_ns": used,
         "bytes": now.bytes - before.bytes,
         "blocked_in": blocked.call,
         "released_by": list(blocked.released_by),
         "timed": blocked.timed,
     }
+
+
+def _blocked_mostly(thread: int, ends: OtherEnds) -> Blocked:
+    """Return where a thread sleeps which wakes up now and then: one look may find it between two sleeps, more often if
+    other processes use the CPUs."""
+    for _ in range(_TRIES):
+        blocked = ends.blocked(thread, ends=True)
+        if blocked.timed:
+            break
+        time.sleep(_PAUSE)
+    return blocked
 
 
 def cpu_of_process(process: int) -> int | None:

@@ -17,7 +17,9 @@ import pytest
 
 from crossrank.instrument.hang import activity
 from crossrank.instrument.hang.activity import Communicated
+from crossrank.instrument.hang.other_ends import Blocked
 from crossrank.instrument.record.recorder import CurrentWait
+from crossrank.recording import C_SLEEPS
 
 CALLS = {"made": 0}
 WAIT = CurrentWait(7, os.getpid(), limited=False)
@@ -88,6 +90,18 @@ def test_a_thread_that_polls_a_pipe_is_blocked_in_poll() -> None:
             poller.poll()
 
         assert thread_between_looks(wait, is_in("poll"))["blocked_in"] == "poll"
+
+
+def test_a_thread_that_wakes_up_now_and_then_is_looked_for_in_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter([Blocked(), Blocked("fcntl"), Blocked(C_SLEEPS, (7,), timed=True)])
+    monkeypatch.setattr(activity, "OtherEnds", lambda: SimpleNamespace(blocked=lambda *_, **__: next(states)))
+    usage = activity.Usage(cpu_ns=1_000_000, bytes=0)
+    first, last = (
+        activity.Look(at=at, progress=activity.progress(RECORDER), threads=threads, children={})
+        for at, threads in ((0.0, {}), (1.0, {threading.get_native_id(): usage}))
+    )
+    [thread] = activity.between(first, last)["threads"]
+    assert (thread["blocked_in"], thread["released_by"], thread["timed"]) == (C_SLEEPS, [7], True)
 
 
 def test_a_wait_that_lasts_from_one_look_to_the_other_is_held_and_calls_are_counted() -> None:
