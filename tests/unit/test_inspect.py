@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -345,6 +347,15 @@ Lines that say something
         (2, 2, ""),
     ]
     assert [(one["kind"], one["line"]) for one in attempt["lines"]] == [("timeout", 2), ("status", 3), ("traceback", 6)]
+
+
+def test_a_log_is_read_from_the_standard_input(monkeypatch: pytest.MonkeyPatch, inspect: Command) -> None:
+    lines = "\n".join([*watchdog(0, 4), ""]).encode()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    code, shown, _ = inspect.json("-")
+    assert code == 0
+    assert shown["files"] == ["standard input"]
+    assert [one["rank"] for one in shown["attempts"][0]["ranks"]] == [0]
 
 
 def test_a_log_that_is_cut_off_is_not_complete(tmp_path: Path, inspect: Command) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 from crossrank.errors import CrossrankError
@@ -20,11 +16,9 @@ from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidate
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, write_output
+from crossrank.tools.commands.standard_input import STANDARD_INPUT, kept_input
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
-from crossrank.tools.traces.discover import LOG, FoundFile, look
-
-_INPUT = "-"
-"""The path that means the standard input."""
+from crossrank.tools.traces.discover import LOG, FoundFile
 
 
 class DiagnoseCommand:
@@ -64,7 +58,7 @@ class DiagnoseCommand:
         add_shared(parser, "json", "ranks", ranks=meaning)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        with _kept_input(arguments.path) as logs:
+        with kept_input(arguments.path) as logs:
             evidence = _read(arguments, logs)
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
         if not evidence.logs_only and not any(len(one.calls) or one.dump.has_status for one in job.ranks.values()):
@@ -87,22 +81,10 @@ class DiagnoseCommand:
         return 0 if diagnosis.verdict == "ok" else 1
 
 
-@contextmanager
-def _kept_input(paths: Sequence[str]) -> Iterator[list[FoundFile]]:
-    """Keep what the standard input has in a file for as long as it is read, if `-` is one of `paths`."""
-    if _INPUT not in paths:
-        yield []
-        return
-    with tempfile.NamedTemporaryFile(prefix="crossrank-input-") as kept:
-        shutil.copyfileobj(sys.stdin.buffer, kept)
-        kept.flush()
-        yield [replace(look(kept.name), rank=None, size=os.path.getsize(kept.name), shown="standard input")]
-
-
 def _read(arguments: argparse.Namespace, logs: Sequence[FoundFile]) -> Evidence:
     paths: list[str] = arguments.path
     where = ", ".join(paths)
-    others = [path for path in paths if path != _INPUT]
+    others = [path for path in paths if path != STANDARD_INPUT]
     candidates = [*logs, *(find_candidates(others) if others else ())]
     named = not any(is_folder(path) for path in others)
     # A text of an unknown kind is what a process printed, also if a folder has nothing else.

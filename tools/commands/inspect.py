@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -11,6 +11,7 @@ from crossrank.recording import COMMS
 from crossrank.text import amount, percent, plural, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
 from crossrank.tools.commands.options import add_shared, complain, fleet_of
+from crossrank.tools.commands.standard_input import STANDARD_INPUT, kept_input
 from crossrank.tools.output.console import print_fact, print_json, table_of
 from crossrank.tools.traces.discover import LOG, discover
 
@@ -28,7 +29,8 @@ class InspectCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = (
-            "a recording (the folder TRACING_DIR), one comms file, FILE.et, or logs (a file, a folder); also by URL"
+            "a recording (the folder TRACING_DIR), one comms file, FILE.et, or logs (a file, a folder, - for standard "
+            "input); also by URL"
         )
         parser.add_argument("recording", help=meaning)
         meaning = "list N source lines (default 10) and 4 x N groups"
@@ -41,12 +43,13 @@ class InspectCommand:
 
             (chakra.print_json if arguments.json else chakra.print_nodes)(arguments.recording)
             return 0
+        if arguments.recording == STANDARD_INPUT:
+            with kept_input([STANDARD_INPUT]) as (log,):
+                return _show_logs({log.path: log.shown}, arguments)
         files = discover([arguments.recording])
         comms = [file for file in files if file.kind == COMMS]
         if not comms and (logs := {file.path: file.shown or file.path for file in files if file.kind == LOG}):
-            from crossrank.tools.output.log_contents import show_logs
-
-            return show_logs(logs, as_json=arguments.json, top=arguments.top)
+            return _show_logs(logs, arguments)
         fleet = fleet_of(arguments, sum(file.size for file in comms))
         summary = summarise(arguments.recording, files, fleet)
         if arguments.json:
@@ -57,6 +60,12 @@ class InspectCommand:
         if summary.problems:
             return 2
         return 1 if _lacks(summary) else 0
+
+
+def _show_logs(logs: Mapping[str, str], arguments: argparse.Namespace) -> int:
+    from crossrank.tools.output.log_contents import show_logs
+
+    return show_logs(logs, as_json=arguments.json, top=arguments.top)
 
 
 def _print(summary: Summary, top: int) -> None:

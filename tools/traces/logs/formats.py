@@ -279,6 +279,7 @@ FORMATS = (
         r"\A(?: +\+ Exception Group |[\w ]{1,40}: )?Traceback \(most recent call last\):(?: \(RANK (?P<rank>\d+)\))?",
         "Python",
     ),
+    _row(TRACEBACK, r"\A╭─+ Traceback \(most recent call last\) ─", "rich/traceback.py"),
 )
 
 LITERALS = (

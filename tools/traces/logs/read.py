@@ -18,7 +18,7 @@ from crossrank.text import writable
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.lines import CUT, SAMPLE, lines_of, ranks_of_files
 from crossrank.tools.traces.logs.prefixes import Origin, labels_of, split
-from crossrank.tools.traces.logs.tracebacks import Quote, StepLines, Traceback, TracebackLines
+from crossrank.tools.traces.logs.tracebacks import BEGINS, Quote, StepLines, Traceback, TracebackLines
 
 _QUOTED = 200
 """Characters of a line that are quoted."""
@@ -216,11 +216,11 @@ class _File:
                 continue
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
-                    raised_by = self._spawned if match["rank"] is None else int(match["rank"])
-                    of = origin if raised_by is None else Origin(rank=raised_by)
+                    raised_by = match.groupdict().get("rank") or self._spawned
+                    of = origin if raised_by is None else Origin(rank=int(raised_by))
                     if origin == Origin():
                         self._steps_of_ranks = StepLines()
-                    self._bare = origin if not text.startswith("Traceback") else None
+                    self._bare = origin if not text.startswith(BEGINS) else None
                     is_ignored, self._ignored = self._ignored == origin, None
                     begun = TracebackLines(quote, of, MARK in line, self._attempt, self._continued, is_ignored)
                     self._open[origin] = begun

@@ -25,6 +25,12 @@ _LAST_ERROR = "Last error:"
 """The next line has NCCL's own text of what failed."""
 _MARGIN = re.compile(r" +[|+](?: |[-+]+(?: \d+ -+)?\Z)?")
 """Start of the lines of an exception group."""
+BEGINS = ("Traceback (most recent", "╭─")
+"""Starts of the first line of a traceback: of Python's, and of the box that rich draws around one."""
+_BOX = ("│", "╭", "╰")
+_IN_BOX = re.compile(r"│ (?P<text>\S.*?) *│?\Z")
+"""A line in a box of rich (rich/traceback.py) that is not indented: a frame. A long path continues in the next line."""
+_FRAME_IN_BOX = re.compile(r"(?P<file>.+):(?P<line>\d+) in (?P<name>\S+)\Z")
 _STEPS = 6
 """Lines of steps from which on a job has continued."""
 
@@ -128,7 +134,7 @@ class TracebackLines:
         self._frames: list[tuple[str, str, int]] = []
         self._errors: list[str] = []
         self._is_over = self._is_linked = self._takes_last_error = False
-        self._process = ""
+        self._process = self._path_in_box = ""
         self._is_group = "Exception Group" in quote.text
 
     def add(self, text: str) -> bool:
@@ -139,6 +145,8 @@ class TracebackLines:
             text, self._is_linked = text[margin.end() :], True
         if self._is_over:
             return self._add_to_the_end(text)
+        if text.startswith(_BOX):
+            return self._add_in_box(text)
         if (frame := FRAME.match(text)) is not None:
             self._frames.append((frame["name"], frame["file"], int(frame["line"])))
             return True
@@ -148,6 +156,16 @@ class TracebackLines:
             return False
         self._errors.append(writable(_MODULE.sub("", text.strip()[:_LONGEST_ERROR])))
         self._is_over, self._is_linked = True, False
+        return True
+
+    def _add_in_box(self, text: str) -> bool:
+        """Take a line of the box that rich draws around a traceback."""
+        line = _IN_BOX.match(text)
+        path = self._path_in_box + line["text"] if line is not None else ""
+        if (frame := _FRAME_IN_BOX.match(path)) is not None:
+            self._frames.append((frame["name"], frame["file"], int(frame["line"])))
+            path = ""
+        self._path_in_box = path
         return True
 
     def _add_to_the_end(self, text: str) -> bool:
@@ -162,9 +180,9 @@ class TracebackLines:
             return self.add(text)
         self._takes_last_error = text.startswith(_LAST_ERROR)
         self._is_linked |= text.startswith(LINKS)
-        if self._is_linked and (text.startswith("Traceback (most recent") or RAISED.match(text)):
+        if self._is_linked and (text.startswith(BEGINS) or RAISED.match(text)):
             self._frames, self._is_over = [], False
-            return text.startswith("Traceback") or self.add(text)
+            return text.startswith(BEGINS) or self.add(text)
         return not text.strip() or self._is_linked or text.startswith(("ncclR", "ncclI", "ncclS", "ncclU", _LAST_ERROR))
 
     def traceback(self) -> Traceback | None:

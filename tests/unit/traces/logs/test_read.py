@@ -112,6 +112,37 @@ def test_the_innermost_exception_of_a_group_is_read(tmp_path: Path) -> None:
     assert (found.error, found.frames) == ("ValueError: bad magic", (("fetch", "/job/io.py", 20),))
 
 
+def test_a_traceback_in_a_box_of_rich_is_read(tmp_path: Path) -> None:
+    box = """\
+╭───────────── Traceback (most recent call last) ──────────────╮
+│ /job/train.py:9 in main                                      │
+│                                                              │
+│ ❱  9 │   │   │   fetch(step)                                 │
+│ ╭─ locals ─╮                                                 │
+│ │ step = 0 │                                                 │
+│ ╰──────────╯                                                 │
+│                                                              │
+│ /opt/a/path/that/is/too/long/for/one/line/of/the/box/loade   │
+│ r.py:5 in fetch                                              │
+╰──────────────────────────────────────────────────────────────╯
+KeyError: 'image'
+
+The above exception was the direct cause of the following exception:
+
+╭───────────── Traceback (most recent call last) ──────────────╮
+│ /job/train.py:11 in main                                     │
+╰──────────────────────────────────────────────────────────────╯
+OSError: no batch
+"""
+    (found,) = read_logs([write(tmp_path, [f"[default2]:{line}" for line in box.splitlines()])]).last.tracebacks
+    assert (found.error, found.causes) == ("OSError: no batch", ("KeyError: 'image'",))
+    assert found.frames == (("main", "/job/train.py", 11),)
+    first = box.partition("\n\n")[0].splitlines()
+    (found,) = read_logs([write(tmp_path, [f"[default2]:{line}" for line in first])]).last.tracebacks
+    path = "/opt/a/path/that/is/too/long/for/one/line/of/the/box/loader.py"
+    assert found.frames == (("fetch", path, 5), ("main", "/job/train.py", 9))
+
+
 def test_a_log_that_ends_within_a_line_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "train.log"
     path.write_text("\n".join(watchdog(0, 3)))
