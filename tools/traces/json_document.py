@@ -11,9 +11,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -34,7 +35,15 @@ _TAIL = 1 << 16
 """Bytes at the end of a batch that are searched for the start of its last row."""
 _FIRST_KEY = re.compile(rb'\s*\{\s*("[^"\\]*")')
 _BETWEEN = re.compile(r"[\s,]*")
-_NEXT_ROW = re.compile(r"\}\s*,\s*\{")
+_KEY = r'\{\s*"(?P<key>[^"\\]*)"\s*:'
+_ROW = re.compile(_KEY)
+_NEXT_ROW = re.compile(rf"[\s,\]]+(?={_KEY})")
+_ROW_AFTER = re.compile(r'\]\s*,\s*\{\s*"')
+"""A bracket after which the list continues."""
+_LIST_ENDS = re.compile(r'\s*(?=\]\s*(?:\}|,\s*"|\Z))')
+_MOST_ENDS = 100
+"""Places that are tried as the end of the list, where its last row is broken."""
+_BARE = re.compile(r"(?<=[:,\[])\s*-?(?:inf|nan|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,18 +195,21 @@ class Document(Generic[Content]):
         problems, name = self.issues.problems, self._shape.rows
         text = self._rest[1:].decode(errors="replace")
         decoder = msgspec.json.Decoder(self._shape.row, strict=False)
-        rows, broken = [], []
-        found, end = _split(text)
-        for number, row in enumerate(found, start=self._count + 1):
+        rows, broken = list[Any](), list[str]()
+        reader = _Rows(text, self._closing.decode())
+        for number, row in enumerate(reader, start=self._count + 1):
             try:
-                # Encoding turns NaN and Infinity, which JSON lacks, into null.
+                if isinstance(row, ValueError):
+                    raise row
                 rows.append(decoder.decode(msgspec.json.encode(row)))
             except BROKEN as error:
                 broken.append(f"number {number}, {one_line(error)}")
         total = self._count + len(rows)
         if broken:
             problems.append(f"{len(broken)} of {len(broken) + total} {name} are unusable (first: {broken[0]})")
-        after = text[end:].lstrip()
+        if reader.nulls:
+            problems.append(f"numbers that JSON lacks (inf, nan): {reader.nulls}; they are taken as unknown")
+        after = text[reader.end :].lstrip()
         if not after.startswith("]"):
             problems.append(f"cut off or broken after {len(broken) + total} {name}; {total} whole {name} were read")
             after = "]}"
@@ -231,24 +243,75 @@ class Document(Generic[Content]):
         return msgspec.convert(good, self._shape.content, strict=False)
 
 
-def _split(text: str) -> tuple[list[Any], int]:
-    """The rows at the start of `text`, and the position where the list ends or breaks."""
-    # Not strict: strings may have control characters. A number that is too large for every field becomes infinite.
-    decode = json.JSONDecoder(strict=False, parse_int=_number).raw_decode
-    rows: list[Any] = []
-    position = 0
-    while True:
-        position = cast("re.Match[str]", _BETWEEN.match(text, position)).end()
-        try:
-            row, position = decode(text, position)
-        except RecursionError:
-            following = _NEXT_ROW.search(text, position)
-            if following is None:
-                return rows, position
-            row, position = None, following.end() - 1
-        except ValueError:
-            return rows, position
-        rows.append(row)
+class _Rows:
+    """Reads the objects at the start of a text one by one. One that is no JSON costs itself alone: the next one begins
+    behind a closing brace, with a key that other rows begin with."""
+
+    def __init__(self, text: str, closing: str) -> None:
+        """`closing`: what the text lacks at its end."""
+        self.end = 0
+        """The position where the list ends or breaks."""
+        self.nulls = 0
+        """Numbers that JSON lacks."""
+        self._text, self._closing = text, closing
+        self._keys = set[str]()
+        """First keys of rows."""
+        # Not strict: strings may have control characters. A number that is too large for every field becomes infinite.
+        decoder = json.JSONDecoder(strict=False, parse_int=_number, parse_constant=self._null)
+        self._decode = decoder.raw_decode
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each row; a `ValueError` that says why it cannot be read."""
+        text = self._text
+        while True:
+            self.end = cast("re.Match[str]", _BETWEEN.match(text, self.end)).end()
+            if self.end == len(text) or (text[self.end] == "]" and not _ROW_AFTER.match(text, self.end)):
+                return
+            nulls = self.nulls
+            try:
+                row, end = self._decode(text, self.end)
+                if not isinstance(row, dict) and text[end : end + 1] not in (",", "]"):
+                    raise ValueError("it does not begin as an object does")
+            except (ValueError, RecursionError) as error:
+                self.nulls = nulls
+                broken_end = self._end_of_broken_row()
+                if broken_end is None:
+                    return
+                row, end = self._repaired(text[self.end : broken_end], error), broken_end
+            if isinstance(row, dict):
+                self._keys.update(islice(row, 1))
+            yield row
+            self.end = end
+
+    def _end_of_broken_row(self) -> int | None:
+        """Return where a row ends that cannot be read; None if the text ends there."""
+        text, keys = self._text, self._keys
+        if not keys and (own := _ROW.match(text, self.end)) is not None:
+            keys = {own["key"]}
+        for found in _NEXT_ROW.finditer(text, self.end + 1):
+            if found["key"] in keys or (not keys and text[found.start() - 1] == "}"):
+                return found.start()
+        for found in islice(_LIST_ENDS.finditer(text, self.end), _MOST_ENDS):
+            with suppress(ValueError, RecursionError):
+                json.loads('{"": [' + text[found.end() :] + self._closing)
+                return found.start()
+        return None
+
+    def _repaired(self, part: str, error: Exception) -> Any:
+        """Return a row without the bare `inf` and `nan` that C++ prints; why it cannot be read, if there is more."""
+        nulls = self.nulls
+        text, bare = _BARE.subn("null", part)
+        with suppress(ValueError, RecursionError):
+            row, end = self._decode(text, 0)
+            if isinstance(row, dict) and not text[end:].strip():
+                self.nulls += bare
+                return row
+        self.nulls = nulls
+        why = error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
+        return ValueError(f"it is no JSON: {why}")
+
+    def _null(self, _name: str) -> None:
+        self.nulls += 1
 
 
 def _number(digits: str) -> float:

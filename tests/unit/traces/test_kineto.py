@@ -91,7 +91,10 @@ def test_broken_times_and_durations_are_counted(tmp_path: Path) -> None:
     )
     trace = read(tmp_path, text)
     assert [(e.name, e.end - e.start) for e in trace.host] == [("n", 0), ("later", 2000), ("nan", 0)]
-    assert trace.damage == ["1 event(s) have no valid time and were skipped (first: 'n')"]
+    assert trace.damage == [
+        "numbers that JSON lacks (inf, nan): 1; they are taken as unknown",
+        "1 event(s) have no valid time and were skipped (first: 'n')",
+    ]
     assert trace.warnings == ["2 event(s) have no valid duration; 0 is used (first: 'n')"]
 
 
