@@ -53,9 +53,10 @@ def scrub_log(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
 
 def _prefix(origin: Origin, *, marked: bool) -> str:
     """Return the rank of a line, in a form that the reader knows, and that says as much as the one in the log."""
-    if origin.rank is None:
-        return "" if origin.local is None else f"[default{origin.local}]: "
-    return f"[rank{origin.rank}]:" if marked else f"[1,{origin.rank}]<stderr>: "
+    label = f"{origin.label}: " if origin.label is not None else ""
+    if origin.rank is None or origin.is_by_label:
+        return label or ("" if origin.local is None else f"[default{origin.local}]: ")
+    return label + (f"[rank{origin.rank}]:" if marked else f"[1,{origin.rank}]<stderr>: ")
 
 
 def _scrub(text: str, may_say: bool, names: Pseudonyms) -> str:

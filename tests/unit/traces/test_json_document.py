@@ -143,7 +143,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_row_that_is_no_json_costs_itself_alone(damage: str, place: int, tmp_path: Path) -> None:
+def test_a_row_that_is_not_json_costs_itself_alone(damage: str, place: int, tmp_path: Path) -> None:
     rows = [f'{{"a": {i}, "text": "c"}}' for i in range(4)]
     rows[place] = '{"a": 2, "text": "b", "time": 0.5}'.replace(*DAMAGE[damage])
     expected = [i for i in range(4) if i != place]

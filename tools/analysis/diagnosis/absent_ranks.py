@@ -50,6 +50,7 @@ def find_silent_ranks(search: Search) -> None:
     found: list[tuple[StuckOp, Finding]] = []
     for op, met in search.by_most_waited_for(silent, free=True):
         absent = set().union(*(search.kept_by(rank, op.group.name) for rank in met))
+        absent = _said_to_be_behind(search, op, absent) or absent
         culprits, exception = absent, None
         states = [state_of(ranks[rank], op.group.name) for rank in sorted(absent)]
         proof = _proof_by(search, states)
@@ -121,6 +122,15 @@ def find_silent_ranks(search: Search) -> None:
         found.append((op, finding))
     for (op, one), (other_op, other) in combinations(found, 2):
         _settle(search, (op, one), (other_op, other))
+
+
+def _said_to_be_behind(search: Search, op: StuckOp, absent: set[int]) -> set[int]:
+    """Return those ranks of a log that printed an earlier call as their last one, if they are few and all others that
+    have not come printed nothing: these may be in the call."""
+    if not all(rank in search.job.ranks and search.job.ranks[rank].dump.of_log for rank in absent):
+        return set()
+    said = {rank for rank in absent if search.job.enqueued(op.group, rank) is not None}
+    return said if len(said) * 2 <= len(op.group.ranks) else set()
 
 
 def _settle(search: Search, first: tuple[StuckOp, Finding], second: tuple[StuckOp, Finding]) -> None:

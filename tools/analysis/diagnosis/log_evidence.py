@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -82,7 +82,17 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
     """Yield what lines say without a call, the most certain first: a verdict that crossrank printed in the job, ranks
     that never came to the store, or that others waited for, and errors."""
     of_ends = (_interrupted,) if is_cut else (_only_silent, _interrupted)
-    for told in (_printed_verdict, _never_joined, _at_fault, _other_version, _own_failure, _awaited, *of_ends):
+    for told in (
+        _printed_verdict,
+        _node_failed,
+        _never_joined,
+        _not_in_communicator,
+        _at_fault,
+        _other_version,
+        _own_failure,
+        _awaited,
+        *of_ends,
+    ):
         if finding := told(attempt, ranks):
             yield finding
             return
@@ -138,7 +148,7 @@ def _never_joined(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
 
 
 def _at_fault(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
-    faulty = _of_kind(attempt.facts, formats.FAULTY)
+    faulty = [one for one in _of_kind(attempt.facts, formats.FAULTY) if one.quote.path not in attempt.passed]
     if not faulty:
         return None
     why = faulty[0].values["why"]
@@ -195,17 +205,65 @@ def _awaited(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
 
 
 def _only_silent(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
-    """Return the only rank that says nothing of its end, if all others have lost a connection."""
+    """Return the only rank that says nothing of its end, if all others have lost a connection, or have timed out."""
     ends = ranks_of(attempt)
     lost = {rank for rank, one in ends.items() if one.raised is not None and may_be_of_communication(one.raised.error)}
     ended = {rank for rank, one in ends.items() if one.raised is not None or one.killed is not None}
-    timed_out = any(one.kind in (formats.TIMEOUT, formats.STATUS) for one in attempt.facts)
-    silent = set(range(max({*ranks, *ends}, default=-1) + 1)) - ended
-    if timed_out or len(silent) != 1 or ended != lost or len(lost) < _MANY:
+    timed_out = {rank for rank, one in ends.items() if any(fact.kind == formats.TIMEOUT for fact in one.facts)}
+    everyone = set(range(max({*ranks, *ends}, default=-1) + 1))
+    stopped, how = (timed_out, "timed out") if timed_out else (lost, "lost a connection")
+    silent = everyone - ended - timed_out
+    if len(silent) != 1 or len(stopped) < _MANY or (not timed_out and ended != lost) or stopped | silent != everyone:
         return None
-    text = f"{rank_text(lost)} lost a connection, and {rank_text(silent)} says nothing of its end"
-    tracebacks = [one for one in attempt.tracebacks if one.origin.rank in lost]
-    return _finding("missing_rank", {*lost, *silent}, text, tracebacks, sorted(silent), proof="gone")
+    text = f"{rank_text(stopped)} {how}, and {rank_text(silent)} says nothing of its end"
+    tracebacks = [one for one in attempt.tracebacks if one.origin.rank in stopped]
+    proof = "late" if timed_out else "gone"
+    return _finding("missing_rank", everyone, text, tracebacks, sorted(silent), proof=proof)
+
+
+def _not_in_communicator(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the few ranks that have not begun to make a communicator of NCCL, if all others wait in it."""
+    made: dict[tuple[str, int], dict[int, Fact]] = {}
+    for fact in (lines := _of_kind(attempt.facts, formats.COMMUNICATOR)):
+        if fact.values["state"] == "START":
+            made.setdefault((fact.values["comm"], fact.number("size")), {})[fact.number("member")] = fact
+    ended = {fact.values["comm"] for fact in lines if fact.values["state"] == "COMPLETE"}
+    largest = max((size for _, size in made), default=0)
+    for (comm, size), begun in made.items():
+        lacking = set(range(size)).difference(begun)
+        if comm in ended or not lacking or len(lacking) > max(1, size * _WITHOUT_A_LINE):
+            continue
+        known = {member: rank for member, one in begun.items() if (rank := one.origin.rank) is not None}
+        first, step = spacing_of(known) or ((0, 1) if size == largest else (-1, 0))
+        culprits = sorted(first + step * member for member in lacking) if step else []
+        who = f"member {', '.join(map(str, sorted(lacking)))} of {size}"
+        text = f"{who} has not begun to make NCCL's communicator {comm}: all others wait for it"
+        return _finding("missing_rank", {*ranks, *culprits}, text, [*begun.values()], culprits)
+    return None
+
+
+def _node_failed(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the ranks of a node that failed, as far as their lines have its host, or its number among the nodes."""
+    failed = _of_kind(attempt.facts, formats.NODE_FAILED)
+    if not failed:
+        return None
+    host = failed[0].values["host"]
+    killed = _of_kind(attempt.facts, formats.TASK_KILLED)
+    nodes = {one.number("rank") for one in killed if one.values.get("host") == host} if attempt.labels_are_nodes else ()
+    those = {rank for rank, one in ranks_of(attempt).items() if one.host == host}
+    those |= {rank for node in nodes for rank in _ranks_of_node(attempt, node)}
+    culprits = sorted(those) if len(those) * 2 <= len(ranks) else []
+    return _finding("log_error", ranks, f"node {host} failed", failed, culprits)
+
+
+def _ranks_of_node(attempt: Attempt, node: int) -> Collection[int]:
+    """Return the ranks behind a label that is the number of a node. If its lines have none, but each other node has the
+    same number of ranks, one node after the other, these are known."""
+    if node in attempt.labelled:
+        return attempt.labelled[node]
+    size = max(map(len, attempt.labelled.values()), default=0)
+    in_order = all(rank // size == other for other, ranks in attempt.labelled.items() for rank in ranks)
+    return range(node * size, (node + 1) * size) if size and in_order else ()
 
 
 def _interrupted(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:

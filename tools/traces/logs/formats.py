@@ -74,10 +74,17 @@ PRINTED_RANK = "printed_rank"
 """A process prints its own rank before the group is made."""
 NCCL_FAILED = "nccl_failed"
 """Any error of torch's NCCL backend."""
+COMMUNICATOR = "communicator"
+"""A rank begins to make a communicator of NCCL, or has made it. `member` is its rank in it."""
+NODE_FAILED = "node_failed"
+PASSED = "passed"
+"""All tests passed: what failed was to fail."""
 VERSION = "version"
 """Two ranks have other versions of NCCL."""
-RAY_WORKER, RAY_PROCESS, RAY_DIED, RAY_KILLED = "ray_worker", "ray_process", "ray_died", "ray_killed"
-"""The rank of a process, the process that Ray speaks of, how it ended, and a process that Ray killed."""
+RAY_WORKER, RAY_PROCESS, RAY_DIED = "ray_worker", "ray_process", "ray_died"
+"""The rank of a process, the process that Ray speaks of, and how it ended."""
+STARTED, PROCESS_KILLED = "started", "process_killed"
+"""A process that a launcher started, and one that was killed."""
 OUTSIDE = "outside"
 """Somebody ended the job."""
 VERDICT, VERDICT_CULPRIT, WITHDRAWN = "verdict", "verdict_culprit", "withdrawn"
@@ -208,10 +215,22 @@ FORMATS = (
         "openmpi/orte/tools/orterun",
     ),
     _row(
-        RAY_KILLED,
-        r"Memory on the node \(IP: (?P<host>[\w.:]+).*name=[^,]*?(?P<rank>\d+)?, pid=(?P<process>\d+)",
+        PROCESS_KILLED,
+        r"Memory on the node \(IP: (?P<host>[\w.:]+).*name=(?:[^,]*_0:(?P<local>\d+):[^,]*|[^,]*?(?P<rank>\d+)?), "
+        r"pid=(?P<process>\d+)",
         "ray/src/ray/raylet/node_manager.cc",
         why="Out Of Memory: killed by Ray",
+    ),
+    _row(
+        PROCESS_KILLED,
+        r"Out of memory: Killed process (?P<process>\d+) \(",
+        "linux/mm/oom_kill.c",
+        why="Out Of Memory: killed by the kernel",
+    ),
+    _row(
+        STARTED,
+        r"process (?P<process>\d+) spawned with command: .*--local_rank=(?P<local>\d+)",
+        "deepspeed/launcher/launch.py",
     ),
     _row(POD_KILLED, r"\A\s+Reason: +(?P<why>OOMKilled)", "kubectl describe pod"),
     _row(POD_RANK, r"\A\s+RANK: +(?P<rank>\d+)\Z", "kubectl describe pod"),
@@ -244,7 +263,14 @@ FORMATS = (
         r"(?P<why>(?:JOB|STEP) [\d.]+ (?:ON \S+ )?CANCELLED AT .*|Process \d+ got signal: \d+)",
         "slurmstepd, " + _PROCESSES,
     ),
-    _row(SAID, r"(?P<why>srun: error: Node failure on \S+)", "slurm/src/srun"),
+    _row(NODE_FAILED, r"srun: error: Node failure on (?P<host>\S+)", "slurm/src/srun"),
+    _row(
+        COMMUNICATOR,
+        r"NCCL INFO ncclComm\w+ comm 0x\w+ rank (?P<member>\d+) nranks (?P<size>\d+) .*"
+        r"commId (?P<comm>0x\w+) - Init (?P<state>START|COMPLETE)",
+        "nccl/src/init.cc",
+    ),
+    _row(PASSED, r"\A=+ \d+ passed\b(?!.*\bfailed\b).* in [\d.]+s", "pytest"),
     _row(SAID, r"NCCL WARN (?P<why>(?:Duplicate GPU detected|socketStartConnect: Connect to|Net : ).*)", "nccl"),
     _row(SAID, r"(?P<why>Rendezvous(?:Connection|Timeout|Closed)\w*Error.*)", "torch/distributed/elastic/rendezvous"),
     _row(SAID, r"(?P<why>exits with return code = -\d+)", "deepspeed/launcher/launch.py"),
@@ -287,10 +313,11 @@ LITERALS = (
     " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work", "Last enqueued NCCL work",
     "raised the following async", "NET/IB", "Detected mismatch between", "failed to pass monitoredBarrier",
     "clients joined", "will restart worker group", "closing signal", "failed (exitcode:", "local_rank: ", "exitcode ",
-    "terminated with", "OOMKilled", "Memory on the node", "Reason: ", "RANK: ", "world_rank=", "pid: ",
+    "terminated with", "OOMKilled", "Memory on the node",
+    "Killed process", "spawned with command", "Reason: ", "RANK: ", "world_rank=", "pid: ",
     "Worker exit type", "CANCELLED AT", "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code",
-    "NVRM: Xid", "Memory access fault", "got stuck for", "params, while", "lagging ranks", "ncclUniqueId",
-    "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
+    " - Init ", " passed", "NVRM: Xid", "Memory access fault", "got stuck for", "params, while", "lagging ranks",
+    "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
     "Child process with PID", "world_size=", "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp",
     "Traceback (most recent", "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
@@ -44,8 +44,8 @@ PREFIXES = (
     Prefix("kubernetes", re.compile(r"\[(?!Rank \d)(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("torchx", re.compile(r"[\w.-]+/\d+ (?=\[(?:default|rank)\d)")),
     Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),
-    Prefix("srun", re.compile(r" {0,6}(?P<rank>\d{1,7}): "), is_label=True),
-    Prefix("mpiexec", re.compile(r"\[(?P<rank>\d{1,7})\] "), is_label=True, repeats=True),
+    Prefix("srun", re.compile(r" {0,6}(?P<label>\d{1,7}): "), is_label=True),
+    Prefix("mpiexec", re.compile(r"\[(?P<label>\d{1,7})\] "), is_label=True, repeats=True),
     Prefix("pdsh", re.compile(r"(?P<host>[a-z][\w.-]*\d[\w.-]*): "), is_label=True),
     Prefix("stern", re.compile(r"(?P<host>[a-z0-9][\w.-]*-\d+) [\w.-]+ "), is_label=True),
     Prefix("compose", re.compile(r"(?P<host>[\w.-]+) *\| "), is_label=True),
@@ -69,6 +69,11 @@ class Origin:
     host: str = ""
     process: str = ""
     """Its number, where Ray says it."""
+    label: int | None = field(default=None, compare=False)
+    """The number that the scheduler's label, or the name of the file, has. If a process is started for each rank, that
+    is the rank, and else the node."""
+    is_by_label: bool = field(default=False, compare=False)
+    """The rank is taken from the label."""
 
 
 def labels_of(lines: Iterable[str]) -> frozenset[str]:
@@ -120,13 +125,18 @@ _FIELDS = [list(one.pattern.groupindex) for one in PREFIXES]
 def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, str]:
     """Return where a line comes from, and its text without prefixes. `origin` is that of its file."""
     rank, local, host, process, start = origin.rank, origin.local, origin.host, origin.process, 0
+    label, is_by_label = origin.label, origin.is_by_label
     pattern = _pattern(labels)
     while (match := pattern.match(line, start)) is not None and match.end() > start:
         prefix = int((match.lastgroup or "p0")[1:])
         for name in _FIELDS[prefix]:
             if value := match[f"{name}{prefix}"]:
                 if name == "rank":
-                    rank = int(value)
+                    rank, is_by_label = int(value), False
+                elif name == "label":
+                    label = int(value)
+                    if rank is None or is_by_label:
+                        rank, is_by_label = label, True
                 elif name == "local":
                     local = int(value)
                 elif name == "process":
@@ -134,7 +144,7 @@ def split(line: str, origin: Origin, labels: frozenset[str]) -> tuple[Origin, st
                 else:
                     host = value
         start = match.end()
-    return (_origin(rank, local, host, process), line[start:]) if start else (origin, line)
+    return (_origin(rank, local, host, process, label, is_by_label), line[start:]) if start else (origin, line)
 
 
 _origin = cache(Origin)

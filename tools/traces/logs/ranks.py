@@ -36,6 +36,8 @@ from crossrank.tools.traces.rank_trace import SCHEDULED, RankTrace, TraceBuilder
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 """Signals that end a process because of something in it. SIGABRT is also how torch ends after a timeout."""
 
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Signals that no launcher sends."""
 _DEADLY = (
     *(f"signal {number} " for number in (4, 7, 8, 9, 11)),
     *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
@@ -91,7 +93,8 @@ class RankLog:
 
 def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
     """Return what the lines of each rank say. A rank may have no line of its own."""
-    local_to_rank, workers = _ranks_of_locals(attempt), _rank_of_worker(attempt.facts)
+    local_to_rank = _ranks_of_locals(attempt)
+    workers = _rank_of_process(attempt, local_to_rank)
 
     def global_of(own_rank: int | None, local: int | None) -> int | None:
         return own_rank if own_rank is not None else local_to_rank(local) if local is not None else None
@@ -116,7 +119,9 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
             continue
         if not _was_handled(one, attempt):
             of(raised_by).raised = one
-    for rank, how, fact in _kills(attempt, local_to_rank):
+    if (only := _raised_by_the_only_failure(attempt, local_to_rank)) is not None:
+        of(only[0]).raised = of(only[0]).raised or only[1]
+    for rank, how, fact in _kills(attempt, workers, local_to_rank):
         of(rank).killed = how, fact
         of(rank).host = of(rank).host or fact.values.get("host", "")
     for fact in attempt.facts:
@@ -138,6 +143,22 @@ def summary_of(facts: Iterable[Fact]) -> list[tuple[int, str, int, Fact]]:
         if (time.kind, rank.kind, end.kind) == kinds
     ]
     return sorted(found, key=lambda one: one[1])
+
+
+def _raised_by_the_only_failure(
+    attempt: Attempt, local_to_rank: Callable[[int], int | None]
+) -> tuple[int, Traceback] | None:
+    """Return (rank, exception) if only one process failed that the launcher had not ended: of an exception whose rank
+    is unknown, if it is an error of its own."""
+    ended = {_process(one) for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
+    failed = [one for one in attempt.facts if one.kind == formats.FAILED and _process(one) not in ended]
+    raised = [one for one in attempt.tracebacks if one.origin == Origin() and one.ended_process]
+    if len(failed) != 1 or failed[0].number("code") <= 0 or not raised:
+        return None
+    rank = local_to_rank(failed[0].number("local"))
+    if rank is None or any(may_be_of_communication(one.error) or _BY_SIGNAL.search(one.error) for one in raised):
+        return None
+    return rank, raised[-1]
 
 
 def _names_others(error: str, rank: int) -> bool:
@@ -195,34 +216,44 @@ def _ranks_of_locals(attempt: Attempt) -> Callable[[int], int | None]:
     return lambda local: None if firsts else first + local
 
 
-def _kills(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> Iterator[tuple[int, str, Fact]]:
+def _process(fact: Fact) -> tuple[str, str, str]:
+    """Return what names the process of a line: containers of several nodes may have the same numbers."""
+    return fact.quote.path, fact.origin.host, fact.values["process"]
+
+
+def _kills(
+    attempt: Attempt, workers: Mapping[str, int], local_to_rank: Callable[[int], int | None]
+) -> Iterator[tuple[int, str, Fact]]:
     """Yield (rank, how its process was killed, the line that says so), without those that the launcher ended."""
-    # The containers of several nodes may have the same processes; each has a log of its own.
-    ended = {(one.quote.path, one.values["process"]) for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
+    ended = {_process(one) for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
     has_agents = any(one.kind in formats.OF_LAUNCHER or one.origin.local is not None for one in attempt.facts)
     of_nccl = (formats.TIMEOUT, formats.ASYNC_ERROR, formats.STATUS)
     is_aborted = attempt.nccl_failed or any(one.kind in of_nccl for one in attempt.facts)
     of_summary = [one for one in attempt.facts if one.kind in (formats.SUMMARY_RANK, formats.SUMMARY_EXIT)]
     rank_of = {
-        end.values["process"]: one.number("rank")
+        _process(end): one.number("rank")
         for one, end in pairwise(of_summary)
         if (one.kind, end.kind) == (formats.SUMMARY_RANK, formats.SUMMARY_EXIT)
     }
     for fact in attempt.facts:
-        is_of_launcher = fact.kind == formats.FAILED and (fact.quote.path, fact.values["process"]) not in ended
+        is_of_launcher = fact.kind == formats.FAILED and _process(fact) not in ended
         if is_of_launcher and fact.number("code") < 0:
             with suppress(ValueError):
                 number = signal.Signals(-fact.number("code"))
                 if number in _KILLED and not (is_aborted and number == signal.SIGABRT):
-                    rank = rank_of.get(fact.values["process"], local_to_rank(fact.number("local")))
+                    rank = rank_of.get(_process(fact), local_to_rank(fact.number("local")))
                     if rank is not None:
                         yield rank, f"killed by {number.name}", fact
         # Under torchrun a task of Slurm is a launcher.
-        if fact.kind == formats.TASK_KILLED and not (has_agents and fact.quote.text.startswith("srun")):
+        is_of_node = fact.quote.text.startswith("srun") and (has_agents or attempt.labels_are_nodes)
+        if fact.kind == formats.TASK_KILLED and not is_of_node:
             why = fact.values["why"]
             if why.startswith(_DEADLY):
                 yield fact.number("rank"), why, fact
-    yield from _kills_in_several_lines(attempt.facts)
+    yield from _kills_in_several_lines(attempt.facts, workers, local_to_rank)
+    for rank, _, code, line in summary_of(attempt.facts):
+        if -code in _CRASHES:
+            yield rank, f"killed by {signal.Signals(-code).name}", line
     if not any(one.kind == formats.FAILED for one in attempt.facts):
         yield from _first_of_summary(attempt.facts)
 
@@ -239,25 +270,32 @@ def _first_of_summary(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
         yield rank, f"killed by {signal.Signals(-code).name}", line
 
 
-def _rank_of_worker(facts: Sequence[Fact]) -> dict[str, int]:
-    """Return the rank of each process that Ray started."""
-    found = {one.values["process"]: one.number("rank") for one in facts if one.kind == formats.RAY_WORKER}
-    for one in facts:
-        if one.kind == formats.PROCESS_RANK and one.origin.process:
+def _rank_of_process(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> dict[str, int]:
+    """Return the rank of each process whose number the launcher, or Ray, says."""
+    found: dict[str, int] = {}
+    for one in attempt.facts:
+        if one.kind == formats.RAY_WORKER:
+            found[one.values["process"]] = one.number("rank")
+        elif one.kind == formats.PROCESS_RANK and one.origin.process:
             found.setdefault(one.origin.process, one.number("rank"))
-    return found
+        elif one.kind == formats.STARTED and (rank := local_to_rank(one.number("local"))) is not None:
+            found.setdefault(one.values["process"], rank)
+    return attempt.processes | found
 
 
-def _kills_in_several_lines(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
-    """Yield what `_kills` does from lines of Kubernetes and Ray: one has the rank, or the process, and another one how
-    it was killed."""
-    workers = _rank_of_worker(facts)
+def _kills_in_several_lines(
+    facts: Sequence[Fact], workers: Mapping[str, int], local_to_rank: Callable[[int], int | None]
+) -> Iterator[tuple[int, str, Fact]]:
+    """Yield what `_kills` does from lines of Kubernetes, Ray and the kernel: one has the rank, or the process, and
+    another one how it was killed."""
     of_pods = [one for one in facts if one.kind in (formats.POD_KILLED, formats.POD_RANK)]
     for killed, rank in pairwise(of_pods):
         if (killed.kind, rank.kind) == (formats.POD_KILLED, formats.POD_RANK) and killed.quote.path == rank.quote.path:
             yield rank.number("rank"), killed.values["why"], killed
-    for killed in (one for one in facts if one.kind == formats.RAY_KILLED):
+    for killed in (one for one in facts if one.kind == formats.PROCESS_KILLED):
         named = int(killed.values["rank"]) if "rank" in killed.values else None
+        if "local" in killed.values:
+            named = local_to_rank(killed.number("local"))
         if (rank_of := workers.get(killed.values["process"], named)) is not None:
             yield rank_of, killed.values["why"], killed
     of_ray = [one for one in facts if one.kind in (formats.RAY_PROCESS, formats.RAY_DIED)]
@@ -275,12 +313,13 @@ def traces_of(attempt: Attempt) -> list[RankTrace]:
     timeouts = [fact.values for fact in attempt.facts if fact.kind == formats.TIMEOUT]
     batches = {values["seq"] for values in timeouts if values["op"] == "COALESCED"}
     of_pairs = len(batches) > 1 or any(values["op"] in ("SEND", "RECV") for values in timeouts)
+    peers = _peers(ranks, members, of_pairs=of_pairs)
     found = []
     for rank, one in sorted(ranks.items()):
         trace = RankTrace(rank=rank, path="", source="flight", backend="nccl", host=one.host, log_lines=one.lines())
         trace.dump.active_only = trace.dump.of_log = True
         facts = [*one.facts, *_status_of_group(one, attempt.facts)]
-        _add_calls(trace, facts, members, of_pairs=of_pairs)
+        _add_calls(trace, facts, members, peers, of_pairs=of_pairs)
         _add_end(trace, one)
         found.append(trace)
     _add_fingerprints(found, attempt)
@@ -340,7 +379,29 @@ def _key(fact: Fact) -> Key:
     return fact.values["group"], fact.values.get("desc", "")
 
 
-def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[int, int]], *, of_pairs: bool) -> None:
+def _peers(ranks: Mapping[int, RankLog], members: Mapping[Key, dict[int, int]], *, of_pairs: bool) -> dict[Key, int]:
+    """Return the only member of each group that waits in no send or receive of it, while all others do.
+
+    The lines have no peers. But each of the others waits for this one, directly or through its neighbors."""
+    waiting: dict[Key, set[int]] = defaultdict(set)
+    for rank, one in ranks.items():
+        works = {fact.values["seq"]: fact.values["op"] for fact in one.facts if fact.kind == formats.TIMEOUT}
+        for fact in (fact for fact in one.facts if fact.kind == formats.STATUS):
+            op = works.get(fact.values["seq"], "")
+            if op in ("SEND", "RECV") or (op == "COALESCED" and of_pairs):
+                waiting[_key(fact)].add(rank)
+    lacking = {key: set(members[key].values()) - those for key, those in waiting.items()}
+    return {key: min(those) for key, those in lacking.items() if len(those) == 1}
+
+
+def _add_calls(
+    trace: RankTrace,
+    facts: list[Fact],
+    members: Mapping[Key, dict[int, int]],
+    peers: Mapping[Key, int],
+    *,
+    of_pairs: bool,
+) -> None:
     """Add a rank's progress on its groups, and the call of each that did not end. `of_pairs`: batches are of sends and
     receives, as their numbers differ between ranks."""
     builder = TraceBuilder(trace)
@@ -364,11 +425,22 @@ def _add_calls(trace: RankTrace, facts: list[Fact], members: Mapping[Key, dict[i
         if (work := next(same, None)) is not None:
             sizes = [[work.number(name)] for name in ("numel_in", "numel_out")]
             record = _record(work.values["op"], name, seq, sizes)
-            if (is_p2p(record) or (record.op == "coalesced" and of_pairs)) and len(ranks) != 2:
-                continue  # the line has no peer
-            if is_p2p(record):
-                record = msgspec.structs.replace(record, seq=None, p2p_seq=seq, peer=sum(ranks) - (trace.rank or 0))
+            if is_p2p(record) or (record.op == "coalesced" and of_pairs):
+                peer = _neighbor(ranks, trace.rank or 0, peers.get(key))
+                if peer is None:
+                    continue  # the line has no peer
+                op = record.op if is_p2p(record) else "recv"
+                record = msgspec.structs.replace(record, op=op, seq=None, p2p_seq=seq, peer=peer)
             builder.add(record, called=0, state=SCHEDULED, group=index, stack=stack)
+
+
+def _neighbor(ranks: Sequence[int], rank: int, awaited: int | None) -> int | None:
+    """Return the member of a group next to a rank, in the direction of the one that all wait for; of two, the other."""
+    if len(ranks) == 2:
+        return sum(ranks) - rank
+    if awaited is None or rank not in ranks or awaited == rank:
+        return None
+    return ranks[ranks.index(rank) + (1 if ranks.index(awaited) > ranks.index(rank) else -1)]
 
 
 def _status_of_group(one: RankLog, all_facts: list[Fact]) -> Iterator[Fact]:

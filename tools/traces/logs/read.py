@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from types import MappingProxyType
+from typing import TypeVar
 
 from crossrank.recording import ReadIssues
 from crossrank.text import writable
@@ -42,6 +43,8 @@ _OF_TESTS = "E  "
 """Start of the lines in which pytest shows an exception."""
 _OF_LAUNCHER = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
 """Exceptions of launchers, which say that a process has failed."""
+_NAMED = re.compile(r"\b[Rr]ank[ =:#]{0,2}(?P<rank>\d{1,7})\b")
+_FAILED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Exception|exception|failed|crashed)\b")
 ENDS = re.compile(
     r"\A(?:\s*\Z|\s*#\d+ |frame #|Exception raised from|terminate called|  what\(\)|\s+[\w.~^]|\[?[IWEF]\d{3,4} |"
     r"[\w.]*(?:Error|Warning)\b|ncclRemoteError|Last error|srun|slurmstepd|=+\s*\Z|-+\s*\Z|Fatal Python|\[rank|"
@@ -65,6 +68,9 @@ class Fact:
         return int(self.values[name])
 
 
+_Placed = TypeVar("_Placed", Fact, Traceback)
+
+
 @dataclass
 class Attempt:
     """One start of the job's processes."""
@@ -75,6 +81,16 @@ class Attempt:
     """Rank -> its lines."""
     unplaced: int = 0
     """Lines that belong to no rank."""
+    by_label: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """(Path, rank) -> those of its lines that a label alone gives to it."""
+    labelled: dict[int, set[int]] = field(default_factory=dict)
+    """Number of a label -> ranks of the lines behind it that torch has marked."""
+    labels_are_nodes: bool = False
+    """The labels in front of the lines of a file are of launchers, one for each node."""
+    processes: dict[str, int] = field(default_factory=dict)
+    """Number of a process, where Ray says it -> its rank, from the lines that torch has marked."""
+    passed: set[str] = field(default_factory=set)
+    """Paths of runs of tests that all passed."""
     nccl_failed: bool = False
     """torch's NCCL backend printed an error: it ends processes by SIGABRT."""
 
@@ -85,6 +101,8 @@ class JobLog:
 
     attempts: list[Attempt] = field(default_factory=lambda: [Attempt()])
     problems: list[str] = field(default_factory=list)
+    of_launchers: set[str] = field(default_factory=set)
+    """Paths whose labels, or names, are of launchers: torchrun prints there, or torch marks lines with other ranks."""
     is_cut: bool = False
     """A file ends within a line, so the lines of some ranks may be missing."""
 
@@ -101,6 +119,23 @@ class JobLog:
             self.last.facts += last.facts
             self.last.lines_of.update(last.lines_of)
 
+    def take_ranks_of_launchers(self) -> None:
+        """Take the ranks from what labels alone gave to one, in files whose labels are of launchers."""
+        for attempt in self.attempts if self.of_launchers else ():
+            attempt.labels_are_nodes = True
+            for (path, rank), count in attempt.by_label.items():
+                if path in self.of_launchers:
+                    attempt.lines_of[rank] -= count
+                    attempt.unplaced += count
+            attempt.lines_of = +attempt.lines_of
+            attempt.facts = [self._without_label(one) for one in attempt.facts]
+            attempt.tracebacks = [self._without_label(one) for one in attempt.tracebacks]
+
+    def _without_label(self, one: _Placed) -> _Placed:
+        if not one.origin.is_by_label or one.quote.path not in self.of_launchers:
+            return one
+        return replace(one, origin=replace(one.origin, rank=None, is_by_label=False))
+
     def attempt(self, number: int) -> Attempt:
         """Return an attempt by its number, from 0."""
         while len(self.attempts) <= number:
@@ -114,6 +149,7 @@ def read_logs(paths: Iterable[str], names: Mapping[str, str] = MappingProxyType(
     ranks = ranks_of_files([path for path in paths if not ATTEMPT.search(path)])
     for path in paths:
         _File(path, job, names.get(path, path), ranks.get(path)).read()
+    job.take_ranks_of_launchers()
     job.join_summary()
     return job
 
@@ -126,7 +162,11 @@ class _File:
         self._issues = ReadIssues(path)
         found = ATTEMPT.search(path)
         self._attempt = int(found["attempt"]) if found else 0
-        self._origin = Origin(local=int(found["local"])) if found else Origin(rank=rank)
+        self._origin = (
+            Origin(local=int(found["local"])) if found else Origin(rank=rank, label=rank, is_by_label=rank is not None)
+        )
+        self._marked: dict[int, Origin] = {}
+        """Rank -> origin of a line that has its mark alone."""
         self._open: dict[Origin, TracebackLines] = {}
         """Origin -> the traceback that its lines are in."""
         self._frames: list[tuple[str, str, int]] | None = None
@@ -145,6 +185,8 @@ class _File:
         """Lines of the script since the launcher noticed a failure."""
         self._spawned: int | None = None
         """The process that the next traceback is of."""
+        self._previous = ""
+        """The line before."""
         self._ignored: Origin | None = None
         """Origin of an exception that Python ignored: its traceback comes next."""
 
@@ -156,9 +198,11 @@ class _File:
             if may_say or self._open or self._latest or self._steps or self._waits_for_more:
                 self._take(number, line, labels, may_say)
             elif line.startswith(MARK) and (marked := line[len(MARK) : line.find("]", 0, _LONGEST_MARK)]).isdecimal():
-                self._now.lines_of[int(marked)] += 1  # the mark is the last prefix, and most lines of a log have it
+                # The mark is the last prefix, and most lines of a log have it.
+                self._count(self._origin_marked(int(marked)))
             else:
                 self._count(split(line, self._origin, labels)[0])
+            self._previous = line
         for opened in self._open.values():
             self._close(opened)
         self._job.is_cut |= CUT in self._issues.problems
@@ -172,11 +216,26 @@ class _File:
     def _now(self) -> Attempt:
         return self._job.attempt(self._attempt)
 
+    def _origin_marked(self, rank: int) -> Origin:
+        if rank not in self._marked:
+            self._marked[rank] = replace(self._origin, rank=rank, is_by_label=False)
+        return self._marked[rank]
+
     def _count(self, origin: Origin) -> None:
-        if origin.rank is None and origin.local is None:
-            self._now.unplaced += 1
-        elif origin.rank is not None:
-            self._now.lines_of[origin.rank] += 1
+        rank, now = origin.rank, self._now
+        if rank is None:
+            now.unplaced += origin.local is None
+            return
+        now.lines_of[rank] += 1
+        if origin.is_by_label:
+            now.by_label[self._name, rank] += 1
+            return
+        if origin.process:
+            now.processes[origin.process] = rank
+        if origin.label is not None:
+            now.labelled.setdefault(origin.label, set()).add(rank)
+            if origin.label != rank:
+                self._job.of_launchers.add(self._name)
 
     def _take(self, number: int, line: str, labels: frozenset[str], may_say: bool) -> None:
         if MARK in line and ("]:[" in line or "]: Traceback" in line):
@@ -216,7 +275,7 @@ class _File:
                 continue
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
-                    raised_by = match.groupdict().get("rank") or self._spawned
+                    raised_by = match.groupdict().get("rank") or self._spawned or self._named_before(origin, labels)
                     of = origin if raised_by is None else Origin(rank=int(raised_by))
                     if origin == Origin():
                         self._steps_of_ranks = StepLines()
@@ -228,6 +287,8 @@ class _File:
                     self._spawned = None
             elif one.kind == formats.NCCL_FAILED:
                 self._now.nccl_failed = True
+            elif one.kind == formats.PASSED:
+                self._now.passed.add(self._name)
             elif one.kind == formats.IGNORED:
                 self._ignored = origin
             elif one.kind == formats.RESTART:
@@ -237,12 +298,22 @@ class _File:
             else:
                 if one.kind == formats.FAILED:
                     self._since_failure = 0
+                if one.kind in formats.OF_LAUNCHER:
+                    self._job.of_launchers.add(self._name)
                 values = {name: value for name, value in match.groupdict().items() if value is not None}
                 values.setdefault("why", one.why)
                 self._now.facts.append(fact := Fact(one.kind, values, quote, origin))
                 if one.kind == formats.CALL_STACK:
                     self._frames = fact.frames
             return
+
+    def _named_before(self, origin: Origin, labels: frozenset[str]) -> str | None:
+        """Return the rank that the line before an exception names, if no prefix does: scripts log what failed first."""
+        before, text = split(self._previous, self._origin, labels)
+        named = {one["rank"] for one in _NAMED.finditer(text)}
+        if before != origin or origin != Origin() or len(named) != 1 or _FAILED.search(text) is None:
+            return None
+        return named.pop()
 
     def _note_line(self, origin: Origin, text: str) -> None:
         """Note a line of the script: what it shows of the exceptions before it."""
