@@ -6,15 +6,16 @@ expects; if the splits are unknown, the sums over the group must be equal.
 
 Input and output of a call must also match (`contradiction`): an all_reduce has equal sizes.
 
-The majority of the group defines the right call. If members are missing or unknown, or both calls have as many ranks,
-the ranks define it that made their usual calls, if no other rank did. Otherwise there is no culprit.
+The majority of the group defines the right call, or half of it if the files of all others that may have made the other
+call are missing. If members are missing or unknown, or both calls have as many ranks, the ranks define it that made
+their usual calls, if no other rank did. Otherwise there is no culprit.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -255,8 +256,8 @@ class _Comparison:
         if not others:
             return None
         # Members without the call, and unknown members, count for neither side.
-        behind = sum(1 for rank in self._group.ranks if rank not in calls and self._is_behind(rank, seq))
-        has_majority = len(largest) * 2 > len(calls) + behind or self._is_out_of_turn(seq, largest, others)
+        behind = [rank for rank in self._group.ranks if rank not in calls and self._is_behind(rank, seq)]
+        has_majority = self._is_majority(largest, calls, behind) or self._is_out_of_turn(seq, largest, others)
         if not has_majority and len(others) == 1 and self._is_out_of_turn(seq, others[0], [largest]):
             largest, others, has_majority = others[0], [largest], True
         columns = zip(KINDS, *(calls[ranks[0]] for ranks in (largest, *others)), strict=True)
@@ -269,6 +270,8 @@ class _Comparison:
             else sorted(unlike_the_rest(self._job, calls))
         )
         op, text = calls[largest[0]].op, _by_text({rank: key.text for rank, key in calls.items()})
+        if odd and behind and len(largest) * 2 == len(calls) + len(behind):
+            text += f"; the files of {rank_text(behind)} are missing, which may have made either call"
         # If only root or reduction differ, no rank made an extra call.
         shifts = {self._shift(seq, rank, largest[0]) for rank in odd} if kind not in (ROOT, REDUCE) else set()
         if shifts == {EXTRA}:
@@ -277,6 +280,14 @@ class _Comparison:
         elif shifts == {MISSING}:
             kind, text = MISSING, f"{rank_text(odd)} skipped this call; its next calls match those of the other ranks"
         return self._mismatch(seq, kind, calls, op, text, odd)
+
+    def _is_majority(self, largest: list[int], calls: Collection[int], behind: list[int]) -> bool:
+        """Return whether ranks with one call are the majority of a group. Members without files may have made the other
+        call: then half of the group counts as one, if they are more than the known others."""
+        if len(largest) * 2 > len(calls) + len(behind):
+            return True
+        unseen = all(rank not in self._job.ranks for rank in behind)
+        return unseen and len(largest) * 2 == len(calls) + len(behind) and len(largest) * 2 > len(calls)
 
     def _is_stuck(self, seq: int) -> bool:
         """Return whether a call has not finished although all members have made it."""

@@ -74,9 +74,10 @@ def find_unrecorded_waits(search: Search) -> None:
         those_waiting = [ranks[rank].ending for rank in in_calls | making.keys()]
         if closed and not any(map(way_out, those_waiting)):
             proof = "late" if any(map(may_wake, those_waiting)) else "deadlock"
-        if proof != "not_known" and same and len(in_calls) < len(making):  # few went past it
-            culprits = in_calls
-            text += f"; {rank_text(in_calls)} made another call where most ranks make this group"
+        owing = in_calls.intersection(*members.values())
+        if proof != "not_known" and same and len(owing) < len(making):  # few went past it
+            culprits = owing
+            text += f"; {rank_text(owing)} made another call where most ranks make this group"
     finding = finding_on(
         search.world,
         kind,

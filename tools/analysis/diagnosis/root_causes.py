@@ -17,6 +17,7 @@ from itertools import islice
 
 from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.call_history import (
+    breaks_its_tags,
     changes_peer,
     has_skipped,
     is_from_elsewhere,
@@ -340,6 +341,15 @@ def _with_another_peer(search: Search, cycle: list[int], ops: list[StuckOp]) -> 
     return how if len(how) == 1 else {}
 
 
+def _with_another_tag(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
+    """The only rank of a cycle of sends and receives whose tag breaks the order of those before it."""
+    if not all(op.is_p2p for op in ops):
+        return {}
+    found = {rank: breaks_its_tags(search.job, rank, search.graph.blocked[rank]) for rank in cycle}
+    how = {rank: f"the tag of rank {rank} breaks the order of its tags before" for rank, odd in found.items() if odd}
+    return how if len(how) == 1 and None not in found.values() else {}
+
+
 def _came_from_elsewhere(search: Search, cycle: list[int], ops: list[StuckOp]) -> dict[int, str]:
     """The rank that made its call at another line than before, if ranks that are with it in the call, and all others,
     made their usual calls."""
@@ -400,7 +410,14 @@ def _skipped_receive(search: Search, rank: int, row: int) -> int | None:
     return same[0] if is_skipped else None
 
 
-_RULES = (_with_another_peer, _waits_for_a_later_one, _came_from_elsewhere, _left_its_period, _unlike_most_ranks)
+_RULES = (
+    _with_another_peer,
+    _with_another_tag,
+    _waits_for_a_later_one,
+    _came_from_elsewhere,
+    _left_its_period,
+    _unlike_most_ranks,
+)
 """Each returns who of a cycle is wrong, rank -> text, by what its calls were before or those of others are; empty if
 that is unknown. The first that knows counts."""
 

@@ -138,11 +138,16 @@ def test_a_rank_hangs_if_its_last_call_ended_long_ago_elsewhere(
     assert [(finding.kind, finding.culprit_ranks) for finding in diagnosis_of(tmp_path).findings] == kinds
 
 
-@pytest.mark.parametrize("missing", [0, 3])
-def test_two_against_one_is_not_a_majority_of_four(missing: int, tmp_path: Path) -> None:
-    programs: Programs = [[Collective("0", inputs=((size,),))] for size in (8, 8, 16, 16)]
-    job = SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2, 3])})
+@pytest.mark.parametrize(("sizes", "culprits"), [((8, 8, 16, 8), [2]), ((8, 8, 16, 16, 8), []), ((8, 16, 8), [])])
+def test_half_of_a_group_is_its_majority_if_the_files_of_one_rank_are_missing(
+    sizes: tuple[int, ...], culprits: list[int], tmp_path: Path
+) -> None:
+    ranks = [*range(len(sizes))]
+    programs: Programs = [[Collective("0", inputs=((size,),))] for size in sizes]
+    job = SimulatedJob(programs, {"0": ("default_pg", ranks)})
     job.run()
-    job.write(tmp_path, ranks=set(range(4)) - {missing})
+    job.write(tmp_path, ranks={*ranks[1:]} if len(sizes) == 3 else {*ranks[:-1]})
     mismatch = next(finding for finding in diagnosis_of(tmp_path).findings if finding.kind == "size_mismatch")
-    assert mismatch.culprit_ranks == []
+    assert mismatch.culprit_ranks == culprits
+    missing = f"the files of rank {ranks[-1]} are missing, which may have made either call"
+    assert mismatch.text.endswith(missing) is bool(culprits)

@@ -206,10 +206,11 @@ def test_the_first_mismatched_calls_of_a_group_are_found(of_ranks: Sequence[str 
     ("of_ranks", "accused"),
     [
         (("aaAaaAaaA", "aaAaaAaaa", "aaAaaAaaA", ""), (1,)),  # only rank 1 went another way than before
-        (("aaAaaAaaa", "aaAaaAaaA", "aaAaaAaaa", ""), ()),  # rank 1 went on as before, the others did not
-        (("aaaaA", "aaaaa", "aaaaA", ""), ()),  # the call is new on two ranks
+        (("aaAaaAaaa", "aaAaaAaaA", "aaAaaAaaa", ""), (1,)),  # half of the group went another way, as far as is known
+        (("aaaaA", "aaaaa", "aaaaA", ""), (1,)),  # the call is new on two ranks
+        (("aaaaA", "aaaaa", "", ""), ()),
         (("aaAaaAaaA", "aaAaaAaaa", "", ""), (1,)),  # of two ranks, one went another way than before
-        (("aaaaa", "aaaaa", "aaaaA", ""), ()),  # the first call after a loop, which two have not left
+        (("aaaaa", "aaaaa", "aaaaA", ""), (2,)),  # the first call after a loop, which two have not left
     ],
 )
 def test_one_diverging_rank_of_three_is_named_although_a_fourth_is_missing(
