@@ -237,13 +237,7 @@ def healthy(task: Task) -> Result:
     verdict = "no recording" if diagnosis is None else str(diagnosis["verdict"])
     called = "the job hangs" in log
     by_crossrank = "exit code 79" in log or "exitcode  : 79" in log
-    answer = (
-        "well"
-        if code == 0 and log.count("ended well") == task.truth["ranks"]
-        else "ended"
-        if by_crossrank
-        else "failed"
-    )
+    answer = "well" if code == 0 else "ended" if by_crossrank else "failed"
     return Result(task, answer, f"code {code}, verdict afterwards {verdict}", called_a_hang=called)
 
 

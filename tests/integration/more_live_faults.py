@@ -578,6 +578,19 @@ def sends_with_another_tag_around_a_ring(rank: int) -> None:
         sent.wait()  # rank 2
 
 
+@fault(("p2p_wait_cycle",), culprits=(2,), involved=(3,), with_nccl=False)
+def counts_its_tags_otherwise_once(rank: int) -> None:
+    """Both ranks of a pair send what the other one does not expect."""
+    tag = 0
+    for step in range(9):
+        tag += (rank, step) != (2, 7)
+        received = dist.irecv(torch.ones(8), rank ^ 1, tag=tag)
+        dist.send(torch.ones(8), rank ^ 1, tag=tag)  # rank 2
+        assert received is not None
+        received.wait()
+        dist.barrier()
+
+
 @fault(("opposite_order",), culprits=(0,), with_nccl=False)
 def makes_a_group_on_all_ranks_but_one(rank: int) -> None:
     for step in range(4):

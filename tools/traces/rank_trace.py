@@ -238,6 +238,8 @@ class DumpState:
     """Groups with P2P calls, whether or not these are among the entries."""
     launching: set[int] = field(default_factory=set)
     """Ids of the calls that the rank is launching: NCCL may block there until the other ranks arrive."""
+    waits_for_unknown: bool = False
+    """It waits in a call whose other ranks are unknown."""
     of_log: bool = False
     """It is what lines of a log say of the rank, not a dump."""
     active_only: bool = False

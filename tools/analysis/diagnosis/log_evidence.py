@@ -89,6 +89,7 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
         _not_in_communicator,
         _at_fault,
         _other_version,
+        _differs,
         _own_failure,
         _awaited,
         *of_ends,
@@ -168,6 +169,17 @@ def _other_version(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     odd = sorted(rank for rank, version in versions.items() if version != usual)
     text = f"{rank_text(odd)} has NCCL version {versions[odd[0]]}, and other ranks have {usual}"
     return _finding("log_error", versions, text, lines, odd if many > len(odd) else [])
+
+
+def _differs(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the ranks whose model differs from that of another rank; this one, if most ranks say so."""
+    lines = _of_kind(attempt.facts, formats.DIFFERS)
+    if not lines:
+        return None
+    odd, others = {one.number("rank") for one in lines}, {one.number("other") for one in lines}
+    text = f"{rank_text(odd)} has another model than {rank_text(others)}"
+    culprits = sorted(others if len(odd) * 2 > len({*ranks, *odd, *others}) else odd)
+    return _finding("log_error", {*ranks, *odd, *others}, text, lines, culprits)
 
 
 def _own_failure(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:

@@ -45,6 +45,7 @@ class Search:
     @cached_property
     def _idle(self) -> set[int]:
         unknown = {rank for rank in self.may_wait_otherwise - self._listening if not self.is_known(rank)}
+        unknown |= {rank for rank, one in self.job.ranks.items() if one.dump.waits_for_unknown}
         return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys() - unknown
 
     def is_known(self, rank: int) -> bool:

@@ -79,6 +79,8 @@ COMMUNICATOR = "communicator"
 NODE_FAILED = "node_failed"
 PASSED = "passed"
 """All tests passed: what failed was to fail."""
+DIFFERS = "differs"
+"""A rank has another model than `other`."""
 VERSION = "version"
 """Two ranks have other versions of NCCL."""
 RAY_WORKER, RAY_PROCESS, RAY_DIED = "ray_worker", "ray_process", "ray_died"
@@ -155,7 +157,7 @@ FORMATS = (
     ),
     _row(
         FAULTY,
-        r"\[(?P<ranks>\d+)\] finished collective #\d+, but didn't join collective #(?P<seq>\d+)",
+        r"\[(?P<ranks>\d+(?:, \d+)*)\] finished collective #\d+, but didn't join collective #(?P<seq>\d+)",
         "torch/csrc/distributed/c10d/TraceUtils.h",
         "1.13",
         "2.5",
@@ -175,6 +177,12 @@ FORMATS = (
         r"rank (?P<other>\d+) has inconsistent (?P<other_shape>\d+) params",
         "torch/csrc/distributed/c10d/reducer.cpp",
         "1.9",
+    ),
+    _row(
+        DIFFERS,
+        r"\[(?P<rank>\d+)\]: params\[\d+\] in this process with sizes \[[\d, ]*\] "
+        r"appears not to match sizes of the same param in process (?P<other>\d+)",
+        "torch/csrc/distributed/c10d/reducer.cpp",
     ),
     _row(
         AWAITED,
@@ -208,7 +216,7 @@ FORMATS = (
         TASK_KILLED, r"process (?P<rank>\d+) terminated with signal (?P<why>SIG\w+)", "torch/multiprocessing/spawn.py"
     ),
     _row(SPAWNED, r"-- Process (?P<rank>\d+) terminated with the following error", "torch/multiprocessing/spawn.py"),
-    _row(TASK_KILLED, r"(?P<host>[\w.-]+-(?P<rank>\d+)) +\d+/\d+ +(?P<why>OOMKilled)", "kubectl get pods"),
+    _row(TASK_KILLED, r"(?P<host>[\w.-]+-(?P<rank>\d+)) +(?:\d+/\d+|Warning) +(?P<why>OOMKilled)", "kubectl get pods"),
     _row(
         TASK_KILLED,
         r"process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) exited on (?P<why>signal \d+ \([\w ]+\))",
@@ -316,7 +324,8 @@ LITERALS = (
     "terminated with", "OOMKilled", "Memory on the node",
     "Killed process", "spawned with command", "Reason: ", "RANK: ", "world_rank=", "pid: ",
     "Worker exit type", "CANCELLED AT", "got signal: ", "Node failure", "NCCL WARN", "Rendezvous", "return code",
-    " - Init ", " passed", "NVRM: Xid", "Memory access fault", "got stuck for", "params, while", "lagging ranks",
+    " - Init ", " passed", "NVRM: Xid", "Memory access fault", "got stuck for", "params, while",
+    "appears not to match", "lagging ranks",
     "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
     "Child process with PID", "world_size=", "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp",
     "Traceback (most recent", "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",

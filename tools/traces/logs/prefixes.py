@@ -43,7 +43,9 @@ PREFIXES = (
     Prefix("sglang", re.compile(rf"\[{_TIME}(?: [DP]P\d+)* TP(?P<rank>\d{{1,7}})(?: EP\d+)?\] ")),
     Prefix("kubernetes", re.compile(r"\[(?!Rank \d)(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("torchx", re.compile(r"[\w.-]+/\d+ (?=\[(?:default|rank)\d)")),
+    Prefix("torchrun", re.compile(r"(?P<host>[A-Za-z][\w.-]*\d) (?=\[(?:default|rank)\d+\]:)")),
     Prefix("time", re.compile(rf"{_TIME} (?=\[rank\d|\[[a-z]+\d+\]:)")),
+    Prefix("srun", re.compile(r" {0,6}(?P<label>\d{1,7}): (?=\[rank\d)")),
     Prefix("srun", re.compile(r" {0,6}(?P<label>\d{1,7}): "), is_label=True),
     Prefix("mpiexec", re.compile(r"\[(?P<label>\d{1,7})\] "), is_label=True, repeats=True),
     Prefix("pdsh", re.compile(r"(?P<host>[a-z][\w.-]*\d[\w.-]*): "), is_label=True),
@@ -55,6 +57,8 @@ PREFIXES = (
 )
 """Row by row, until none matches: a later prefix is nearer to the text, and knows the rank better."""
 
+_OF_SCHEDULER = ("srun: ", "slurmstepd: ")
+"""Lines that a scheduler prints itself: they have no label."""
 _LABELLED = 0.8
 """Share of a file's lines from which a label counts as one."""
 
@@ -78,7 +82,7 @@ class Origin:
 
 def labels_of(lines: Iterable[str]) -> frozenset[str]:
     """Return the launchers whose labels most of these lines have, also behind other prefixes."""
-    given = [line for line in lines if line.strip()]
+    given = [line for line in lines if line.strip() and not line.startswith(_OF_SCHEDULER)]
     labels: frozenset[str] = frozenset()
     while given:
         # A label may be behind other prefixes, and another one may begin as it does.

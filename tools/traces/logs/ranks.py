@@ -65,6 +65,7 @@ _OF_RANKS = (
 
 _IN_DEFAULT_GROUP = Fact(formats.STATUS, {"group": "0", "desc": DEFAULT_GROUP}, Quote("", 0, ""), Origin())
 _CHECKPOINT = re.compile(formats.CHECKPOINT)
+_DIFFERS = re.compile("appears not to match sizes of the same param in process")
 
 Key = tuple[str, str]
 """Name and description of a group."""
@@ -162,9 +163,9 @@ def _raised_by_the_only_failure(
 
 
 def _names_others(error: str, rank: int) -> bool:
-    """Return whether an exception says that only other ranks failed."""
+    """Return whether an exception says that other ranks failed, or that two ranks differ."""
     found = _CHECKPOINT.search(error)
-    return found is not None and str(rank) not in found["ranks"].split(", ")
+    return _DIFFERS.search(error) is not None or (found is not None and str(rank) not in found["ranks"].split(", "))
 
 
 def _was_handled(raised: Traceback, attempt: Attempt) -> bool:
@@ -249,13 +250,30 @@ def _kills(
         if fact.kind == formats.TASK_KILLED and not is_of_node:
             why = fact.values["why"]
             if why.startswith(_DEADLY):
-                yield fact.number("rank"), why, fact
+                yield _rank_of_task(fact, attempt.hosts), why, fact
     yield from _kills_in_several_lines(attempt.facts, workers, local_to_rank)
     for rank, _, code, line in summary_of(attempt.facts):
         if -code in _CRASHES:
             yield rank, f"killed by {signal.Signals(-code).name}", line
     if not any(one.kind == formats.FAILED for one in attempt.facts):
         yield from _first_of_summary(attempt.facts)
+
+
+def _rank_of_task(fact: Fact, hosts: Mapping[str, set[int]]) -> int:
+    """Return the rank of a task that was killed. The number in the name of a pod may be another: a job may have a
+    master and workers, which are numbered apart."""
+    number, host = fact.number("rank"), fact.values.get("host", "")
+    stem = host.removesuffix(str(number))
+    if stem == host:
+        return number
+    pairs = {
+        (rank, int(other[len(stem) :]))
+        for other, ranks in hosts.items()
+        if other.startswith(stem) and other[len(stem) :].isdecimal() and len(ranks) == 1
+        for rank in ranks
+    }
+    offsets = {rank - other for rank, other in pairs}
+    return number + offsets.pop() if len(offsets) == 1 else number
 
 
 def _first_of_summary(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
@@ -348,18 +366,38 @@ def members_of(attempt: Attempt) -> dict[Key, dict[int, int]]:
             found[_key(fact)][fact.number("member")] = fact.origin.rank
     if not found:
         found[_key(_IN_DEFAULT_GROUP)] = {}
+    sizes = _sizes_of(attempt)
     for key, known in found.items():
-        _fill(known)
+        _fill(known, sizes.get(key, 0))
         if key[1] == DEFAULT_GROUP or key[0] == "0":
             known.update({rank: rank for rank in range(max(attempt.lines_of, default=0) + 1)})
     return dict(found)
 
 
-def _fill(known: dict[int, int]) -> None:
-    """Add the members between known ones that are equally spaced, and those before them."""
+def _sizes_of(attempt: Attempt) -> dict[Key, int]:
+    """Return the number of members of each group that timed out in a gather or a scatter: one side has as many times
+    the elements of the other."""
+    keys = {
+        (one.origin.rank, one.values["member"], one.values["seq"]): _key(one)
+        for one in attempt.facts
+        if one.kind == formats.STATUS
+    }
+    found: dict[Key, int] = {}
+    for one in attempt.facts:
+        if one.kind == formats.TIMEOUT and one.values["op"] in ("_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"):
+            few, many = sorted((one.number("numel_in"), one.number("numel_out")))
+            key = keys.get((one.origin.rank, one.values["member"], one.values["seq"]))
+            if key is not None and few and not many % few:
+                found[key] = many // few
+    return found
+
+
+def _fill(known: dict[int, int], size: int) -> None:
+    """Add the members between known ones that are equally spaced, those before them, and those after them up to the
+    size of the group, if it is known."""
     if (spacing := spacing_of(known)) is not None:
         first, step = spacing
-        for place in range(max(known) + 1):
+        for place in range(max(max(known) + 1, size)):
             if (member := first + step * place) >= 0:
                 known.setdefault(place, member)
 
@@ -427,8 +465,9 @@ def _add_calls(
             record = _record(work.values["op"], name, seq, sizes)
             if is_p2p(record) or (record.op == "coalesced" and of_pairs):
                 peer = _neighbor(ranks, trace.rank or 0, peers.get(key))
-                if peer is None:
-                    continue  # the line has no peer
+                if peer is None:  # the line has none
+                    trace.dump.waits_for_unknown = True
+                    continue
                 op = record.op if is_p2p(record) else "recv"
                 record = msgspec.structs.replace(record, op=op, seq=None, p2p_seq=seq, peer=peer)
             builder.add(record, called=0, state=SCHEDULED, group=index, stack=stack)

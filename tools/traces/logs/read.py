@@ -19,7 +19,7 @@ from crossrank.text import writable
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.lines import CUT, SAMPLE, lines_of, ranks_of_files
 from crossrank.tools.traces.logs.prefixes import Origin, labels_of, split
-from crossrank.tools.traces.logs.tracebacks import BEGINS, Quote, StepLines, Traceback, TracebackLines
+from crossrank.tools.traces.logs.tracebacks import BEGINS, LAST_ERROR, Quote, StepLines, Traceback, TracebackLines
 
 _QUOTED = 200
 """Characters of a line that are quoted."""
@@ -89,6 +89,8 @@ class Attempt:
     """The labels in front of the lines of a file are of launchers, one for each node."""
     processes: dict[str, int] = field(default_factory=dict)
     """Number of a process, where Ray says it -> its rank, from the lines that torch has marked."""
+    hosts: dict[str, set[int]] = field(default_factory=dict)
+    """Host -> ranks of the lines that have it, without those that a label alone gives a rank."""
     passed: set[str] = field(default_factory=set)
     """Paths of runs of tests that all passed."""
     nccl_failed: bool = False
@@ -230,6 +232,8 @@ class _File:
         if origin.is_by_label:
             now.by_label[self._name, rank] += 1
             return
+        if origin.host:
+            now.hosts.setdefault(origin.host, set()).add(rank)
         if origin.process:
             now.processes[origin.process] = rank
         if origin.label is not None:
@@ -334,7 +338,7 @@ class _File:
 
     def _note_work(self) -> None:
         """Note a line of the script: many after a failure are those of the next attempt."""
-        if self._since_failure is not None:
+        if self._since_failure is not None and LAST_ERROR not in self._previous:
             self._since_failure += 1
             if self._since_failure >= _RESTARTED:
                 self._attempt, self._since_failure = self._attempt + 1, None

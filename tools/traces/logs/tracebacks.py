@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _LONGEST_ERROR = 500
 _OF_RAY = re.compile(r"RayTaskError\(\w+\): .*\(pid=(?P<process>\d+), ip=")
 """An exception with which Ray passes on that of a process, whose traceback comes after it."""
-_LAST_ERROR = "Last error:"
+LAST_ERROR = "Last error:"
 """The next line has NCCL's own text of what failed."""
 _MARGIN = re.compile(r" +[|+](?: |[-+]+(?: \d+ -+)?\Z)?")
 """Start of the lines of an exception group."""
@@ -178,12 +178,12 @@ class TracebackLines:
             self._process, self._frames, self._is_over = of_ray["process"], [], False
             self._errors.pop()
             return self.add(text)
-        self._takes_last_error = text.startswith(_LAST_ERROR)
+        self._takes_last_error = text.startswith(LAST_ERROR)
         self._is_linked |= text.startswith(LINKS)
         if self._is_linked and (text.startswith(BEGINS) or RAISED.match(text)):
             self._frames, self._is_over = [], False
             return text.startswith(BEGINS) or self.add(text)
-        return not text.strip() or self._is_linked or text.startswith(("ncclR", "ncclI", "ncclS", "ncclU", _LAST_ERROR))
+        return not text.strip() or self._is_linked or text.startswith(("ncclR", "ncclI", "ncclS", "ncclU", LAST_ERROR))
 
     def traceback(self) -> Traceback | None:
         if not self._errors:

@@ -485,3 +485,162 @@ def test_a_timeout_in_a_pipeline_does_not_hide_the_stage_that_raised(tmp_path: P
     for rank, seq, op in ((0, 991, "COALESCED"), (2, 990, "RECV"), (3, 989, "RECV")):
         lines += watchdog(rank, seq, op=op, group="20", desc="PIPELINE_MODEL_PARALLEL_GROUP")
     assert diagnosed(tmp_path, *lines).suspect_ranks == [1]
+
+
+def test_stages_that_receive_along_a_pipeline_wait_for_the_only_one_that_does_not(tmp_path: Path) -> None:
+    """The lines have no peers: rank 4 has not come to its group, and the stages wait in numbers of their own."""
+    lines = [
+        line
+        for member, rank, seq in ((0, 0, 45), (1, 2, 90), (3, 6, 93))
+        for line in watchdog(rank, seq, op="RECV", member=member, group="9", desc="pipeline")
+    ]
+    tensor = watchdog(5, 154, member=1, group="7", desc="tensor") + watchdog(1, 153, member=1, group="6", desc="tensor")
+    found = diagnosed(tmp_path, *lines, *tensor[:2], "[rank4]: step 3")
+    assert found.suspect_ranks == [4]
+
+
+def test_a_rank_that_printed_an_earlier_call_is_named_although_most_ranks_print_nothing(tmp_path: Path) -> None:
+    steps = [f"[rank{rank}]: wrote its part" for rank in range(16)]
+    lines = [line for rank in (0, 4, 8) for line in watchdog(rank, 977)]
+    assert diagnosed(tmp_path, *steps, *lines).suspect_ranks == []
+    assert diagnosed(tmp_path / "more", *steps, *lines, monitor(5, 976, 976)).suspect_ranks == [5]
+
+
+def test_the_only_rank_that_did_not_time_out_is_named(tmp_path: Path) -> None:
+    lines = [
+        line
+        for rank in (1, 2, 3)
+        for line in watchdog(rank, 577, op="RECV", member=1, group=f"1{rank}", desc=f"p2p_{rank}")
+    ]
+    assert diagnosed(tmp_path, "[rank0]: step 1", *lines).suspect_ranks == [0]
+    assert diagnosed(tmp_path / "more", "[rank0]: step 1", "[rank4]: step 1", *lines).suspect_ranks == []
+
+
+def test_labels_of_tasks_that_are_launchers_are_not_ranks(tmp_path: Path) -> None:
+    """srun numbers the tasks, and each task starts two ranks."""
+    steps = [f"{node}: [rank{2 * node + local}]: step 1" for node in range(3) for local in range(2)] * 3
+    ended = ["1: " + line for line in traceback("ValueError: no batch")] + ["srun: error: gpu-b: task 1: Killed"]
+    found = diagnosed(tmp_path, *steps, *ended)
+    assert found.suspect_ranks == []
+    same = [f"{rank}: [rank{rank}]: step 1" for rank in range(3)] * 3
+    assert diagnosed(tmp_path / "same", *same, *ended[:-1]).suspect_ranks == [1]
+
+
+def test_the_ranks_of_a_node_that_failed_are_named(tmp_path: Path) -> None:
+    steps = [f"{node}: [rank{2 * node + local}]: step 1" for node in (0, 2, 3) for local in range(2)] * 3
+    failed = ["srun: error: Node failure on gpu-b", "srun: error: gpu-b: task 1: Killed"]
+    assert diagnosed(tmp_path, *steps, *failed).suspect_ranks == [2, 3]
+
+
+def test_a_process_that_the_kernel_killed_is_known_by_its_number(tmp_path: Path) -> None:
+    started = [
+        f"[INFO] [launch.py:256:main] process {4200 + rank} spawned with command: ['python', '--local_rank={rank}']"
+        for rank in range(4)
+    ]
+    killed = "[Sun Jan 19 2025] Out of memory: Killed process 4202 (python) total-vm:1kB"
+    assert diagnosed(tmp_path, *started, killed).suspect_ranks == [2]
+    assert diagnosed(tmp_path / "other", *started, killed.replace("4202", "99")).suspect_ranks == []
+
+
+def test_a_process_of_ray_has_the_rank_of_the_lines_that_torch_marked(tmp_path: Path) -> None:
+    marked = [f"(WorkerDict pid={70 + rank}) [rank{rank}]:[W1] using GPU {rank}" for rank in range(4)]
+    of_actor = [
+        *traceback("RayTaskError(OutOfMemoryError): ray::TaskRunner.run() (pid=12, ip=10.0.0.1)"),
+        '  File "/job/dp_actor.py", line 9, in fit',
+        "RayTaskError(OutOfMemoryError): ray::WorkerDict.update() (pid=73, ip=10.0.0.1)",
+        '  File "/job/dp_actor.py", line 461, in update_policy',
+        "torch.OutOfMemoryError: CUDA out of memory.",
+    ]
+    assert diagnosed(tmp_path, *marked, *of_actor).suspect_ranks == [3]
+
+
+def test_members_that_have_not_begun_to_make_a_communicator_are_named(tmp_path: Path) -> None:
+    def begun(rank: int, state: str = "START") -> str:
+        comm = (
+            f"ncclCommInitRank comm 0x4f{rank} rank {rank} nranks 8 cudaDev 0 busId d8000 commId 0x77ad - Init {state}"
+        )
+        return f"node-a:15{rank}:15{rank} [{rank}] NCCL INFO {comm}"
+
+    lines = [begun(rank) for rank in range(8) if rank != 5]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [5]
+    assert diagnosed(tmp_path / "made", *lines, begun(0, "COMPLETE")).suspect_ranks == []
+    assert diagnosed(tmp_path / "few", *lines[:3]).suspect_ranks == []
+
+
+def test_an_exception_without_a_rank_is_of_the_only_process_that_failed(tmp_path: Path) -> None:
+    def launcher(code: int) -> list[str]:
+        return [
+            "W1 torch/distributed/elastic/multiprocessing/api.py:897] Sending process 51 closing signal SIGTERM",
+            f"E1 torch/distributed/elastic/multiprocessing/api.py:8] failed (exitcode: {code}) local_rank: 6 (pid: 57)",
+        ]
+
+    assert diagnosed(tmp_path, *traceback("ValueError: x"), *launcher(1)).suspect_ranks == [6]
+    closed = traceback("RuntimeError: Connection closed by peer [127.0.0.1]:21141")
+    assert diagnosed(tmp_path / "closed", *traceback("ValueError: x"), *closed, *launcher(1)).suspect_ranks == []
+
+
+def test_the_line_before_an_exception_may_name_its_rank(tmp_path: Path) -> None:
+    raised = traceback("RuntimeError: shape is invalid")
+    assert diagnosed(tmp_path, "10:05:40 ERROR rank 2: local update failed", *raised).suspect_ranks == [2]
+    assert diagnosed(tmp_path / "step", "10:05:40 INFO rank 2: step 5", *raised).suspect_ranks == []
+
+
+def test_processes_of_two_nodes_with_the_same_number_are_apart(tmp_path: Path) -> None:
+    api = "torch/distributed/elastic/multiprocessing/api.py:9]"
+    lines = [
+        f"job-worker-1 pytorch W1 {api} Sending process 83 closing signal SIGTERM",
+        f"job-worker-1 pytorch E1 {api} failed (exitcode: -9) local_rank: 1 (pid: 84) of binary: python",
+        "job-worker-1 pytorch   rank      : 3 (local_rank: 1)",
+        "job-worker-1 pytorch   exitcode  : -9 (pid: 84)",
+        f"job-master-0 pytorch W1 {api} Sending process 84 closing signal SIGTERM",
+    ]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [3]
+
+
+def test_tests_that_all_passed_hang_no_rank(tmp_path: Path) -> None:
+    barrier = "[rank0]:[E4 ProcessGroupGloo.cpp:67] [Rank 0]: Rank 2 failed to pass monitoredBarrier in 1000 ms"
+    assert diagnosed(tmp_path, barrier).suspect_ranks == [2]
+    assert diagnosed(tmp_path / "passed", barrier, "=== 4 passed, 1 warning in 88.15s ===").suspect_ranks == []
+
+
+def test_a_file_whose_name_has_a_rank_may_have_the_lines_of_all(tmp_path: Path) -> None:
+    (tmp_path / "upload_rank0.log").write_text("\n".join([*watchdog(1, 7), *watchdog(2, 7), monitor(0, 6, 6)]) + "\n")
+    assert diagnosis_of(tmp_path).suspect_ranks == [0]
+
+
+def test_a_rank_whose_line_has_no_peer_waits_and_is_not_accused(tmp_path: Path) -> None:
+    """Ranks 2, 4 and 6 wait for rank 0, which waits in another group; rank 1 is silent."""
+    data = [
+        line
+        for member, rank in ((1, 2), (2, 4), (3, 6))
+        for line in watchdog(rank, 10, member=member, group="3", desc="data")
+    ]
+    stage = watchdog(0, 81, op="RECV", member=0, group="40", desc="pipeline")
+    others = [line for rank in (3, 5, 7) for line in watchdog(rank, 10, member=rank, group="4", desc="other")]
+    assert diagnosed(tmp_path, *data, *stage, *others, "[rank1]: step 1").suspect_ranks == [1]
+
+
+@pytest.mark.parametrize(("raising", "culprits"), [((1, 2, 3), [0]), ((3,), [3])])
+def test_of_ranks_with_different_models_the_few_are_named(
+    raising: tuple[int, ...], culprits: list[int], tmp_path: Path
+) -> None:
+    why = "params[0] in this process with sizes [768] appears not to match sizes of the same param in process 0."
+    lines = [line for rank in raising for line in traceback(f"RuntimeError: [{rank}]: {why}", f"[rank{rank}]: ")]
+    assert diagnosed(tmp_path, *(f"[rank{rank}]: begins" for rank in range(4)), *lines).suspect_ranks == culprits
+
+
+def test_the_size_of_a_group_is_that_of_its_gather(tmp_path: Path) -> None:
+    """Only members 0 to 2 of 4 have lines: the last one has not come."""
+    work = "OpType=_ALLGATHER_BASE, NumelIn=8, NumelOut=8"
+    lines = [
+        line.replace(work, work[:-1] + "32")
+        for rank in range(3)
+        for line in watchdog(rank, 5, op="_ALLGATHER_BASE", group="1", desc="shards")
+    ]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [3]
+
+
+def test_workers_of_a_job_with_a_master_are_numbered_apart(tmp_path: Path) -> None:
+    lines = ["[pod/job-master-0/pytorch] [rank0]: step 1", "[pod/job-worker-0/pytorch] [rank1]: step 1"]
+    killed = "job-worker-2    Warning   OOMKilled   container pytorch terminated"
+    assert diagnosed(tmp_path, *lines, killed).suspect_ranks == [3]

@@ -227,6 +227,16 @@ def test_python_that_sleeps_with_an_open_file_may_wait_for_the_one_that_has_lock
     assert finding.text.endswith("rank 0 has locked a file that is open there, and it may try to lock it")
 
 
+@pytest.mark.parametrize(("blocked_in", "culprits"), [(C_SLEEPS, []), (PYTHON_SLEEPS, [1])])
+def test_c_code_that_looks_for_something_now_and_then_may_wait_for_another_rank(
+    blocked_in: str, culprits: list[int]
+) -> None:
+    """For example, for a key of a store that is a file."""
+    polls = answer(thread(cpu_ns=SECOND // 100, blocked_in=blocked_in), callers={"0": MAIN})
+    (finding,) = diagnosed(waiting(0, process=50), absent(1, polls)).findings
+    assert finding.culprit_ranks == culprits
+
+
 def test_ranks_that_read_a_pipe_which_all_have_opened_wait_for_the_one_that_reads_nothing() -> None:
     readers = [absent(one, reads_from_all_but(one), size=4) for one in (1, 2, 3)]
     (finding,) = diagnosed(waiting(0, process=50, size=4), *readers).findings
@@ -332,6 +342,15 @@ def test_ranks_that_make_groups_of_others_that_wait_for_them_in_a_call_are_a_dea
         "rank 0 makes a group of rank 0,2 (no. 3 on these ranks); "
         "rank 1 makes a group of rank 1,3 (no. 4 on these ranks); rank 2-3 waits in barrier #2"
     )
+
+
+def test_a_member_that_waits_in_a_call_where_most_members_make_their_group_is_named() -> None:
+    """Rank 3 is no member, and has nothing to make."""
+    makers = [making(number, 0, 1, 2, made=2, size=4) for number in (0, 1)]
+    found = diagnosed(*makers, *(waits_in_barrier(number, 4) for number in (2, 3)))
+    (finding,) = found.findings
+    assert (finding.kind, finding.proof, finding.culprit_ranks) == ("opposite_order", "deadlock", [2])
+    assert finding.text.endswith("; rank 2 made another call where most ranks make this group")
 
 
 def test_a_rank_outside_of_the_group_that_is_made_is_not_said_to_be_awaited() -> None:
