@@ -621,7 +621,7 @@ def test_a_rank_whose_line_has_no_peer_waits_and_is_not_accused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("raising", "culprits"), [((1, 2, 3), [0]), ((3,), [3])])
-def test_of_ranks_with_different_models_the_few_are_named(
+def test_ranks_with_another_model_than_most_are_named(
     raising: tuple[int, ...], culprits: list[int], tmp_path: Path
 ) -> None:
     why = "params[0] in this process with sizes [768] appears not to match sizes of the same param in process 0."
