@@ -90,8 +90,8 @@ _BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep"
 
 _LOG_NAME = re.compile(r"\.(?:log|out|err)(?:[.-]?\d+)?(?:\.gz|\.zst)?\Z|(?:\A|/)(?:std(?:out|err)|log)\Z", re.I)
 _LOG_SIGN = re.compile(
-    rb"^(?:\[rank\d+\]|\[\w+\d+\]:|Traceback \(most recent|[ \w.:-]*NCCL (?:INFO|WARN)|\s+Reason:\s+OOMKilled)"
-    rb"|ProcessGroupNCCL",
+    rb"^(?:\[rank\d+\]|\[\w+\d+\]:|Traceback \(most recent|[ \w.:-]*NCCL (?:INFO|WARN)|\s+Reason:\s+OOMKilled"
+    rb"|Thread \d+ \([a-z+]+\): \"MainThread\")|ProcessGroupNCCL",
     re.M,
 )
 """Names of logs, and lines that only logs have."""

@@ -33,7 +33,11 @@ _WITHOUT_A_LINE = 0.25
 _WITHOUT_WAITS = ("network_failed", "log_error")
 _MANY = 2
 """Ranks that have lost a connection from which on the one that says nothing is named."""
-_COMMUNICATES = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
+_COMMUNICATES = re.compile(r"(?:\A|[/\\])torch[/\\]distributed[/\\]")
+_WAITS_FOR_GPU = re.compile(r"(?:\A|[/\\])torch[/\\](?:autograd|cuda)[/\\]")
+"""Files of the innermost functions in which a rank waits for the backward pass, or for the work of its GPU."""
+_STACKS = 3
+"""Ranks whose stacks have to be known."""
 _QUOTED_CULPRITS, _QUOTED_WAITING = 3, 2
 """Ranks whose lines a finding quotes."""
 
@@ -81,7 +85,7 @@ def _contradictions(trace: RankTrace, log: RankTrace) -> Iterator[str]:
 def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[Finding]:
     """Yield what lines say without a call, the most certain first: a verdict that crossrank printed in the job, ranks
     that never came to the store, or that others waited for, and errors."""
-    of_ends = (_interrupted,) if is_cut else (_only_silent, _interrupted)
+    of_ends = (_elsewhere,) if is_cut else (_elsewhere, _only_silent)
     for told in (
         _printed_verdict,
         _node_failed,
@@ -278,23 +282,44 @@ def _ranks_of_node(attempt: Attempt, node: int) -> Collection[int]:
     return range(node * size, (node + 1) * size) if size and in_order else ()
 
 
-def _interrupted(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
-    """Return the ranks that waited for no other one when the user interrupted the job, if most others did."""
+def _elsewhere(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the ranks that waited for no other one when the user interrupted the job, or looked at the stacks of its
+    processes, if most others did."""
     stopped = {
-        one.origin.rank: one
+        one.origin.rank: (one.frames, one)
         for one in attempt.tracebacks
         if one.origin.rank is not None and one.error.startswith("KeyboardInterrupt")
     }
-    waiting = {rank for rank, one in stopped.items() if any(_COMMUNICATES.search(file) for _, file, _ in one.frames)}
-    elsewhere = sorted(stopped.keys() - waiting)
-    if not elsewhere or len(elsewhere) * 2 >= len(stopped) or stopped.keys() != {*ranks}:
+    stacks = _stacks(attempt)
+    shown, what = (stacks, "at its stacks") if len(stacks) >= _STACKS else (stopped, "")
+    waiting = {
+        rank
+        for rank, (frames, _) in shown.items()
+        if any(_COMMUNICATES.search(file) for _, file, _ in frames)
+        or any(_WAITS_FOR_GPU.search(file) for _, file, _ in frames[:1])
+    }
+    elsewhere = sorted(shown.keys() - waiting)
+    if not elsewhere or len(elsewhere) * 2 >= len(shown) or (not what and shown.keys() != {*ranks}):
         return None
-    places = {f"{name} ({file}:{line})" for rank in elsewhere for name, file, line in stopped[rank].frames[:1]}
+    where = {f"{name} ({file}:{line})" for rank in elsewhere for name, file, line in shown[rank][0][:1]}
+    when = f"the user looked {what}" if what else "the user ended the job"
     text = (
-        f"the user ended the job while {rank_text(waiting)} waited in torch.distributed, and {rank_text(elsewhere)} "
-        f"did not, in {', '.join(sorted(places))}"
+        f"when {when}, {rank_text(waiting)} waited in torch, and {rank_text(elsewhere)} did not, in "
+        f"{', '.join(sorted(where))}"
     )
-    return _finding("missing_rank", ranks, text, [stopped[one] for one in elsewhere], elsewhere)
+    lines = [shown[one][1] for one in elsewhere]
+    return _finding("missing_rank", {*ranks, *shown}, text, lines, elsewhere)
+
+
+def _stacks(attempt: Attempt) -> dict[int, tuple[tuple[tuple[str, str, int], ...], Fact]]:
+    """Return the stack of each rank's main thread, innermost frame first, and the line that begins it."""
+    found = {}
+    for one in _of_kind(attempt.facts, formats.STACK):
+        process = one.values.get("process", "")
+        rank = attempt.processes.get(process, one.origin.rank)
+        if rank is not None and one.frames and (process or one.frames[-1][0] == "<module>"):
+            found[rank] = tuple(one.frames), one
+    return found
 
 
 def _finding(

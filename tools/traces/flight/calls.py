@@ -260,7 +260,9 @@ class _Reading:
         whole_entries = [] if is_plain else list(entries)
         runs = _runs(whole_entries)
         keep, closing, batch = np.full(len(entries), True), np.arange(len(entries)), np.full(len(entries), -1)
+        of_pairs = p2p == 1
         for last, members in _launches(whole_entries, runs).items():
+            of_pairs[last] |= bool(members) and bool(p2p[members].all())
             closing[members] = last
             sent = [member for member in members if p2p[member]]
             if len(members) > 1:
@@ -273,7 +275,7 @@ class _Reading:
         is_retired = np.array(columns["retired"], bool)
         seems_over = (state == COMPLETED) & ~is_retired & (on_gloo == 0) & (trace.backend != GLOO)
         closes = np.isin(kind, [row for row, entry in entries.kinds.items() if is_closing(entry)])
-        launching = self._launching(pg_id, seq * ~(p2p == 1), p2p_seq * ((p2p == 1) | closes), seems_over)
+        launching = self._launching(pg_id, seq * ~of_pairs, p2p_seq * (of_pairs | closes), seems_over)
         state[launching], ended[launching] = SCHEDULED, 0
         if len(untold := self._never_enqueued(pg_id)):
             state[untold], trace.dump.ends_frozen, trace.dump.hosts_wait = RETIRED, True, True

@@ -63,6 +63,8 @@ OF_LAUNCHER = (FAILED, SUMMARY_TIME, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCH
 TRACEBACK, SPAWNED, IGNORED = "traceback", "spawned", "ignored"
 FAULTY, GPU_FAILED, SAID = "faulty", "gpu_failed", "said"
 """A line that names the ranks at fault; an error of the GPU of the rank that prints it; one that names no rank."""
+STACK, PROCESS_SHOWN = "stack", "process_shown"
+"""The stack of a thread, and the process whose stacks come next."""
 AWAITED = "awaited"
 """A line of a rank that waits for something of another rank, `other`. The rank that waits is `member` in its group, or
 that of the job."""
@@ -122,6 +124,10 @@ FORMATS = (
         _NCCL,
         "2.3",
     ),
+    _row(PROCESS_SHOWN, r"\AProcess (?P<process>\d+): ", "py-spy/src/main.rs"),
+    _row(PROCESS_SHOWN, r"Pyspy dump for PID (?P<process>\d+)", "sglang/srt/utils/common.py"),
+    _row(STACK, r"\AThread (?P<process>\d+) \([^)]*\): \"MainThread\"", "py-spy/src/main.rs"),
+    _row(STACK, r"\A(?:Current thread|Thread) 0x\w+ (?:\[[^\]]*\] )?\(most recent call first\):", "Python/traceback.c"),
     _row(CALL_STACK, r"Stack trace of the failed collective: *\Z", _NCCL, "2.4"),
     _row(
         ASYNC_ERROR,
@@ -317,7 +323,8 @@ FORMATS = (
 )
 
 LITERALS = (
-    "is connected to", "Mismatched NCCL version", "ranks:dict_keys", "Stack trace of the failed", "Watchdog caught",
+    "is connected to", "Mismatched NCCL version", "ranks:dict_keys", "Process ", "Pyspy dump",
+    '"MainThread"', "most recent call first", "Stack trace of the failed", "Watchdog caught",
     " at work sequence id", "Timeout at NCCL work", "detected by watchdog at work", "Last enqueued NCCL work",
     "raised the following async", "NET/IB", "Detected mismatch between", "failed to pass monitoredBarrier",
     "clients joined", "will restart worker group", "closing signal", "failed (exitcode:", "local_rank: ", "exitcode ",

@@ -23,8 +23,13 @@ from crossrank.tools.traces.logs.tracebacks import BEGINS, LAST_ERROR, Quote, St
 
 _QUOTED = 200
 """Characters of a line that are quoted."""
-CALL_FRAME = re.compile(r"#\d+ (?P<name>\S+) from (?P<file>.+):(?P<line>\d+)\Z")
-"""A frame below a line of `formats.CALL_STACK` (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp)."""
+_STACK_FRAMES = (
+    re.compile(r"#\d+ (?P<name>\S+) from (?P<file>.+):(?P<line>\d+)\Z"),
+    re.compile(r" {4}(?P<name>\S.*?) \((?P<file>[^()]+):(?P<line>\d+)\)\Z"),
+    re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)\Z'),
+)
+"""Frames below a line that begins a stack: of torch (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp), of py-spy,
+and of Python's faulthandler. The innermost comes first."""
 ATTEMPT = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out|err)\.log\Z")
 """End of the path of a file that `torchrun --log-dir` writes."""
 _RESTARTED = 8
@@ -256,7 +261,7 @@ class _File:
         origin, text = split(line, self._origin, labels)
         self._count(origin)
         if self._frames is not None:
-            if (frame := CALL_FRAME.match(text)) is not None:
+            if (frame := next(filter(None, (one.match(text) for one in _STACK_FRAMES)), None)) is not None:
                 self._frames.append((frame["name"], frame["file"], int(frame["line"])))
                 return
             self._frames = None
@@ -291,6 +296,9 @@ class _File:
                     self._spawned = None
             elif one.kind == formats.NCCL_FAILED:
                 self._now.nccl_failed = True
+            elif one.kind == formats.PROCESS_SHOWN:
+                if (rank := self._rank_before(origin, labels)) is not None:
+                    self._now.processes.setdefault(match["process"], rank)
             elif one.kind == formats.PASSED:
                 self._now.passed.add(self._name)
             elif one.kind == formats.IGNORED:
@@ -307,9 +315,16 @@ class _File:
                 values = {name: value for name, value in match.groupdict().items() if value is not None}
                 values.setdefault("why", one.why)
                 self._now.facts.append(fact := Fact(one.kind, values, quote, origin))
-                if one.kind == formats.CALL_STACK:
+                if one.kind in (formats.CALL_STACK, formats.STACK):
                     self._frames = fact.frames
             return
+
+    def _rank_before(self, origin: Origin, labels: frozenset[str]) -> int | None:
+        """Return the rank of a line; if its prefixes do not say it, the only one that the line before names."""
+        if origin.rank is not None:
+            return origin.rank
+        named = {one["rank"] for one in _NAMED.finditer(split(self._previous, self._origin, labels)[1])}
+        return int(named.pop()) if len(named) == 1 else None
 
     def _named_before(self, origin: Origin, labels: frozenset[str]) -> str | None:
         """Return the rank that the line before an exception names, if no prefix does: scripts log what failed first."""

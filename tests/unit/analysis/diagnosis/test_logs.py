@@ -644,3 +644,37 @@ def test_workers_of_a_job_with_a_master_are_numbered_apart(tmp_path: Path) -> No
     lines = ["[pod/job-master-0/pytorch] [rank0]: step 1", "[pod/job-worker-0/pytorch] [rank1]: step 1"]
     killed = "job-worker-2    Warning   OOMKilled   container pytorch terminated"
     assert diagnosed(tmp_path, *lines, killed).suspect_ranks == [3]
+
+
+def shown_by_py_spy(rank: int, place: str) -> list[str]:
+    frames = [place, "backward (torch/_tensor.py:581)", "main (train.py:141)", "<module> (train.py:170)"]
+    head = [f"===== rank {rank} =====", f"Process {8812 + rank}: python -u train.py", "Python v3.11.10", ""]
+    thread = [f'Thread {8812 + rank} (active): "MainThread"', *(f"    {frame}" for frame in frames)]
+    return [*head, *thread, f'Thread {9000 + rank} (idle): "Thread-5"', "    wait (threading.py:331)", ""]
+
+
+def test_a_rank_whose_stack_is_elsewhere_than_those_of_most_is_named(tmp_path: Path) -> None:
+    in_backward = "_engine_run_backward (torch/autograd/graph.py:825)"
+    lines = [
+        line
+        for rank in range(4)
+        for line in shown_by_py_spy(rank, "acquire (filelock/_api.py:341)" if rank == 2 else in_backward)
+    ]
+    found = diagnosed(tmp_path, *lines)
+    assert found.suspect_ranks == [2]
+    assert found.findings[0].text == (
+        "when the user looked at its stacks, rank 0-1,3 waited in torch, and rank 2 did not, in "
+        "acquire (filelock/_api.py:341)"
+    )
+    few = [line for rank in (1, 2) for line in shown_by_py_spy(rank, "step (train.py:5)" if rank == 2 else in_backward)]
+    assert diagnosed(tmp_path / "few", *few).suspect_ranks == []
+
+
+def test_stacks_that_faulthandler_prints_are_read(tmp_path: Path) -> None:
+    def shown(rank: int, file: str) -> list[str]:
+        frames = [f'  File "{file}", line 5 in wait', '  File "/job/train.py", line 203 in <module>']
+        lines = ["Timeout (0:09:00)!", "Thread 0x00007f13a8f2d740 (most recent call first):", *frames]
+        return [f"[rank{rank}]: {line}" for line in lines]
+
+    lines = [line for rank in range(4) for line in shown(rank, "/opt/torch/cuda/__init__.py" if rank else "/job/io.py")]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [0]

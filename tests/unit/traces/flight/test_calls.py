@@ -436,3 +436,13 @@ def test_the_unnamed_group_of_gloo_is_the_world(tmp_path: Path) -> None:
     assert read(tmp_path, entry(0, "gloo:all_reduce", 1), pg_config=config).world_size == 3
     own = moment(groups=[{"pg": "9", "size": 1}])
     assert [one.group.pg for one in read(tmp_path, pg_config={}, crossrank=own).groups] == ["9"]
+
+
+@pytest.mark.parametrize(("enqueued", "state"), [(2, "scheduled"), (3, "completed")])
+def test_a_batch_that_its_rank_still_launches_is_not_finished(enqueued: int, state: str, tmp_path: Path) -> None:
+    """torch queries an end that was never recorded. The number of the last collective says nothing of a batch."""
+    batch = [entry(1, "send 0->1", seq=2, p2p=3), entry(2, "recv 0<-1", seq=2, p2p=3)]
+    closing = entry(3, "coalesced", seq=2, p2p=3, is_p2p=False, state="completed", retired=False)
+    status = {"0": {"last_enqueued_collective": enqueued, "last_completed_collective": 2}}
+    found = read(tmp_path, entry(0, "all_reduce", 2, **DONE), *batch, closing, pg_status=status)
+    assert [row.split(" in ")[0] for row in rows(found)[1:]] == [f"send 3 id 1 {state}", f"recv 3 id 2 {state}"]
