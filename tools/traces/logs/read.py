@@ -190,7 +190,7 @@ class _File:
         """Origin -> its last traceback."""
         self._since_failure: int | None = None
         """Lines of the script since the launcher noticed a failure."""
-        self._spawned: int | None = None
+        self._spawned: str | None = None
         """The process that the next traceback is of."""
         self._previous = ""
         """The line before."""
@@ -284,7 +284,8 @@ class _File:
                 continue
             if one.kind == formats.TRACEBACK:
                 if origin not in self._open:
-                    raised_by = match.groupdict().get("rank") or self._spawned or self._named_before(origin, labels)
+                    raised_by = match.groupdict().get("rank") or self._named_before(origin, labels)
+                    raised_by = self._spawned if self._spawned is not None else raised_by
                     of = origin if raised_by is None else Origin(rank=int(raised_by))
                     if origin == Origin():
                         self._steps_of_ranks = StepLines()
@@ -306,7 +307,7 @@ class _File:
             elif one.kind == formats.RESTART:
                 self._attempt, self._since_failure = self._attempt + 1, None
             elif one.kind == formats.SPAWNED:
-                self._spawned = int(match["rank"])
+                self._spawned = match["rank"]
             else:
                 if one.kind == formats.FAILED:
                     self._since_failure = 0

@@ -678,3 +678,8 @@ def test_stacks_that_faulthandler_prints_are_read(tmp_path: Path) -> None:
 
     lines = [line for rank in range(4) for line in shown(rank, "/opt/torch/cuda/__init__.py" if rank else "/job/io.py")]
     assert diagnosed(tmp_path, *lines).suspect_ranks == [0]
+
+
+def test_the_process_that_spawn_names_raised_the_exception_also_if_it_is_the_first(tmp_path: Path) -> None:
+    lines = ["-- Process 0 terminated with the following error:", *traceback("ValueError: x")]
+    assert diagnosed(tmp_path, "10:05 ERROR rank 2: failed", *lines, "rank=3 world_size=4").suspect_ranks == [0]
