@@ -24,10 +24,10 @@ _MOST = 256
 """Threads, and child processes, that are described."""
 _POLLS = 0.1
 """Largest part of the time that a thread computes which only looks for something now and then."""
-_TRIES = 10
-"""Times that such a thread is looked for in its sleep."""
+_LOOKED_FOR = 0.1
+"""Seconds within which such threads of a process are looked for in their sleep."""
 _PAUSE = 0.005
-"""Seconds between two of them."""
+"""Seconds between two looks."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,14 @@ def between(first: Look, last: Look) -> dict[str, Any]:
     """Return what the process did between two looks, in the format of a dump: `RankActivity` of the tools' reader."""
     names = {number_of(thread): thread.name for thread in threading.enumerate()}
     before, now, ends, seconds = first.progress, last.progress, OtherEnds(), last.at - first.at
+    until = time.monotonic() + _LOOKED_FOR
     return {
         "seconds": round(seconds, 3),
         "calls": now.calls - before.calls,
         "completed": now.completed - before.completed,
         "held": [{"id": wait.call, "thread": wait.thread} for wait in sorted(before.waits & now.waits)],
         "threads": [
-            _describe(thread, names.get(thread), first.threads.get(thread, Usage(0, 0)), usage, seconds, ends)
+            _describe(thread, names.get(thread), first.threads.get(thread, Usage(0, 0)), usage, seconds, ends, until)
             for thread, usage in list(last.threads.items())[:_MOST]
         ],
         "children": [
@@ -97,12 +98,12 @@ def between(first: Look, last: Look) -> dict[str, Any]:
 
 
 def _describe(
-    thread: int, name: str | None, before: Usage, now: Usage, seconds: float, ends: OtherEnds
+    thread: int, name: str | None, before: Usage, now: Usage, seconds: float, ends: OtherEnds, until: float
 ) -> dict[str, Any]:
     """Return what a thread did. `name`: its name in Python; None if it does not run Python, and so does not train."""
     used = now.cpu_ns - before.cpu_ns
     if name is not None and 0 < used < _POLLS * seconds * 1e9:
-        blocked = _blocked_mostly(thread, ends)
+        blocked = _blocked_mostly(thread, ends, until)
     else:
         blocked = ends.blocked(thread, ends=name is not None)
     return {
@@ -116,13 +117,10 @@ def _describe(
     }
 
 
-def _blocked_mostly(thread: int, ends: OtherEnds) -> Blocked:
-    """Return where a thread sleeps which wakes up now and then: one look may find it between two sleeps, more often if
-    other processes use the CPUs."""
-    for _ in range(_TRIES):
-        blocked = ends.blocked(thread, ends=True)
-        if blocked.timed:
-            break
+def _blocked_mostly(thread: int, ends: OtherEnds, until: float) -> Blocked:
+    """Return where a thread sleeps which wakes up now and then. One look may find it between two sleeps, more often if
+    other processes use the CPUs. `until`: when to give up, on the monotonic clock."""
+    while not (blocked := ends.blocked(thread, ends=True)).timed and time.monotonic() < until:
         time.sleep(_PAUSE)
     return blocked
 
