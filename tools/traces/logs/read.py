@@ -43,12 +43,14 @@ GLUED = re.compile(r"(?=\[rank\d+\]:(?:\[[EWIF]\d| ?Traceback \(most recent))")
 """Where another process has begun to print within a line."""
 MARK = "[rank"
 """With it torch begins the lines that it prints itself, and those of an exception that ends the process."""
-_LONGEST_MARK = 14
+_LONGEST_MARK, _LONGEST_PREFIX = 14, 80
+_BEGUN = "Traceback (most recent"
+_WORD = re.compile(r"\w")
 _OF_TESTS = "E  "
 """Start of the lines in which pytest shows an exception."""
 _OF_LAUNCHER = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
 """Exceptions of launchers, which say that a process has failed."""
-_NAMED = re.compile(r"\b[Rr]ank[ =:#]{0,2}(?P<rank>\d{1,7})\b")
+_NAMED = re.compile(r"\b[Rr]ank[ =:#_-]{0,2}(?P<rank>\d{1,7})\b")
 _FAILED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Exception|exception|failed|crashed)\b")
 ENDS = re.compile(
     r"\A(?:\s*\Z|\s*#\d+ |frame #|Exception raised from|terminate called|  what\(\)|\s+[\w.~^]|\[?[IWEF]\d{3,4} |"
@@ -194,6 +196,10 @@ class _File:
         """The process that the next traceback is of."""
         self._previous = ""
         """The line before."""
+        self._begun: dict[str, tuple[int, str]] = {}
+        """What is in front of a traceback -> number and text of its first line, until a line of it comes."""
+        self._learned: dict[str, Origin] = {}
+        """Prefixes of no known form: what is in front of a traceback, and of the line after it -> their origin."""
         self._ignored: Origin | None = None
         """Origin of an exception that Python ignored: its traceback comes next."""
 
@@ -202,7 +208,11 @@ class _File:
         first = list(islice(lines, SAMPLE))
         labels = labels_of(line for _, line, _ in first)
         for number, line, may_say in chain(first, lines):
-            if may_say or self._open or self._latest or self._steps or self._waits_for_more:
+            if self._begun and (begun := self._learns(line, labels)) is not None:
+                self._take(*begun, labels, may_say=True)
+            if may_say and _BEGUN in line:
+                self._begun[line[: line.index(_BEGUN)]] = number, line
+            if may_say or self._open or self._latest or self._steps or self._learned or self._waits_for_more:
                 self._take(number, line, labels, may_say)
             elif line.startswith(MARK) and (marked := line[len(MARK) : line.find("]", 0, _LONGEST_MARK)]).isdecimal():
                 # The mark is the last prefix, and most lines of a log have it.
@@ -246,19 +256,38 @@ class _File:
             if origin.label != rank:
                 self._job.of_launchers.add(self._name)
 
+    def _learns(self, line: str, labels: frozenset[str]) -> tuple[int, str] | None:
+        """Learn the prefix of a traceback that has no known form, if this line has it too. Return the number and the
+        text of the first line of the traceback."""
+        before = next((one for one in self._begun if line.startswith(f'{one}  File "')), None)
+        if before is None:
+            return None
+        number, first = self._begun.pop(before)
+        origin, text = split(first, self._origin, labels)
+        if len(before) > _LONGEST_PREFIX or not _WORD.search(text[: text.index(_BEGUN)]):
+            return None
+        named = {one["rank"] for one in _NAMED.finditer(before)}
+        rank = int(named.pop()) if len(named) == 1 and origin.rank is None else origin.rank
+        self._learned[before] = replace(origin, rank=rank, process=before.strip())
+        self._now.unplaced -= origin.rank is None and origin.local is None
+        return number, first
+
     def _take(self, number: int, line: str, labels: frozenset[str], may_say: bool) -> None:
+        base = self._origin
+        if before := next(filter(line.startswith, self._learned), ""):
+            base, line = self._learned[before], line[len(before) :]
         if MARK in line and ("]:[" in line or "]: Traceback" in line):
-            text = split(line, self._origin, labels)[1]
+            text = split(line, base, labels)[1]
             first, *others = GLUED.split(text)
             if others:
-                self._take_part(number, line[: len(line) - len(text)] + first, labels, may_say)
+                self._take_part(number, line[: len(line) - len(text)] + first, base, labels, may_say)
                 for part in others:
-                    self._take_part(number, part, labels, may_say)
+                    self._take_part(number, part, base, labels, may_say)
                 return
-        self._take_part(number, line, labels, may_say)
+        self._take_part(number, line, base, labels, may_say)
 
-    def _take_part(self, number: int, line: str, labels: frozenset[str], may_say: bool) -> None:
-        origin, text = split(line, self._origin, labels)
+    def _take_part(self, number: int, line: str, base: Origin, labels: frozenset[str], may_say: bool) -> None:
+        origin, text = split(line, base, labels)
         self._count(origin)
         if self._frames is not None:
             if (frame := next(filter(None, (one.match(text) for one in _STACK_FRAMES)), None)) is not None:

@@ -196,3 +196,17 @@ def test_a_traceback_behind_other_words_continues_in_lines_without_a_prefix(tmp_
     (tmp_path / "server.log").write_text("\n".join([start, *others]) + "\n")
     (found,) = read_logs([str(tmp_path / "server.log")]).last.tracebacks
     assert (found.origin.rank, found.error) == (3, "OutOfMemoryError: CUDA out of memory")
+
+
+@pytest.mark.parametrize("prefix", ["<trainer rank-3> | ", "2026/01/02 gpu-b rank=3 ERR ", "job.3.rank3 -> "])
+def test_a_traceback_behind_a_prefix_of_no_known_form_is_read_between_other_lines(prefix: str, tmp_path: Path) -> None:
+    ours = traceback("ValueError: no batch", prefix)
+    other = prefix.replace("3", "4")
+    mixed = ["epoch 1", *(line for one in ours for line in (one, f"{other}step"))]
+    (found,) = read_logs([write(tmp_path, mixed)]).last.tracebacks
+    assert (found.error, found.origin.rank, found.frames[0]) == (
+        "ValueError: no batch",
+        3,
+        ("main", "/job/train.py", 7),
+    )
+    assert found.ended_process
