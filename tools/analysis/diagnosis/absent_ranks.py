@@ -20,7 +20,6 @@ from crossrank.tools.analysis.diagnosis.states import (
     polls_only,
     state_of,
     that_may_wait_for_the_rest,
-    tries_in_c,
     waits_for_thread,
 )
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
@@ -105,9 +104,6 @@ def find_silent_ranks(search: Search) -> None:
         elif culprits == absent and all(one.state == IDLE and accepts(ranks[one.rank].ending) for one in states):
             culprits = set()
             text += "; another rank may be the one that was to connect"
-        elif culprits == absent and all(tries_in_c(ranks[one.rank].ending) for one in states):
-            culprits = set()
-            text += "; C code looks for something there now and then, which another rank may have to do"
         elif culprits == absent and (unclear := that_may_wait_for_the_rest(ranks, absent)):
             culprits = absent - unclear
             text += (

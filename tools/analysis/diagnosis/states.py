@@ -202,11 +202,6 @@ def that_may_wait_for_the_rest(ranks: Mapping[int, RankTrace], late: Collection[
     return found if len(late) > 1 and (found != set(late) or len(places) > 1) else set()
 
 
-def tries_in_c(ending: Ending) -> bool:
-    """Return whether a rank sleeps in C code, and looks for something now and then that another process may do."""
-    return polls_only(ending) and _blocked_in(ending) == C_SLEEPS
-
-
 def waits_for_key(ending: Ending) -> bool:
     """Return whether a rank waits for a key of the store, which another rank has to set."""
     return _blocked_in(ending) == STORE

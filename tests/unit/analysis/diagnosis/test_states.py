@@ -227,16 +227,6 @@ def test_python_that_sleeps_with_an_open_file_may_wait_for_the_one_that_has_lock
     assert finding.text.endswith("rank 0 has locked a file that is open there, and it may try to lock it")
 
 
-@pytest.mark.parametrize(("blocked_in", "culprits"), [(C_SLEEPS, []), (PYTHON_SLEEPS, [1])])
-def test_c_code_that_looks_for_something_now_and_then_may_wait_for_another_rank(
-    blocked_in: str, culprits: list[int]
-) -> None:
-    """For example, for a key of a store that is a file."""
-    polls = answer(thread(cpu_ns=SECOND // 100, blocked_in=blocked_in), callers={"0": MAIN})
-    (finding,) = diagnosed(waiting(0, process=50), absent(1, polls)).findings
-    assert finding.culprit_ranks == culprits
-
-
 def test_ranks_that_read_a_pipe_which_all_have_opened_wait_for_the_one_that_reads_nothing() -> None:
     readers = [absent(one, reads_from_all_but(one), size=4) for one in (1, 2, 3)]
     (finding,) = diagnosed(waiting(0, process=50, size=4), *readers).findings
