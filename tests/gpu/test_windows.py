@@ -36,7 +36,9 @@ def test_durations_match_events_and_nccls_own_timing(way: Way, tmp_path: Path, n
     timed = durations(CommsFile(str(recording / "rank-0.comms.jsonl.zst")))
     note(timed=timed, events=events)
     largest = max(events)  # what a launch takes shows in the others, where streams are threads of a stand-in
-    assert timed[largest] == pytest.approx(events[largest], rel=0.02 if CUDA else 0.5)
+    # A GPU's own clock measures both. A stand-in's thread may wait for a CPU between the two moments.
+    apart = (0.1 if machine.STAND_IN else 0.02) if CUDA else 0.5
+    assert timed[largest] == pytest.approx(events[largest], rel=apart)
     for source in ("kineto", "flight") if CUDA else ("kineto",):
         words = ("bandwidth", recording, "--source", source, "--by", "op,size", "--json", "-o", "bandwidth.json")
         machine.crossrank(tmp_path / source, *words)
