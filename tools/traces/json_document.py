@@ -34,13 +34,13 @@ _LONGEST_ROW = 64 << 20
 _TAIL = 1 << 16
 """Bytes at the end of a batch that are searched for the start of its last row."""
 _FIRST_KEY = re.compile(rb'\s*\{\s*("[^"\\]*")')
+_SPACES = " \t\r\n"
 _BETWEEN = re.compile(r"[\s,]*")
 _KEY = r'\{\s*"(?P<key>[^"\\]*)"\s*:'
 _ROW = re.compile(_KEY)
-_NEXT_ROW = re.compile(rf"[\s,\]]+(?={_KEY})")
 _ROW_AFTER = re.compile(r'\]\s*,\s*\{\s*"')
 """A bracket after which the list continues."""
-_LIST_ENDS = re.compile(r'\s*(?=\]\s*(?:\}|,\s*"|\Z))')
+_LIST_ENDS = re.compile(r'\](?=\s*(?:\}|,\s*"|\Z))')
 _MOST_ENDS = 100
 """Places that are tried as the end of the list, where its last row is broken."""
 _BARE = re.compile(r"(?<=[:,\[])\s*-?(?:inf|nan|infinity)(?=\s*[,}\]])", re.IGNORECASE)
@@ -288,14 +288,22 @@ class _Rows:
         text, keys = self._text, self._keys
         if not keys and (own := _ROW.match(text, self.end)) is not None:
             keys = {own["key"]}
-        for found in _NEXT_ROW.finditer(text, self.end + 1):
-            if found["key"] in keys or (not keys and text[found.start() - 1] == "}"):
+        for found in _ROW.finditer(text, self.end + 1):
+            if found["key"] in keys and self._before(found.start(), _SPACES) in ",]}":
+                return found.start()
+            if not keys and self._before(found.start(), _SPACES + ",]") == "}":
                 return found.start()
         for found in islice(_LIST_ENDS.finditer(text, self.end), _MOST_ENDS):
             with suppress(ValueError, RecursionError):
-                json.loads('{"": [' + text[found.end() :] + self._closing)
+                json.loads('{"": [' + text[found.start() :] + self._closing)
                 return found.start()
         return None
+
+    def _before(self, position: int, skipped: str) -> str:
+        """Return the last character before a position that is none of `skipped`. A pattern would try each of a run."""
+        while (position := position - 1) > self.end and self._text[position] in skipped:
+            pass
+        return self._text[position]
 
     def _repaired(self, part: str, error: Exception) -> Any:
         """Return a row without the bare `inf` and `nan` that C++ prints; why it cannot be read, if there is more."""
@@ -303,7 +311,7 @@ class _Rows:
         text, bare = _BARE.subn("null", part)
         with suppress(ValueError, RecursionError):
             row, end = self._decode(text, 0)
-            if isinstance(row, dict) and not text[end:].strip():
+            if isinstance(row, dict) and not text[end:].strip(_SPACES + ",]"):
                 self.nulls += bare
                 return row
         self.nulls = nulls

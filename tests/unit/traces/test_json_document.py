@@ -152,6 +152,13 @@ def test_a_row_that_is_not_json_costs_itself_alone(damage: str, place: int, tmp_
     assert [text for text in said if text.startswith("1 of 4 rows are unusable (first: number ")] == list(said)
 
 
+@pytest.mark.timeout(20)
+def test_a_long_run_of_spaces_in_a_broken_row_takes_no_time_for_each_pair_of_them(tmp_path: Path) -> None:
+    spaces = " " * 1_000_000
+    rows = f'[{{"a": 0}}, {{"a": bad {spaces}x, {{"a": 2}}, {{"a": bad {spaces}]'
+    assert read(tmp_path / "f", f'{{"rows": {rows}, "version": "5"}}'.encode())[:2] == ([0, 2], "5")
+
+
 def test_rows_with_a_bare_inf_are_read_without_it(tmp_path: Path) -> None:
     rows = '[{"a": 0, "time": inf}, {"a": 1, "time": -nan}, {"a": 2, "text": ": inf,", "time": 1}]'
     assert read(tmp_path / "f", f'{{"rows": {rows}}}'.encode()) == (
