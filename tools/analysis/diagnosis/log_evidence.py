@@ -291,7 +291,8 @@ def _elsewhere(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
         if one.origin.rank is not None and one.error.startswith("KeyboardInterrupt")
     }
     stacks = _stacks(attempt)
-    shown, what = (stacks, "at its stacks") if len(stacks) >= _STACKS else (stopped, "")
+    are_stacks = len(stacks) >= _STACKS
+    shown = stacks if are_stacks else stopped
     waiting = {
         rank
         for rank, (frames, _) in shown.items()
@@ -299,10 +300,10 @@ def _elsewhere(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
         or any(_WAITS_FOR_GPU.search(file) for _, file, _ in frames[:1])
     }
     elsewhere = sorted(shown.keys() - waiting)
-    if not elsewhere or len(elsewhere) * 2 >= len(shown) or (not what and shown.keys() != {*ranks}):
+    if not elsewhere or len(elsewhere) * 2 >= len(shown) or (not are_stacks and shown.keys() != {*ranks}):
         return None
     where = {f"{name} ({file}:{line})" for rank in elsewhere for name, file, line in shown[rank][0][:1]}
-    when = f"the user looked {what}" if what else "the user ended the job"
+    when = "the user looked at its stacks" if are_stacks else "the user ended the job"
     text = (
         f"when {when}, {rank_text(waiting)} waited in torch, and {rank_text(elsewhere)} did not, in "
         f"{', '.join(sorted(where))}"

@@ -26,6 +26,8 @@ _WORK = (
 )
 CHECKPOINT = r"CheckpointException ranks:dict_keys\(\[(?P<ranks>\d+(?:, \d+)*)\]\)"
 """An exception that all ranks raise because some failed."""
+OTHER_MODEL = "appears not to match sizes of the same param in process"
+"""Part of an exception of DDP that compares two ranks."""
 _DONE = r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
 
 
@@ -187,7 +189,7 @@ FORMATS = (
     _row(
         DIFFERS,
         r"\[(?P<rank>\d+)\]: params\[\d+\] in this process with sizes \[[\d, ]*\] "
-        r"appears not to match sizes of the same param in process (?P<other>\d+)",
+        rf"{OTHER_MODEL} (?P<other>\d+)",
         "torch/csrc/distributed/c10d/reducer.cpp",
     ),
     _row(

@@ -65,7 +65,6 @@ _OF_RANKS = (
 
 _IN_DEFAULT_GROUP = Fact(formats.STATUS, {"group": "0", "desc": DEFAULT_GROUP}, Quote("", 0, ""), Origin())
 _CHECKPOINT = re.compile(formats.CHECKPOINT)
-_DIFFERS = re.compile("appears not to match sizes of the same param in process")
 
 Key = tuple[str, str]
 """Name and description of a group."""
@@ -165,7 +164,7 @@ def _raised_by_the_only_failure(
 def _names_others(error: str, rank: int) -> bool:
     """Return whether an exception says that other ranks failed, or that two ranks differ."""
     found = _CHECKPOINT.search(error)
-    return _DIFFERS.search(error) is not None or (found is not None and str(rank) not in found["ranks"].split(", "))
+    return formats.OTHER_MODEL in error or (found is not None and str(rank) not in found["ranks"].split(", "))
 
 
 def _was_handled(raised: Traceback, attempt: Attempt) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from crossrank.recording import ReadIssues
 from crossrank.text import writable
@@ -46,6 +46,7 @@ MARK = "[rank"
 _LONGEST_MARK, _LONGEST_PREFIX = 14, 80
 _BEGUN = "Traceback (most recent"
 _WORD = re.compile(r"\w")
+_MOST_PREFIXES = 64
 _OF_TESTS = "E  "
 """Start of the lines in which pytest shows an exception."""
 _OF_LAUNCHER = ("ChildFailedError", "SignalException", "ProcessExitedException", "ProcessRaisedException")
@@ -211,8 +212,9 @@ class _File:
             if self._begun and (begun := self._learns(line, labels)) is not None:
                 self._take(*begun, labels, may_say=True)
             if may_say and _BEGUN in line:
-                self._begun[line[: line.index(_BEGUN)]] = number, line
-            if may_say or self._open or self._latest or self._steps or self._learned or self._waits_for_more:
+                self._note_begun(number, line, labels)
+            is_learned = bool(self._learned) and line.startswith(tuple(self._learned))
+            if may_say or self._open or self._latest or self._steps or is_learned or self._waits_for_more:
                 self._take(number, line, labels, may_say)
             elif line.startswith(MARK) and (marked := line[len(MARK) : line.find("]", 0, _LONGEST_MARK)]).isdecimal():
                 # The mark is the last prefix, and most lines of a log have it.
@@ -256,6 +258,14 @@ class _File:
             if origin.label != rank:
                 self._job.of_launchers.add(self._name)
 
+    def _note_begun(self, number: int, line: str, labels: frozenset[str]) -> None:
+        """Note the first line of a traceback behind a prefix of no known form. A log may have many, and each its own
+        time in front, so few are kept."""
+        before, text = line[: line.index(_BEGUN)], split(line, self._origin, labels)[1]
+        if len(before) <= _LONGEST_PREFIX and _WORD.search(text[: text.index(_BEGUN)]):
+            self._begun[before] = number, line
+            _keep_last(self._begun)
+
     def _learns(self, line: str, labels: frozenset[str]) -> tuple[int, str] | None:
         """Learn the prefix of a traceback that has no known form, if this line has it too. Return the number and the
         text of the first line of the traceback."""
@@ -263,12 +273,11 @@ class _File:
         if before is None:
             return None
         number, first = self._begun.pop(before)
-        origin, text = split(first, self._origin, labels)
-        if len(before) > _LONGEST_PREFIX or not _WORD.search(text[: text.index(_BEGUN)]):
-            return None
-        named = {one["rank"] for one in _NAMED.finditer(before)}
-        rank = int(named.pop()) if len(named) == 1 and origin.rank is None else origin.rank
+        origin = split(first, self._origin, labels)[0]
+        named = _only_rank_in(before)
+        rank = int(named) if named is not None and origin.rank is None else origin.rank
         self._learned[before] = replace(origin, rank=rank, process=before.strip())
+        _keep_last(self._learned)
         self._now.unplaced -= origin.rank is None and origin.local is None
         return number, first
 
@@ -353,16 +362,14 @@ class _File:
         """Return the rank of a line; if its prefixes do not say it, the only one that the line before names."""
         if origin.rank is not None:
             return origin.rank
-        named = {one["rank"] for one in _NAMED.finditer(split(self._previous, self._origin, labels)[1])}
-        return int(named.pop()) if len(named) == 1 else None
+        named = _only_rank_in(split(self._previous, self._origin, labels)[1])
+        return None if named is None else int(named)
 
     def _named_before(self, origin: Origin, labels: frozenset[str]) -> str | None:
         """Return the rank that the line before an exception names, if no prefix does: scripts log what failed first."""
         before, text = split(self._previous, self._origin, labels)
-        named = {one["rank"] for one in _NAMED.finditer(text)}
-        if before != origin or origin != Origin() or len(named) != 1 or _FAILED.search(text) is None:
-            return None
-        return named.pop()
+        is_of_it = before == origin == Origin() and _FAILED.search(text) is not None
+        return _only_rank_in(text) if is_of_it else None
 
     def _note_line(self, origin: Origin, text: str) -> None:
         """Note a line of the script: what it shows of the exceptions before it."""
@@ -397,3 +404,15 @@ class _File:
             found.is_outlived = self._continued > found.continued
             self._job.attempt(found.attempt).tracebacks.append(found)
             self._latest[found.origin] = found
+
+
+def _only_rank_in(text: str) -> str | None:
+    """Return the rank that a text names, if it names only one."""
+    named = {one["rank"] for one in _NAMED.finditer(text)}
+    return named.pop() if len(named) == 1 else None
+
+
+def _keep_last(kept: dict[str, Any]) -> None:
+    """Drop what came first until few are left."""
+    while len(kept) > _MOST_PREFIXES:
+        del kept[next(iter(kept))]

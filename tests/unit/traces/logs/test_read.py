@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrank.tools.traces.logs.read import read_logs
+from crossrank.tools.traces.logs.read import JobLog, _File, read_logs
 from tests.unit.traces.logs.lines import traceback, watchdog
 
 
@@ -210,3 +210,15 @@ def test_a_traceback_behind_a_prefix_of_no_known_form_is_read_between_other_line
         ("main", "/job/train.py", 7),
     )
     assert found.ended_process
+
+
+def test_many_tracebacks_behind_times_of_their_own_are_read_in_constant_memory(tmp_path: Path) -> None:
+    lines = [
+        line
+        for number in range(300)
+        for line in traceback("ValueError: no batch", f"2026/01/02 10:{number // 60:02}:{number % 60:02} app ERR ")
+    ]
+    log = _File(write(tmp_path, lines), job := JobLog(), "train.log", None)
+    log.read()
+    assert len(job.last.tracebacks) == 300
+    assert len(log._begun) + len(log._learned) <= 64
