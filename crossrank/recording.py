@@ -54,6 +54,8 @@ PYTHON_SLEEPS = "nanosleep"
 C_SLEEPS = "usleep"
 """The name of the call that C code sleeps in: for some time. A library does so if it tries something now and then."""
 SLEEPS = (PYTHON_SLEEPS, C_SLEEPS)
+POLLS = 0.1
+"""Share of a CPU up to which a thread that runs may only look for something now and then."""
 STORE = "store"
 """Replaces the name of a system call if a thread waits for an answer of torch's store."""
 

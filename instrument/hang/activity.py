@@ -17,15 +17,14 @@ from crossrank.instrument.record.recorder import CurrentWait, Recorder
 from crossrank.instrument.unpatched import threading, time
 from crossrank.instrument.write.flight_dump import completed, number_of
 from crossrank.machine import process_status
+from crossrank.recording import POLLS
 from crossrank.text import writable
 
 _NS_PER_TICK = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 _MOST = 256
 """Threads, and child processes, that are described."""
-_POLLS = 0.1
-"""Largest part of the time that a thread computes which only looks for something now and then."""
 _LOOKED_FOR = 0.1
-"""Seconds within which such threads of a process are looked for in their sleep."""
+"""Seconds within which the threads of a process that may only poll are looked for in their sleep."""
 _PAUSE = 0.005
 """Seconds between two looks."""
 
@@ -102,7 +101,7 @@ def _describe(
 ) -> dict[str, Any]:
     """Return what a thread did. `name`: its name in Python; None if it does not run Python, and so does not train."""
     used = now.cpu_ns - before.cpu_ns
-    if name is not None and 0 < used < _POLLS * seconds * 1e9:
+    if name is not None and 0 < used < POLLS * seconds * 1e9:
         blocked = _blocked_mostly(thread, ends, until)
     else:
         blocked = ends.blocked(thread, ends=name is not None)

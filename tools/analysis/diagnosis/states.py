@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from crossrank.recording import ANSWERS, C_SLEEPS, PYTHON_SLEEPS, SLEEPS, STORE
+from crossrank.recording import ANSWERS, C_SLEEPS, POLLS, PYTHON_SLEEPS, SLEEPS, STORE
 from crossrank.text import plural
 from crossrank.tools.analysis.diagnosis.findings import LateRank, error_text
 from crossrank.tools.analysis.diagnosis.main_threads import (
@@ -58,8 +58,6 @@ _SHARE = 0.005
 """Share of a CPU from which another thread, or a child process, counts as working."""
 _LEAST_OF_PROCESS = 0.05
 """Share of a CPU from which a process works: threads that ask for the interpreter's lock use some."""
-_POLLS = 0.1
-"""Share of a CPU up to which a thread that runs may only poll."""
 _NS = 1e9
 _UNKNOWN = "does not wait in another one"
 
@@ -273,7 +271,7 @@ def released_by(ending: Ending, pg: str) -> Sequence[int]:
         return []
     if thread.blocked_in in SLEEPS:
         tries = thread.blocked_in == C_SLEEPS or _locks(stack)
-        return thread.released_by if tries and _share(thread.cpu_ns, ending.activity) < _POLLS else []
+        return thread.released_by if tries and _share(thread.cpu_ns, ending.activity) < POLLS else []
     return [] if thread.cpu_ns > _LEAST_NS else thread.released_by
 
 
@@ -309,7 +307,7 @@ def polls_only(ending: Ending) -> bool:
     thread, activity = ending.activity_of(first_thread(ending)), ending.activity
     if thread is None or activity is None:
         return False
-    return thread.cpu_ns > _LEAST_NS and _share(thread.cpu_ns, activity) < _POLLS
+    return thread.cpu_ns > _LEAST_NS and _share(thread.cpu_ns, activity) < POLLS
 
 
 def first_thread(ending: Ending) -> OwnStack | None:

@@ -175,8 +175,8 @@ class _File:
         self._origin = (
             Origin(local=int(found["local"])) if found else Origin(rank=rank, label=rank, is_by_label=rank is not None)
         )
-        self._marked: dict[int, Origin] = {}
-        """Rank -> origin of a line that has its mark alone."""
+        self._marked = set[int]()
+        """Ranks of lines that have a mark alone: one line of each shows all that their prefixes do."""
         self._open: dict[Origin, TracebackLines] = {}
         """Origin -> the traceback that its lines are in."""
         self._frames: list[tuple[str, str, int]] | None = None
@@ -217,8 +217,7 @@ class _File:
             if may_say or self._open or self._latest or self._steps or is_learned or self._waits_for_more:
                 self._take(number, line, labels, may_say)
             elif line.startswith(MARK) and (marked := line[len(MARK) : line.find("]", 0, _LONGEST_MARK)]).isdecimal():
-                # The mark is the last prefix, and most lines of a log have it.
-                self._count(self._origin_marked(int(marked)))
+                self._count_marked(int(marked))  # the mark is the last prefix, and most lines of a log have it
             else:
                 self._count(split(line, self._origin, labels)[0])
             self._previous = line
@@ -235,10 +234,12 @@ class _File:
     def _now(self) -> Attempt:
         return self._job.attempt(self._attempt)
 
-    def _origin_marked(self, rank: int) -> Origin:
-        if rank not in self._marked:
-            self._marked[rank] = replace(self._origin, rank=rank, is_by_label=False)
-        return self._marked[rank]
+    def _count_marked(self, rank: int) -> None:
+        if rank in self._marked:
+            self._now.lines_of[rank] += 1
+            return
+        self._marked.add(rank)
+        self._count(replace(self._origin, rank=rank, is_by_label=False))
 
     def _count(self, origin: Origin) -> None:
         rank, now = origin.rank, self._now
