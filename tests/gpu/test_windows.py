@@ -32,13 +32,15 @@ def test_durations_match_events_and_nccls_own_timing(way: Way, tmp_path: Path, n
     recording = tmp_path / "recording"
     machine.run_job("timing", tmp_path, way, 80, TRACING_TIMING="1")
     keep_recording("timing", recording, *sorted((tmp_path / "job").glob("timing-*.json")))
-    events = {int(size): us for size, us in machine.facts(tmp_path, "timing")[0]["p50_us"].items()}
+    calls = {int(size): us for size, us in machine.facts(tmp_path, "timing")[0]["us"].items()}
+    events = {size: statistics.median(us) for size, us in calls.items()}
     timed = durations(CommsFile(str(recording / "rank-0.comms.jsonl.zst")))
     note(timed=timed, events=events)
     largest = max(events)  # what a launch takes shows in the others, where streams are threads of a stand-in
-    # A GPU's own clock measures both. A stand-in's thread may wait for a CPU between the two moments.
-    apart = (0.1 if machine.STAND_IN else 0.02) if CUDA else 0.5
-    assert timed[largest] == pytest.approx(events[largest], rel=apart)
+    if machine.STAND_IN:  # its streams are threads, which may wait for a CPU between any two moments
+        assert 0 < timed[largest] <= max(calls[largest])
+    else:
+        assert timed[largest] == pytest.approx(events[largest], rel=0.02 if CUDA else 0.5)
     for source in ("kineto", "flight") if CUDA else ("kineto",):
         words = ("bandwidth", recording, "--source", source, "--by", "op,size", "--json", "-o", "bandwidth.json")
         machine.crossrank(tmp_path / source, *words)
@@ -47,8 +49,10 @@ def test_durations_match_events_and_nccls_own_timing(way: Way, tmp_path: Path, n
         note(**{source: medians}, events=events)
         large = {size: medians[size] for size in events if size > 1 << 20}
         assert large.keys() == {1 << 24}
-        if CUDA:
-            # NCCL's kernel lies within the events that its caller records around it.
+        # NCCL's kernel lies within the events that its caller records around it.
+        if machine.STAND_IN:
+            assert all(0 < us <= max(calls[size]) for size, us in large.items())
+        elif CUDA:
             assert all(0.85 * events[size] <= us <= 1.15 * events[size] for size, us in large.items())
 
 
