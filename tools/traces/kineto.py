@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from crossrank.comm import Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.privacy import Privacy
+from crossrank.tools.traces.device_times import described, impossible_times
 from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Document, Shape
 
@@ -31,6 +32,8 @@ _NO_WORK = frozenset(
     + ("gpu_user_annotation", "mtia_counters", "mtia_insight", "overhead", "python_function")
 )
 """Other categories of Kineto: no device ran anything for their events."""
+_WINDOW_CATEGORY = "Trace"
+"""Of the one event that lasts as long as the profiler recorded."""
 SYNC_CATEGORY = "cuda_sync"
 _CALL_SUFFIXES = ("_runtime", "_driver")
 _STEP = "ProfilerStep#"
@@ -115,7 +118,9 @@ class KinetoTrace:
     """Category that is not read -> number of its events."""
     warnings: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
-    """Parts of the file that could not be read."""
+    """Parts of the file that could not be read, or cannot be right."""
+    window: tuple[int, int] | None = None
+    """Start and end of what the profiler recorded, if the trace has them."""
     _untimed: list[str] = field(default_factory=list)
     _bad_durations: list[str] = field(default_factory=list)
     _bad_args: list[str] = field(default_factory=list)
@@ -163,6 +168,9 @@ class KinetoTrace:
             device = event.pid if of.device is None else of.device
             waits_for = of.correlation, of.wait_on_stream, of.record_correlation
             self.syncs.append(SyncEvent(of.kind or name, device, of.stream, start, end, *waits_for))
+        elif category == _WINDOW_CATEGORY and end > start:
+            first, last = self.window or (start, end)
+            self.window = min(first, start), max(last, end)
         elif _ran_on_device(event):
             of = _device_args(event.args)
             category = category if category in ACTIVITY_CATEGORIES else "kernel"
@@ -173,6 +181,22 @@ class KinetoTrace:
             self.device.append(DeviceEvent(name, category, device, stream, start, end, *ids, args))
         else:
             self.unread[category or "(none)"] += 1
+
+    def leave_out_impossible(self) -> None:
+        """Take the device events away whose times cannot be right; `damage` says how many."""
+        wrong = impossible_times(self.device, self.calls, self.window or self._widest_window())
+        if wrong:
+            self.damage += described(self.device, wrong)
+            self.device = [one for index, one in enumerate(self.device) if index not in wrong]
+
+    def _widest_window(self) -> tuple[int, int] | None:
+        """Return a window that has all device events for certain, if the trace lacks its own: devices follow the host
+        by less than what the host did lasts, as the profiler waits for them at its end."""
+        ranges: list[HostEvent | RuntimeCall] = [*self.host, *self.calls]
+        if not ranges:
+            return None
+        first, last = min(one.start for one in ranges), max(one.end for one in ranges)
+        return 2 * first - last, 2 * last - first
 
 
 def profiler_iterations(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[int, int]]:
@@ -254,6 +278,7 @@ def read_kineto(path: str) -> KinetoTrace:
     trace.damage += document.damage
     trace.damage += _counted(trace._untimed, "have no valid time and were skipped")
     trace.damage += _counted(trace._bad_args, "have arguments that cannot be read and were skipped")
+    trace.leave_out_impossible()
     return trace
 
 
