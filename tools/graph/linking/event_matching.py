@@ -1,7 +1,7 @@
 """Finds the Kineto event of each node of the execution trace.
 
-Since 2024 both have the id of the RecordFunction. For older traces, each thread's sequence of names is compared with
-the Kineto thread that has most names in common. It is shifted to the place where most names agree.
+Since 2024 both have the id of the RecordFunction. For older traces, each thread's sequence of names is aligned with
+that of the Kineto thread that has most names in common: `name_alignment`.
 
 An execution trace names wrong callers near an asynchronous range. torch keeps one stack per thread and takes the caller
 from its top. A call pushes the range of its gloo Work on this stack. When the Work ends, another thread pops what is
@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-import numpy as np
-
 from crossrank.text import plural
+from crossrank.tools.graph.linking.name_alignment import aligned
 from crossrank.tools.graph.linking.nesting import Nesting, events_by_thread
 from crossrank.tools.traces.execution_trace import ExecutionTrace, HostOp, is_thread_root
 from crossrank.tools.traces.kineto import HostEvent, KinetoTrace
@@ -28,8 +27,6 @@ BY_RF_ID = "record function id"
 BY_SEQUENCE = "sequence of names"
 # Local times of the execution trace and the Kineto trace may be in any two time zones.
 _SECONDS_BETWEEN_ZONES = 26 * 3600
-_MAX_COMPARISONS = 100_000_000
-"""Most comparisons of names in the search for the best place of a thread."""
 
 
 @dataclass(kw_only=True)
@@ -146,23 +143,25 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
             match.unmatched.update(dict.fromkeys(positions, "its thread is not in the Kineto trace"))
             continue
         ours, theirs = [nodes[p] for p in positions], [events[i] for i in threads[thread]]
-        shift, places = best_shift(ours, theirs)
+        place_of, places = aligned(ours, theirs)
         if places > 1:
             match.warnings.append(
                 f"thread {tid}: its names match the Kineto trace at {places} places equally well; the first is used, "
                 "so times may be those of another iteration"
             )
         steps: Counter[int] = Counter()
-        for at, (position, node) in enumerate(zip(positions, ours, strict=True), start=shift):
-            event = theirs[at] if 0 <= at < len(theirs) else None
-            if event is None:
-                match.unmatched[position] = "outside the Kineto trace"
-            elif event.name != node.name:
-                match.unmatched[position] = "no Kineto event at its position"
-            else:
-                match.pair(position, threads[thread][at])
-                if node.seq_id >= 0 <= event.seq_id:
-                    steps[event.seq_id - node.seq_id] += 1
+        inside = [index for index, place in enumerate(place_of) if place >= 0]
+        for index, (position, node, place) in enumerate(zip(positions, ours, place_of, strict=True)):
+            if place < 0:
+                is_outside = not inside or not inside[0] < index < inside[-1]
+                match.unmatched[position] = (
+                    "outside the Kineto trace" if is_outside else "no Kineto event at its position"
+                )
+                continue
+            event = theirs[place]
+            match.pair(position, threads[thread][place])
+            if node.seq_id >= 0 <= event.seq_id:
+                steps[event.seq_id - node.seq_id] += 1
         step, count = steps.most_common(1)[0] if steps else (0, 0)
         if step:
             match.of_other_iterations += count
@@ -171,35 +170,6 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
                 " the two files have different steps of one job, and times are of the steps in the Kineto trace"
             )
         del names[thread]
-
-
-def best_shift(ours: Sequence[HostOp], theirs: Sequence[HostEvent]) -> tuple[int, int]:
-    """Return the position in `theirs` of the first element of `ours`, and how many positions fit equally well.
-
-    The position is below 0 if `ours` starts before `theirs`; it is the first that fits. Names repeat from step to step.
-    So two kinds of positions are tried: those where the rarest common name agrees, and the one that most sequence
-    numbers point to. The position with most equal names wins, then the one with most equal numbers.
-    """
-    codes: dict[str, int] = {}
-    a, b = (np.array([codes.setdefault(one.name, len(codes)) for one in side]) for side in (ours, theirs))
-    counts = np.bincount(a, minlength=len(codes)) * np.bincount(b, minlength=len(codes))
-    rarest = int(np.argmin(np.where(counts > 0, counts, counts.max() + 1)))
-    here, there = np.flatnonzero(a == rarest), np.flatnonzero(b == rarest)
-    shifts = there - here[0] if len(a) <= len(b) else np.sort(there[0] - here)
-    numbers = np.array([one.seq_id for one in ours]), np.array([one.seq_id for one in theirs])
-    place_of = {number: place for place, number in enumerate(numbers[1].tolist()) if number >= 0}
-    votes = Counter(place_of[number] - place for place, number in enumerate(numbers[0].tolist()) if number in place_of)
-    tried = dict.fromkeys([shift for shift, _ in votes.most_common(1)])
-    tried |= dict.fromkeys(shifts[: 1 + _MAX_COMPARISONS // min(len(a), len(b))].tolist())
-    scores = {}
-    for shift in sorted(tried):
-        mine, its = slice(max(0, -shift), len(b) - shift), slice(max(0, shift), len(a) + shift)
-        same = a[mine] == b[its]
-        equal = same & (numbers[0][mine] == numbers[1][its]) & (numbers[0][mine] >= 0)
-        scores[shift] = int(np.count_nonzero(same)), int(np.count_nonzero(equal))
-    best = max(scores.values())
-    fitting = [shift for shift, score in scores.items() if score == best]
-    return fitting[0], len(fitting)
 
 
 def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
