@@ -50,7 +50,8 @@ def find_silent_ranks(search: Search) -> None:
     found: list[tuple[StuckOp, Finding]] = []
     for op, met in search.by_most_waited_for(silent, free=True):
         absent = set().union(*(search.kept_by(rank, op.group.name) for rank in met))
-        absent = _said_to_be_behind(search, op, absent) or absent
+        said = _said_to_be_behind(search, op, absent)
+        absent = said or absent
         culprits, exception = absent, None
         states = [state_of(ranks[rank], op.group.name) for rank in sorted(absent)]
         proof = _proof_by(search, states)
@@ -101,6 +102,9 @@ def find_silent_ranks(search: Search) -> None:
         elif culprits == absent and (locked := _locked_by_those_that_wait(search, op, absent)):
             culprits = set()
             text += f"; {rank_text(locked)} has locked a file that is open there, and it may try to lock it"
+        elif culprits == absent and not said and _are_most_unknown(search, op, absent):
+            culprits, proof = set(), "not_known"
+            text += "; most ranks of the group say nothing of this call, so it is unknown which of them has not come"
         elif culprits == absent and all(one.state == IDLE and accepts(ranks[one.rank].ending) for one in states):
             culprits = set()
             text += "; another rank may be the one that was to connect"
@@ -127,10 +131,20 @@ def find_silent_ranks(search: Search) -> None:
 def _said_to_be_behind(search: Search, op: StuckOp, absent: set[int]) -> set[int]:
     """Return those ranks of a log that printed an earlier call as their last one, if they are few and all others that
     have not come printed nothing: these may be in the call."""
-    if not all(rank in search.job.ranks and search.job.ranks[rank].dump.of_log for rank in absent):
+    if not _are_of_logs(search, absent):
         return set()
     said = {rank for rank in absent if search.job.enqueued(op.group, rank) is not None}
     return said if len(said) * 2 <= len(op.group.ranks) else set()
+
+
+def _are_most_unknown(search: Search, op: StuckOp, absent: set[int]) -> bool:
+    """Return whether most ranks of a group have not come, or have no log, by the logs alone."""
+    few = len(op.waiting) * 2 < len(op.group.ranks)
+    return few and not op.is_p2p and _are_of_logs(search, absent)
+
+
+def _are_of_logs(search: Search, those: set[int]) -> bool:
+    return all(rank in search.job.ranks and search.job.ranks[rank].dump.of_log for rank in those)
 
 
 def _settle(search: Search, first: tuple[StuckOp, Finding], second: tuple[StuckOp, Finding]) -> None:

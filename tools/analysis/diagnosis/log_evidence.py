@@ -97,6 +97,7 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
         _own_failure,
         _awaited,
         *of_ends,
+        _in_pairs,
     ):
         if finding := told(attempt, ranks):
             yield finding
@@ -105,7 +106,7 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
     if network:
         ends = ", ".join(dict.fromkeys(fact.values["host"] for fact in network))
         yield _finding("network_failed", ranks, f"the network (NET/IB) lost its connection to {ends}", network)
-    said = _of_kind(attempt.facts, formats.SAID)
+    said = [fact for fact in attempt.facts if fact.kind in (formats.SAID, formats.XID)]
     if said:
         yield _finding("log_error", ranks, said[0].values["why"], said)
     errors = [one for one in attempt.tracebacks if one.ended_process and one.origin == Origin()]
@@ -235,6 +236,22 @@ def _only_silent(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     tracebacks = [one for one in attempt.tracebacks if one.origin.rank in stopped]
     proof = "late" if timed_out else "gone"
     return _finding("missing_rank", everyone, text, tracebacks, sorted(silent), proof=proof)
+
+
+def _in_pairs(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the ranks that timed out in sends and receives, whose lines have no peers. If all but one of at least
+    three have the same number of elements, this one is named."""
+    lines = [one for one in _of_kind(attempt.facts, formats.TIMEOUT) if one.origin.rank is not None]
+    sizes = {one.origin.rank or 0: one.values["numel_in"] for one in lines if one.values["op"] in ("SEND", "RECV")}
+    if len(sizes) < len(lines) or not lines:
+        return None
+    usual, many = Counter(sizes.values()).most_common(1)[0]
+    odd = [rank for rank, size in sizes.items() if size != usual]
+    text = f"{rank_text(sizes)} timed out in sends and receives; the lines do not have their peers"
+    if len(odd) != 1 or many < len(lines) - 1 or many < 3:
+        return _finding("p2p_unmatched", ranks, text, lines, proof="not_known")
+    text += f"; {rank_text(odd)} has {sizes[odd[0]]} elements, and the others have {usual}"
+    return _finding("p2p_unmatched", ranks, text, lines, odd, proof="mismatch")
 
 
 def _not_in_communicator(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:

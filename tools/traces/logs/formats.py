@@ -65,6 +65,8 @@ OF_LAUNCHER = (FAILED, SUMMARY_TIME, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCH
 TRACEBACK, SPAWNED, IGNORED = "traceback", "spawned", "ignored"
 FAULTY, GPU_FAILED, SAID = "faulty", "gpu_failed", "said"
 """A line that names the ranks at fault; an error of the GPU of the rank that prints it; one that names no rank."""
+STUCK = "stuck"
+"""The thread that watches a rank's calls is stuck. After a timeout, the end of its process may be the reason."""
 STACK, PROCESS_SHOWN = "stack", "process_shown"
 """The stack of a thread, and the process whose stacks come next."""
 AWAITED = "awaited"
@@ -87,8 +89,10 @@ DIFFERS = "differs"
 """A rank has another model than `other`."""
 VERSION = "version"
 """Two ranks have other versions of NCCL."""
-RAY_WORKER, RAY_PROCESS, RAY_DIED = "ray_worker", "ray_process", "ray_died"
-"""The rank of a process, the process that Ray speaks of, and how it ended."""
+RAY_WORKER, RAY_PROCESS, RAY_NAME, RAY_DIED = "ray_worker", "ray_process", "ray_name", "ray_died"
+"""The rank of a process, the process that Ray speaks of, its number within the first node, and how it ended."""
+XID = "xid"
+"""An error of a GPU while a process used it, by the driver."""
 STARTED, PROCESS_KILLED = "started", "process_killed"
 """A process that a launcher started, and one that was killed."""
 OUTSIDE = "outside"
@@ -180,6 +184,12 @@ FORMATS = (
         "has joined no collective",
     ),
     _row(
+        FAULTY,
+        r"\Amissing ranks: \{(?P<ranks>\d+(?:, \d+)*)\}",
+        "torch/distributed/flight_recorder/components/types.py",
+        why="has not joined a collective, by torchfrtrace",
+    ),
+    _row(
         MISMATCH,
         r"(?P<op>DDP) expects same model across all ranks, but Rank (?P<rank>\d+) has (?P<shape>\d+) params, while "
         r"rank (?P<other>\d+) has inconsistent (?P<other_shape>\d+) params",
@@ -219,7 +229,7 @@ FORMATS = (
         _NCCL,
         "1.13",
     ),
-    _row(GPU_FAILED, r"(?P<why>ProcessGroupNCCL's watchdog got stuck for \d+ seconds)", _NCCL, "2.4"),
+    _row(STUCK, r"(?P<why>ProcessGroupNCCL's watchdog got stuck for \d+ seconds)", _NCCL, "2.4"),
     _row(
         TASK_KILLED, r"process (?P<rank>\d+) terminated with signal (?P<why>SIG\w+)", "torch/multiprocessing/spawn.py"
     ),
@@ -257,6 +267,8 @@ FORMATS = (
         "ray/train/torch/config.py",
     ),
     _row(PROCESS_RANK, r"\A\[Rank (?P<rank>\d+)\] (?!Watchdog|Collective)", "verl"),
+    _row(PROCESS_RANK, r"\brank (?P<rank>\d+) in world size \d+", "vllm/distributed/parallel_state.py"),
+    _row(PROCESS_RANK, r"\bGLOBAL_RANK: (?P<rank>\d+), MEMBER: ", "lightning/fabric/utilities/distributed.py"),
     _row(
         PROCESS_RANK, r"\[Gloo\] Rank (?P<rank>\d+) is connected to \d+ peer ranks", "gloo/gloo/rendezvous/context.cc"
     ),
@@ -273,6 +285,7 @@ FORMATS = (
         why="failed in a checkpoint, and all ranks raised for it",
     ),
     _row(RAY_PROCESS, r"\A\s+pid: (?P<process>\d+)\Z", "ray/exceptions.py"),
+    _row(RAY_NAME, r"\A\s+name: \w+_0:(?P<local>\d+)\Z", "verl/single_controller/ray/base.py"),
     _row(RAY_DIED, r"Worker exit type: (?P<why>\w+)", "ray/exceptions.py"),
     _row(
         OUTSIDE,
@@ -290,6 +303,7 @@ FORMATS = (
     _row(SAID, r"NCCL WARN (?P<why>(?:Duplicate GPU detected|socketStartConnect: Connect to|Net : ).*)", "nccl"),
     _row(SAID, r"(?P<why>Rendezvous(?:Connection|Timeout|Closed)\w*Error.*)", "torch/distributed/elastic/rendezvous"),
     _row(SAID, r"(?P<why>exits with return code = -\d+)", "deepspeed/launcher/launch.py"),
+    _row(XID, r"(?P<why>NVRM: Xid \(PCI:[\w:.]+\): (?!45,)\d+, pid=(?P<process>\d+),.*)", "drivers"),
     _row(SAID, r"(?P<why>NVRM: Xid .*|Memory access fault by GPU.*)", "drivers"),
     _row(CLIENTS, r"waiting for clients\. (?P<joined>\d+)/(?P<expected>\d+) clients joined", _STORE),
     _row(RESTART, r"Worker group FAILED\. \d+/\d+ attempts left; will restart worker group", _AGENT),
@@ -336,7 +350,8 @@ LITERALS = (
     " - Init ", " passed", "NVRM: Xid", "Memory access fault", "got stuck for", "params, while",
     "appears not to match", "lagging ranks",
     "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
-    "Child process with PID", "world_size=", "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp",
+    "Child process with PID", "world_size=", "world size",
+    "GLOBAL_RANK", "name: ", "missing ranks: ", "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp",
     "Traceback (most recent", "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
 )  # fmt: skip
 """A line without one of these has none of the formats: most lines of a log are of the script."""

@@ -8,7 +8,7 @@ text is a label only if most lines of the file have it there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -40,6 +40,7 @@ PREFIXES = (
         "vllm", re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? \[[^\]]+\] ?")
     ),
     Prefix("ray", re.compile(r"\([\w.:<>-]+ pid=(?P<process>\d+)(?:, ip=(?P<host>[\w.:-]+))?\) ?")),
+    Prefix("nccl", re.compile(r"(?P<host>[\w.-]+):(?P<process>\d+):\d+ \[\d*\] (?=(?:\S+:\d+ )?NCCL (?:INFO|WARN))")),
     Prefix("sglang", re.compile(rf"\[{_TIME}(?: [DP]P\d+)* TP(?P<rank>\d{{1,7}})(?: EP\d+)?\] ")),
     Prefix("kubernetes", re.compile(r"\[(?!Rank \d)(?:pod/)?(?P<host>[\w.-]+)(?:/[\w.-]+| [\w.-]+)\] ?")),
     Prefix("torchx", re.compile(r"[\w.-]+/\d+ (?=\[(?:default|rank)\d)")),
@@ -72,7 +73,7 @@ class Origin:
     """Number of the process within its node."""
     host: str = ""
     process: str = ""
-    """Its number, where Ray says it."""
+    """Its number, where Ray or NCCL says it."""
     label: int | None = field(default=None, compare=False)
     """The number that the scheduler's label, or the name of the file, has. If a process is started for each rank, that
     is the rank, and else the node."""
@@ -85,8 +86,7 @@ def labels_of(lines: Iterable[str]) -> frozenset[str]:
     given = [line for line in lines if line.strip() and not line.startswith(_OF_SCHEDULER)]
     labels: frozenset[str] = frozenset()
     while given:
-        # A label may be behind other prefixes, and another one may begin as it does.
-        texts = [(split(line, Origin(), labels)[1], _without(line, labels)) for line in given]
+        texts = [[line, *_behind_prefixes(line, labels)] for line in given]
         for one in PREFIXES:
             if one.is_label and one.launcher not in labels and _is_usual(one, texts):
                 labels |= {one.launcher}
@@ -96,15 +96,15 @@ def labels_of(lines: Iterable[str]) -> frozenset[str]:
     return labels
 
 
-def _without(line: str, labels: frozenset[str]) -> str:
-    """Return a line without these labels alone."""
-    for one in PREFIXES:
-        if one.launcher in labels and (match := one.pattern.match(line)) is not None:
-            line = line[match.end() :]
-    return line
+def _behind_prefixes(line: str, labels: frozenset[str]) -> Iterator[str]:
+    """Yield what is behind the first prefix of a line, behind the second one, and so on."""
+    pattern, start = _pattern(labels), 0
+    while (match := pattern.match(line, start)) is not None and match.end() > start:
+        start = match.end()
+        yield line[start:]
 
 
-def _is_usual(prefix: Prefix, texts: Sequence[tuple[str, str]]) -> bool:
+def _is_usual(prefix: Prefix, texts: Sequence[Sequence[str]]) -> bool:
     found = [next(filter(None, map(prefix.pattern.match, forms)), None) for forms in texts]
     labels = [one[0] for one in found if one is not None]
     return len(labels) >= _LABELLED * len(texts) and not (prefix.repeats and len({*labels}) * 2 > len(labels))

@@ -5,7 +5,7 @@ It is as the dump of a rank that has its unfinished calls only. These rules hold
 * `[Rank 1]` and `Rank 1]` count within a process group. Its members are the global ranks that print lines of the group.
   Where the known members are equally spaced, so are those between them.
 * Lines of the heartbeat monitor have the numbers of the default group, also if another group failed. So they count only
-  for a rank that has no line of a failed call.
+  for a rank that has no line of a failed call. If no rank has one, they show the call that did not end.
 * torchrun lists ranks that it ended itself as failures too: their processes are those to which it sent a signal.
 """
 
@@ -16,7 +16,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import msgspec
@@ -59,6 +59,7 @@ _OF_RANKS = (
     formats.CALL_STACK,
     formats.ASYNC_ERROR,
     formats.GPU_FAILED,
+    formats.STUCK,
     formats.MISMATCH,
 )
 """Kinds of facts about the rank that prints them."""
@@ -66,6 +67,8 @@ _OF_RANKS = (
 _IN_DEFAULT_GROUP = Fact(formats.STATUS, {"group": "0", "desc": DEFAULT_GROUP}, Quote("", 0, ""), Origin())
 _CHECKPOINT = re.compile(formats.CHECKPOINT)
 
+_ANY_COLLECTIVE = "collective"
+"""Operation of a call, if the log has only its number."""
 Key = tuple[str, str]
 """Name and description of a group."""
 
@@ -111,6 +114,10 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
             of(fact.number("rank"))
         printed_by = global_of(fact.origin.rank, fact.origin.local)
         if printed_by is not None and fact.kind in _OF_RANKS:
+            if fact.kind == formats.STUCK:
+                if any(one.kind == formats.TIMEOUT for one in of(printed_by).facts):
+                    continue
+                fact = replace(fact, kind=formats.GPU_FAILED)
             of(printed_by).facts.append(fact)
             of(printed_by).host = of(printed_by).host or fact.origin.host
     for one in attempt.tracebacks:
@@ -288,10 +295,13 @@ def _first_of_summary(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
 
 
 def _rank_of_process(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> dict[str, int]:
-    """Return the rank of each process whose number the launcher, or Ray, says."""
+    """Return the rank of each process whose number the launcher, NCCL or Ray says."""
     found: dict[str, int] = {}
+    sizes = [one.number("size") for one in attempt.facts if one.kind == formats.COMMUNICATOR]
     for one in attempt.facts:
-        if one.kind == formats.RAY_WORKER:
+        if one.kind == formats.COMMUNICATOR and one.origin.process and one.number("size") == max(sizes):
+            found.setdefault(one.origin.process, one.number("member"))
+        elif one.kind == formats.RAY_WORKER:
             found[one.values["process"]] = one.number("rank")
         elif one.kind == formats.PROCESS_RANK and one.origin.process:
             found.setdefault(one.origin.process, one.number("rank"))
@@ -309,18 +319,22 @@ def _kills_in_several_lines(
     for killed, rank in pairwise(of_pods):
         if (killed.kind, rank.kind) == (formats.POD_KILLED, formats.POD_RANK) and killed.quote.path == rank.quote.path:
             yield rank.number("rank"), killed.values["why"], killed
-    for killed in (one for one in facts if one.kind == formats.PROCESS_KILLED):
+    for killed in (one for one in facts if one.kind in (formats.PROCESS_KILLED, formats.XID)):
         named = int(killed.values["rank"]) if "rank" in killed.values else None
         if "local" in killed.values:
             named = local_to_rank(killed.number("local"))
         if (rank_of := workers.get(killed.values["process"], named)) is not None:
             yield rank_of, killed.values["why"], killed
-    of_ray = [one for one in facts if one.kind in (formats.RAY_PROCESS, formats.RAY_DIED)]
-    for process, died in pairwise(of_ray):
-        if (process.kind, died.kind) == (formats.RAY_PROCESS, formats.RAY_DIED):
-            rank_of = workers.get(process.values["process"])
-            if rank_of is not None and died.values["why"] in _RAY_DEATHS:
-                yield rank_of, died.values["why"], died
+    rank_of = None
+    for one in facts:
+        if one.kind == formats.RAY_PROCESS:
+            rank_of = workers.get(one.values["process"])
+        elif one.kind == formats.RAY_NAME and rank_of is None:
+            rank_of = local_to_rank(one.number("local"))
+        elif one.kind == formats.RAY_DIED:
+            if rank_of is not None and one.values["why"] in _RAY_DEATHS:
+                yield rank_of, one.values["why"], one
+            rank_of = None
 
 
 def traces_of(attempt: Attempt) -> list[RankTrace]:
@@ -331,12 +345,13 @@ def traces_of(attempt: Attempt) -> list[RankTrace]:
     batches = {values["seq"] for values in timeouts if values["op"] == "COALESCED"}
     of_pairs = len(batches) > 1 or any(values["op"] in ("SEND", "RECV") for values in timeouts)
     peers = _peers(ranks, members, of_pairs=of_pairs)
+    by_monitors = not any(fact.kind in (formats.TIMEOUT, formats.STATUS) for fact in attempt.facts)
     found = []
     for rank, one in sorted(ranks.items()):
         trace = RankTrace(rank=rank, path="", source="flight", backend="nccl", host=one.host, log_lines=one.lines())
         trace.dump.active_only = trace.dump.of_log = True
         facts = [*one.facts, *_status_of_group(one, attempt.facts)]
-        _add_calls(trace, facts, members, peers, of_pairs=of_pairs)
+        _add_calls(trace, facts, members, peers, of_pairs=of_pairs, by_monitors=by_monitors)
         _add_end(trace, one)
         found.append(trace)
     _add_fingerprints(found, attempt)
@@ -438,9 +453,13 @@ def _add_calls(
     peers: Mapping[Key, int],
     *,
     of_pairs: bool,
+    by_monitors: bool,
 ) -> None:
-    """Add a rank's progress on its groups, and the call of each that did not end. `of_pairs`: batches are of sends and
-    receives, as their numbers differ between ranks."""
+    """Add a rank's progress on its groups, and the call of each that did not end.
+
+    `of_pairs`: batches are of sends and receives, as their numbers differ between ranks. `by_monitors`: no rank has a
+    line of a call that timed out.
+    """
     builder = TraceBuilder(trace)
     stack = next((tuple(Frame(*one) for one in fact.frames[:MOST_FRAMES]) for fact in facts if fact.frames), ())
     works = [fact for fact in facts if fact.kind == formats.TIMEOUT]
@@ -456,6 +475,9 @@ def _add_calls(
         trace.dump.progress[index] = Progress(last_enqueued_collective=enqueued, last_completed_collective=completed)
         trace.dump.has_status = True
         if fact.kind == formats.MONITOR:
+            if by_monitors and enqueued > completed:
+                record = _record(_ANY_COLLECTIVE, name, completed + 1, [[]])
+                builder.add(record, called=0, state=SCHEDULED, group=index)
             continue
         seq = fact.number("seq")
         same = (one for one in works if one.number("seq") == seq and one.values["member"] == fact.values["member"])

@@ -55,6 +55,7 @@ _NAMED = re.compile(r"\b[Rr]ank[ =:#_-]{0,2}(?P<rank>\d{1,7})\b")
 _FAILED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Exception|exception|failed|crashed)\b")
 ENDS = re.compile(
     r"\A(?:\s*\Z|\s*#\d+ |frame #|Exception raised from|terminate called|  what\(\)|\s+[\w.~^]|\[?[IWEF]\d{3,4} |"
+    r"CUDA kernel errors might|For debugging consider|Compile with `TORCH_USE|Search for `cuda|"  # c10/cuda
     r"[\w.]*(?:Error|Warning)\b|ncclRemoteError|Last error|srun|slurmstepd|=+\s*\Z|-+\s*\Z|Fatal Python|\[rank|"
     r"Traceback )"
 )

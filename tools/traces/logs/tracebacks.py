@@ -39,15 +39,15 @@ class StepLines:
     """Counts lines that differ from one before them in numbers alone, as the lines of steps do."""
 
     def __init__(self) -> None:
-        self._forms = set[str]()
-        """Lines without their numbers."""
+        self._forms: dict[str, str] = {}
+        """Line without its numbers -> the last line of this form."""
         self.count = 0
 
     def note(self, text: str) -> bool:
         """Note a line; return whether there were many steps."""
         form = _NUMBER.sub("0", text)
-        self.count += form in self._forms and form != text
-        self._forms.add(form)
+        self.count += self._forms.get(form, text) != text  # several ranks may print one line
+        self._forms[form] = text
         return self.are_many
 
     @property

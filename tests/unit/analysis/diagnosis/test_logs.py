@@ -683,3 +683,84 @@ def test_stacks_that_faulthandler_prints_are_read(tmp_path: Path) -> None:
 def test_the_process_that_spawn_names_raised_the_exception_also_if_it_is_the_first(tmp_path: Path) -> None:
     lines = ["-- Process 0 terminated with the following error:", *traceback("ValueError: x")]
     assert diagnosed(tmp_path, "10:05 ERROR rank 2: failed", *lines, "rank=3 world_size=4").suspect_ranks == [0]
+
+
+def test_a_silent_majority_with_lines_of_its_own_is_not_accused(tmp_path: Path) -> None:
+    wrote = [f"[rank{rank}]:[E303 01:21:02.0 FlightRecorder.cpp:44] Finished writing" for rank in range(8)]
+    lines = [line for rank in (0, 5) for line in watchdog(rank, 44)]
+    found = diagnosed(tmp_path, *lines, *wrote)
+    assert (found.suspect_ranks, found.findings[0].proof) == ([], "not_known")
+
+
+def test_torchfrtrace_names_the_missing_rank(tmp_path: Path) -> None:
+    lines = [line for rank in (0, 5) for line in watchdog(rank, 44)]
+    wrote = [f"[rank{rank}]:[E303 01:21:02.0 FlightRecorder.cpp:44] Finished writing" for rank in range(8)]
+    assert diagnosed(tmp_path, *lines, *wrote, "missing ranks: {6}").suspect_ranks == [6]
+
+
+def test_a_watchdog_that_is_stuck_after_its_timeout_is_a_consequence(tmp_path: Path) -> None:
+    stuck = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+    lines = [line for rank in range(4) for line in watchdog(rank, 9)]
+    assert diagnosed(tmp_path / "after", *lines, f"[rank1]:[E626 16:26:20.0 P.cpp:1743] {stuck}").suspect_ranks == []
+    lines = [line for rank in (0, 2, 3) for line in watchdog(rank, 9)]
+    assert diagnosed(tmp_path / "alone", f"[rank1]:[E626 16:26:20.0 P.cpp:1743] {stuck}", *lines).suspect_ranks == [1]
+
+
+def test_one_rank_in_a_log_does_not_show_that_all_made_the_call(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path, *watchdog(0, 165))
+    assert "all ranks made the call" not in found.findings[0].text
+
+
+def test_dump_signals_show_the_call_if_no_rank_has_a_line_of_its_own(tmp_path: Path) -> None:
+    lines = [monitor(rank, 631 - (rank == 2), 630) for rank in range(8)]
+    assert roots(diagnosed(tmp_path, *lines)) == [("missing_rank", "default_pg", 631, [2], [0, 1, 3, 4, 5, 6, 7])]
+
+
+@pytest.mark.parametrize(("sizes", "named"), [((16, 8, 16, 16), [1]), ((16, 16, 16, 16), []), ((8, 16, 8, 16), [])])
+def test_sends_and_receives_of_one_other_size_name_its_rank(
+    sizes: tuple[int, ...], named: list[int], tmp_path: Path
+) -> None:
+    lines = []
+    for rank, size in enumerate(sizes):
+        lines += watchdog(rank, rank + 1, op="SEND" if rank == 1 else "RECV", group="3", desc="pp", size=size)
+    found = diagnosed(tmp_path, *lines)
+    assert (found.suspect_ranks, [one.kind for one in found.findings]) == (named, ["p2p_unmatched"])
+
+
+def test_lines_after_an_exception_of_cuda_are_part_of_its_end(tmp_path: Path) -> None:
+    cuda = traceback("torch.AcceleratorError: CUDA error: unspecified launch failure", "3: ")
+    cuda += ["3: CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below"]
+    cuda += ["3: For debugging consider passing CUDA_LAUNCH_BLOCKING=1"]
+    cuda += ["3: Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.", "3: "]
+    steps = [f"{rank}: step {step} loss 2.{step}" for step in range(20) for rank in range(4)]
+    assert diagnosed(tmp_path, *steps, *cuda).suspect_ranks == [3]
+
+
+def test_the_driver_names_the_process_whose_gpu_failed(tmp_path: Path) -> None:
+    made = [
+        f"n1:51{rank:02}:53{rank:02} [0] NCCL INFO ncclCommInitRankConfig comm 0x55d0 rank {rank} nranks 4 cudaDev 0 "
+        "nvmlDev 0 busId 9b000 commId 0x5a - Init COMPLETE"
+        for rank in range(4)
+    ]
+    for error, named in ((79, [2]), (45, [])):  # 45: the driver cleans up after a process that ended
+        xid = f"NVRM: Xid (PCI:0000:9b:00): {error}, pid=5102, name=python, GPU has fallen off the bus."
+        assert diagnosed(tmp_path / str(error), *made, xid).suspect_ranks == named
+
+
+def test_ray_names_the_process_that_died_by_its_number_or_its_name(tmp_path: Path) -> None:
+    died = ["ray.exceptions.ActorDiedError: The actor died", "\tpid: 16424", "\tname: wd6rCqWorkerDict_0:5"]
+    died += ["The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail"]
+    assert diagnosed(tmp_path / "name", *died).suspect_ranks == [5]
+    said = "(RayWorkerWrapper pid=16424, ip=10.0.0.12) rank 7 in world size 8 is assigned as DP rank 0, PP rank 1"
+    assert diagnosed(tmp_path / "number", said, *died).suspect_ranks == [7]
+
+
+def test_time_stamps_behind_the_names_of_pods_are_labels(tmp_path: Path) -> None:
+    def of_pod(number: int, second: int, text: str) -> str:
+        return f"[pod/ft-worker-{number}/pytorch] 2025-11-02T07:11:{second:02}.147002577Z {text}"
+
+    lines = [of_pod(2, 1, line) for line in traceback("ValueError: no batch", "[rank7]: ")]
+    lines += [of_pod(2, 2, "failed (exitcode: 1) local_rank: 1 (pid: 62) of binary: python")]
+    lines += [of_pod(0, 3, line) for line in traceback("ChildFailedError: ")] + [of_pod(0, 3, "x.py FAILED")]
+    lines += [of_pod(0, 3, line) for line in summary((0, 1), (1, 1), (2, 1))]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [7]
