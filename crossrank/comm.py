@@ -211,11 +211,12 @@ def has_size(record: CommRecord) -> bool:
     """Return whether `bytes` of a record is known.
 
     A call that moves data but has neither bytes nor tensors comes from a source without sizes: a kernel that is known
-    only by its name, or a marker without sizes.
+    only by its name, or a marker without sizes. Without an element type, 0 bytes are those of no known tensor.
     """
     operation = OPERATIONS.get(record.op)
-    moves_none = operation is not None and operation.payload == "none"
-    return moves_none or bool(record.bytes or record.inputs or record.outputs or record.in_split or record.out_split)
+    if record.bytes or (operation is not None and operation.payload == "none"):
+        return True
+    return record.dtype is not None and bool(record.inputs or record.outputs or record.in_split or record.out_split)
 
 
 def ends_of(op: str, rank: int, peer: Peer) -> tuple[int | Peer, int | Peer]:

@@ -183,7 +183,8 @@ def bandwidth_rows(
         timed.group_by(keys, maintain_order=True)
         .agg(
             pl.len().alias("collectives"),
-            pl.sum("bytes", "unsized"),
+            pl.sum("unsized"),
+            bytes=known_sum("bytes"),
             time_us=_times(pl.col("time_ns")),
             algbw_gb_per_s=_rates(pl.col("algbw_gb_per_s")),
             busbw_gb_per_s=_rates(pl.col("busbw_gb_per_s")),
@@ -232,6 +233,11 @@ def _rates(gb_per_s: pl.Expr) -> pl.Expr:
     """Return p5, p50, p95 and max, rounded to four digits."""
     spread = {f"p{percent}": gb_per_s.quantile(percent / 100, "linear") for percent in (5, 50, 95)}
     return _struct(gb_per_s, {name: one.round_sig_figs(4) for name, one in (spread | {"max": gb_per_s.max()}).items()})
+
+
+def known_sum(column: str) -> pl.Expr:
+    """Return the sum of the known values of a column; null if none is known."""
+    return pl.when(pl.count(column) > 0).then(pl.sum(column)).alias(column)
 
 
 def _struct(values: pl.Expr, spread: dict[str, pl.Expr]) -> pl.Expr:

@@ -214,6 +214,7 @@ def _sources(found: JobTables, kinds: pl.DataFrame) -> list[Row]:
     times = calls.group_by(line).agg(time_ms=pl.sum("time_ns") / 1e6)
     lines = kinds.group_by(line, maintain_order=True).agg(pl.sum("calls", "bytes", "unsized", "waiting_ms"))
     lines = lines.join(times, on=line, how="left", maintain_order="left").fill_null(0)
+    lines = lines.with_columns(bytes=pl.when(pl.col("unsized") < pl.col("calls")).then("bytes"))
     lines = lines.with_columns(pl.col("time_ms", "waiting_ms").round(3))
     lines = lines.sort(["time_ms", "bytes", "source"], descending=[True, True, False], maintain_order=True)
     no_time = [pl.when(pl.col(name) != 0).then(name).alias(name) for name in ("time_ms", "waiting_ms")]

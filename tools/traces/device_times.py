@@ -3,7 +3,7 @@
 These are certain, up to the offset between the clocks of device and host, which the trace shows itself:
 
 * A kernel begins after its launch, and ends before the end of a synchronization that waited for it.
-* It lies within the profiler's window.
+* It is within the profiler's window.
 * One stream runs one after the other. Kernels may overlap at their edges (programmatic dependent launch), and those of
   one launch of a graph may run at once. But a kernel does not last longer than two others that came after it.
 """
@@ -29,7 +29,7 @@ _SLACK = 1_000_000
 _MOST_OFFSET = 100_000_000
 """ns that the clocks of one machine differ at most."""
 _FEW, _SHARE = 3, 0.05
-"""So many events, and this share of them, are no accident: they show the offset of the clocks."""
+"""This number of events, and this share of them, are no accident: they show the offset of the clocks."""
 _LOOKED_AT = 64
 """Later events of a stream that are looked at for each event."""
 _DEVICE_SYNCS = ("cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize")

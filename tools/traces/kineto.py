@@ -33,7 +33,7 @@ _NO_WORK = frozenset(
 )
 """Other categories of Kineto: no device ran anything for their events."""
 _WINDOW_CATEGORY = "Trace"
-"""Of the one event that lasts as long as the profiler recorded."""
+"""Category of the one event that lasts as long as the profiler recorded."""
 SYNC_CATEGORY = "cuda_sync"
 _CALL_SUFFIXES = ("_runtime", "_driver")
 _STEP = "ProfilerStep#"
@@ -190,8 +190,8 @@ class KinetoTrace:
             self.device = [one for index, one in enumerate(self.device) if index not in wrong]
 
     def _widest_window(self) -> tuple[int, int] | None:
-        """Return a window that has all device events for certain, if the trace lacks its own: devices follow the host
-        by less than what the host did lasts, as the profiler waits for them at its end."""
+        """Return a window for a trace that lacks its own. It is three times as long as what the host did: the profiler
+        waits for the devices at its end."""
         ranges: list[HostEvent | RuntimeCall] = [*self.host, *self.calls]
         if not ranges:
             return None

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group
+from crossrank.comm import MOST_RANKS, CommRecord, Group, has_size
 from crossrank.tools.traces.execution_trace import HostOp
 from crossrank.tools.traces.param_comms import (
     ParamComms,
@@ -235,3 +235,13 @@ def test_tensor_bytes_count_at_any_depth() -> None:
 @pytest.mark.parametrize(("pg", "is_address"), [("123456789", True), ("12345678", False), ("default_pg", False)])
 def test_a_long_number_as_a_name_is_an_address(pg: str, is_address: bool) -> None:
     assert named_by_address(pg) == is_address
+
+
+@pytest.mark.parametrize(("dtype", "is_known"), [("Float", True), ("", False), (None, False)])
+def test_the_size_of_a_call_without_an_element_type_is_unknown(dtype: str | None, is_known: bool) -> None:
+    args = {"Collective name": "allreduce", "In msg nelems": 0, "Out msg nelems": 1000, "Group size": 0, "dtype": dtype}
+    described = from_kineto(msgspec.Raw(msgspec.json.encode(args)))
+    assert described is not None
+    shapes_from_elements(described)
+    record = to_record(described, None, number=1, time=0, c10d="")
+    assert (record.bytes, has_size(record)) == (4000 if is_known else 0, is_known)
