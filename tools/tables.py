@@ -50,9 +50,11 @@ class TableSchema(NamedTuple):
         return {name: self.columns[name].dtype for name in names}
 
     def select(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Return the columns of the table in order, cast to their types, and `KEYS` if the frame has them."""
+        """Return the columns of the table in order, cast to their types, and `KEYS` if the frame has them. An empty
+        text is an unknown one."""
         columns = self.columns | {name: one for name, one in KEYS.items() if name in frame.columns}
-        return frame.select(pl.col(name).cast(one.dtype) for name, one in columns.items())
+        typed = frame.select(pl.col(name).cast(one.dtype) for name, one in columns.items())
+        return typed.with_columns(pl.when(pl.selectors.string() != "").then(pl.selectors.string()))
 
     def rows(self, frame: pl.DataFrame) -> list[Row]:
         """Return `select(frame)` as JSON objects."""
@@ -81,7 +83,7 @@ _PLACE = {
     "source": Column(
         _TEXT, "file.py:line of the user's code that made the call; null if C++ made it", privacy=Privacy.PLACE
     ),
-    "step": Column(_INT, "training step"),
+    "step": Column(_INT, "training step; null if unknown"),
 }
 _SPAN = {
     "began_ns": Column(_INT, "start time", "ns", privacy=Privacy.WALL),
@@ -292,7 +294,9 @@ TABLES = {
             "size": Column(_INT, "number of ranks"),
             "backend": Column(_TEXT, "backend", privacy=Privacy.BACKEND),
             "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown", privacy=Privacy.WORD),
-            "calls": Column(_INT, "calls of the group, summed over ranks"),
+            "calls": Column(
+                _INT, "calls of the group, summed over ranks; null if calls of unknown groups may be of it"
+            ),
             "bytes": Column(
                 _INT,
                 "size S of nccl-tests, summed over ranks; null if the size of a call is unknown",
@@ -311,8 +315,12 @@ TABLES = {
             "path": Column(_TEXT, "file that was read", privacy=Privacy.PATH),
             **_TIMED_BY,
             "calls": Column(_INT, "number of calls read"),
-            "steps": Column(_INT, "number of training steps read"),
-            "clock_shift_ns": Column(_INT, "offset that aligns the clock of the rank with the clock of the job", "ns"),
+            "steps": Column(_INT, "number of training steps read; null if unknown"),
+            "clock_shift_ns": Column(
+                _INT,
+                "offset that aligns the clock of the rank with the clock of the job; null if it is not aligned",
+                "ns",
+            ),
             "ended_by": Column(
                 _TEXT,
                 "what ended the process, or why the dump was written; null if unknown",
@@ -491,7 +499,7 @@ ANSWERS = {
                 "if the rank has ended",
                 "s",
             ),
-            "ended": Column(_TEXT, "how the recording of the rank ended; empty while it runs", privacy=Privacy.REASON),
+            "ended": Column(_TEXT, "how the recording of the rank ended; null while it runs", privacy=Privacy.REASON),
         },
     ),
 }

@@ -86,7 +86,7 @@ def _calls_without(one: RankTrace) -> int:
     by_cpp = np.array([signature.api is None for signature in one.signatures], bool)
     kind = np.frombuffer(one.calls.signature, np.uint32)
     by_cpp = by_cpp[kind]
-    steps = np.frombuffer(one.calls.step, np.int32)
+    steps = one.call_steps
     ends = np.unique(rows[(waited_in == _BACKWARD) & (rows >= 0)])
     # For each call, the next call with which a backward pass ended; -1 after the last.
     following = np.append(ends, -1)[np.searchsorted(ends, np.arange(len(one)))]

@@ -217,11 +217,11 @@ def _rank(rank: int, file: LiveContent, now: float) -> Row:
     last, calls, steps = file.now, file.calls, file.steps
     heard = file.wall(last) if last is not None else None
     called = file.wall(calls[-1].t) if calls else None
-    ended = "" if file.end is None else str(file.end.get("reason", "")) or "unknown"
+    ended = None if file.end is None else str(file.end.get("reason", "")) or "unknown"
     durations = [(after - before) / 1e6 for (_, before), (_, after) in pairwise(steps) if after > before]
     return {
         "rank": rank,
-        "node": file.header.node if file.header is not None else "",
+        "node": (file.header.node or None) if file.header is not None else None,
         "step": steps[-1][0] if steps else None,
         "step_ms": _median(durations),
         "exposed_share": _exposed(file.waits, last),

@@ -131,7 +131,7 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     shown = shown.with_columns(moment=pl.col("moment").max().over("collective"))
     step, moment = pl.col("step"), pl.col("moment")
     low, high, first, last = shown.select(a=step.min(), b=step.max(), c=moment.min(), d=moment.max()).row(0)
-    if high >= 2:
+    if not shown["step"].null_count() and high >= 2:
         width = -(-(high - low + 1) // _MOST_BINS)
         count = (high - low) // width + 1
         begins = [float(low + width * number) for number in range(count)]

@@ -124,7 +124,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
         unattributed=found.unattributed,
         collectives=collectives,
         clocks=clocks,
-        shift={rank: int(shift[one]) for rank, one in clock_of.items()},
+        shift={rank: int(shift[one]) for rank, one in clock_of.items() if aligned[one]},
         unmatched=unmatched,
     )
 

@@ -20,7 +20,7 @@ from crossrank.dtypes import dtype_of
 from crossrank.tools import freed_memory
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
-from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Calls, Interned
+from crossrank.tools.traces.rank_trace import IMPOSSIBLE, UNKNOWN_STEP, Calls, Interned
 
 SEND_RECV = "send/recv"
 """Operation of a batch of sends and receives."""
@@ -57,7 +57,7 @@ _CALLS = {
     "placed": pl.Boolean(),
 }
 """The smallest types that fit: there may be millions of rows."""
-_COLUMNS = ("group", "signature", "number", "id", "batch", "step", "called", "began", "ended", "took")
+_COLUMNS = ("group", "signature", "number", "id", "batch", "called", "began", "ended", "took")
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
 
 
@@ -268,7 +268,7 @@ class _LaunchBuilder:
             *(pl.col(name).cast(_CALLS[name]) for name in ("rank", "kind", "row", "id")),
             number=pl.when(without).then(None).when(own).then("running").otherwise(given),
             counted=counted,
-            step="step",
+            step=pl.when(pl.col("step") != UNKNOWN_STEP).then("step"),
             called_ns=pl.when(pl.col("timed") & (pl.col("called") > 0)).then("called"),
             began_ns=pl.when(pl.col("ended") > 0).then("began"),
             ended_ns=pl.when(pl.col("ended") > 0).then("ended"),
@@ -285,6 +285,7 @@ class _LaunchBuilder:
         traces = [self._job.ranks[rank] for rank in ranks]
         count = list(map(len, traces))
         given = {name: np.concatenate([getattr(one.calls, name) for one in traces]) for name in _COLUMNS}
+        given["step"] = np.concatenate([one.call_steps for one in traces])
         given |= {name: np.repeat([getattr(one, name) for one in traces], count) for name in _FILE_COLUMNS}
         given["rank"] = np.repeat(np.array(ranks, np.int32), count)
         given["row"] = np.concatenate([np.arange(one, dtype=np.uint32) for one in count])

@@ -17,8 +17,8 @@ BOUNDS = "upper bounds include waiting time: ranks are missing, calls shared a l
 
 
 def _group_of(row: Row) -> str:
-    name = (row["pg"], row["desc"] or "")
-    return "-" if row["pg"] is None else group_text(name) if any(name) else "unknown"
+    name = (row["pg"] or "", row["desc"] or "")
+    return group_text(name) if any(name) else "-" if row["ranks"] is None else "unknown"
 
 
 Column = tuple[str, Callable[[Row], object]]

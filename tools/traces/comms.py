@@ -60,6 +60,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.about["TRACING"] = str(header.config.get("emit", ""))
     trace.problems = file.issues.problems
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
+    trace.records_steps = True
     trace.steps = [(line["step"], clock.at(line["t"])) for line in file.steps if "step" in line and "t" in line]
     trace.ending.ended, trace.ending.unseen = file.end is not None, file.end is None
     trace.ending.reason = str(end.get("reason") or "")

@@ -152,6 +152,8 @@ class Interned(Generic[Thing]):
         return found
 
 
+UNKNOWN_STEP = -(1 << 31)
+"""Step of a call whose step is unknown."""
 _OWN: dict[str, Any] = dict.fromkeys(("id", "t", "step", "epoch"), 0)
 _OWN |= dict.fromkeys(("seq", "p2p_seq", "batch", "thread"))
 """Fields that may differ between equal calls."""
@@ -290,7 +292,9 @@ class RankTrace:
     about: dict[str, str] = field(default_factory=dict)
     """Versions and settings, as the header has them."""
     steps: list[tuple[int, int]] = field(default_factory=list)
-    """(step, its start in ns since 1970)"""
+    """(step, its start in ns since 1970), in order. The last one has no end."""
+    records_steps: bool = False
+    """Whether each call has its step in the file."""
     span: tuple[int, int] | None = None
     """Start and end of the run, in ns since 1970; None = unknown."""
 
@@ -364,6 +368,17 @@ class RankTrace:
         ids = np.frombuffer(self.calls.id, np.int64)
         has_own = len(np.unique(ids)) == len(ids) and not (ids < 0).any()
         return ids if has_own else np.arange(len(ids))
+
+    @property
+    def call_steps(self) -> NDArray[np.int32]:
+        """The step of each call, as recorded, else by the time at which the host made it; `UNKNOWN_STEP` = unknown."""
+        if self.records_steps:
+            return np.frombuffer(self.calls.step, np.int32)
+        called = np.frombuffer(self.calls.called, np.int64)
+        numbers, begins = np.array([*self.steps, (UNKNOWN_STEP, _LATEST)], np.int64).T
+        place = np.searchsorted(begins, called, side="right") - 1
+        is_known = (place >= 0) & (place < len(self.steps) - 1) & self.timed
+        return np.where(is_known, numbers[place], UNKNOWN_STEP).astype(np.int32)
 
     def knows_size(self, record: CommRecord) -> bool:
         """Whether the size of a call is known, and from the same step as its time."""

@@ -66,7 +66,7 @@ def test_time_is_summed_by_source_line_and_by_kind_of_host_wait() -> None:
         },
         {
             "source": "(not known)",
-            "op": "",
+            "op": None,
             "waited_in": "wait_tensor",
             "waits": 1,
             "exposed_ms": 1.0,

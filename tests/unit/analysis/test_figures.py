@@ -152,6 +152,7 @@ def test_calls_that_wait_at_the_same_time_count_once(rows_per_part: int, monkeyp
     second.call(50_000, 51_000).call(51_000, 52_000)
     for rank in (first, second):
         rank.times.calls.step[:] = array("i", [1, 120])
+        rank.times.records_steps = True
     found = figures_of(first, second)
     assert found.waiting is not None
     assert len(found.waiting.bins) == 120

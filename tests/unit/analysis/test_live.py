@@ -109,7 +109,7 @@ def test_ranks_have_a_step_its_duration_exposed_share_and_silence() -> None:
         100.0,
         2.0,
         2.0,
-        "",
+        None,
     )
     assert first["exposed_share"] == pytest.approx((50 + 50 + 70) / 300, abs=1e-4)
     assert (second["step"], second["silent_s"], second["unheard_s"], second["ended"]) == (3, None, None, "SIGTERM")

@@ -75,10 +75,10 @@ def test_kernels_with_and_without_arguments_count(tmp_path: Path, capsys: pytest
     rows = {(row["op"], row["pg"]): (row["collectives"], row["bytes"], row["unsized"]) for row in found["rows"]}
     assert rows == {
         ("all_reduce", "0"): (2, 2048, 0),
-        ("all_to_all", ""): (1, None, 1),
-        ("all_reduce", ""): (1, None, 1),
-        ("all_gather", ""): (1, None, 1),
-        ("ncclDevKernel_SendRecv", ""): (1, None, 1),
+        ("all_to_all", None): (1, None, 1),
+        ("all_reduce", None): (1, None, 1),
+        ("all_gather", None): (1, None, 1),
+        ("ncclDevKernel_SendRecv", None): (1, None, 1),
         ("ncclDevKernel_SendRecv", "0"): (1, None, 1),
     }
 

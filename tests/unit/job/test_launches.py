@@ -51,6 +51,7 @@ def test_sends_and_receives_of_one_launch_are_one_row_with_the_larger_direction(
         {"op": "recv", "peer": 0, "bytes": 30, "p2p_seq": 9},
         times=(4, 5, 0, 5),
     )
+    trace.records_steps = True
     found = made(trace)
     assert [(one.label, one.bytes, one.recorded, one.exchanged, one.ends, one.calls) for one in found.kinds] == [
         ("all_reduce", 64, 64, -1, None, 1),

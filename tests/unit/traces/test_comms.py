@@ -41,6 +41,7 @@ def trace(path: str, *ids: int, **differs: Any) -> RankTrace:
     )
     of = {7: (first, 1, -1, 0, RETIRED), 8: (send, 5, 8, 0, RETIRED), 9: (last, 2, -1, 1, RETIRED)}
     found = RankTrace(rank=3, path=path, source="comms", world_size=4, version="crossrank-comms 1", host="h", node="n")
+    found.records_steps = True
     found.signatures = [of[one][0] for one in ids]
     for signature, one in enumerate(ids):
         _, number, batch, step, state = of[one]

@@ -207,11 +207,11 @@ def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
 def group_text(pg: Sequence[str]) -> str:
     """Return description and name of a group as text.
 
-    >>> group_text(["12", "mesh_tp"]), group_text(["", ""])
-    ('mesh_tp [12]', 'a group without a name')
+    >>> group_text(["12", "mesh_tp"]), group_text(["", "mesh_tp"]), group_text(["", ""])
+    ('mesh_tp [12]', 'mesh_tp', 'a group without a name')
     """
     name, desc = pg
-    text = f"{desc} [{name}]" if desc and desc != name else name
+    text = f"{desc} [{name}]" if desc and name and desc != name else name or desc
     return text or "a group without a name"
 
 

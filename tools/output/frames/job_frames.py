@@ -31,24 +31,28 @@ def groups(found: JobTables) -> pl.DataFrame:
             size[own[local]] += count * max(0, record.bytes)
             if not trace.knows_size(record):
                 unsized.add(own[local])
+    # Calls whose group is unknown may be of a group that has none.
+    is_unknown = any(calls[one.index] and (one.guessed or not one.name) for one in job.groups)
+    idle = {one.index for one in job.groups if not calls[one.index]} if is_unknown else set()
     rows = [
         (one.index, *_name(one), printable(one.desc), None if one.guessed else one.size, one.backend, one.locality)
-        + (calls[one.index], None if one.index in unsized else size[one.index])
+        + (None if one.index in idle else calls[one.index], None if one.index in unsized | idle else size[one.index])
         for one in job.groups
     ]
-    return pl.DataFrame(rows, schema=TABLES["groups"].schema, orient="row")
+    return TABLES["groups"].select(pl.DataFrame(rows, schema=TABLES["groups"].schema, orient="row"))
 
 
 def ranks(found: JobTables) -> pl.DataFrame:
     """Return the table `ranks`."""
     rows = [
         (
-            *(rank, *map(printable, (one.host, one.node, one.path)), one.timed_by, len(one), len(one.steps)),
-            *(found.shift.get(rank, 0), printable(one.ending.reason) or None, len(one.problems)),
+            *(rank, *map(printable, (one.host, one.node, one.path)), one.timed_by, len(one)),
+            len(one.steps) if one.steps or one.records_steps else None,
+            *(found.shift.get(rank), printable(one.ending.reason) or None, len(one.problems)),
         )
         for rank, one in found.job.ranks.items()
     ]
-    return pl.DataFrame(rows, schema=TABLES["ranks"].schema, orient="row")
+    return TABLES["ranks"].select(pl.DataFrame(rows, schema=TABLES["ranks"].schema, orient="row"))
 
 
 def with_keys(found: JobTables, calls: Iterable[pl.DataFrame]) -> list[pl.DataFrame]:

@@ -12,7 +12,7 @@ import polars as pl
 from crossrank.recording import WAITED_IN
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.tables import KEYS, TABLES
-from crossrank.tools.traces.rank_trace import STATES, RankTrace
+from crossrank.tools.traces.rank_trace import STATES, UNKNOWN_STEP, RankTrace
 
 _CALLS = TABLES["calls"]
 _DTYPE = {"q": np.int64, "i": np.int32, "I": np.uint32, "B": np.uint8}
@@ -47,7 +47,7 @@ def calls(trace: RankTrace) -> pl.DataFrame:
             "call": trace.numbers,
             "number": _column(of.number),
             "batch": _column(of.batch),
-            "step": _column(of.step),
+            "step": trace.call_steps,
             "thread": _column(of.thread),
             "state": pl.Series(STATES).gather(_column(of.state)),
             "called_ns": _column(of.called) * trace.timed,
@@ -64,6 +64,7 @@ def calls(trace: RankTrace) -> pl.DataFrame:
             *(pl.when(pl.col(name) > 0).then(name) for name in ("number", "thread", "called_ns", "began_ns")),
             pl.when(ended > 0).then(ended),
             pl.when(pl.col("batch") >= 0).then("batch"),
+            pl.when(pl.col("step") != UNKNOWN_STEP).then("step"),
             timed_by=pl.when(pl.col("duration_ns").is_not_null()).then(pl.lit(trace.timed_by)),
         )
     )

@@ -49,7 +49,7 @@ def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, epoch: int) -
         return None
     for group in file.groups:
         builder.define(group, anew=True)
-    trace.numbered = trace.numbered_pairs = True
+    trace.numbered = trace.numbered_pairs = trace.records_steps = True
     header = file.header
     if header is not None:
         trace.world_size, trace.node = header.world_size, header.node

@@ -1,0 +1,118 @@
+"""A fact that a trace lacks is unknown in every column of every table: null, and never 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+import crossrank
+
+Content = dict[str, Any]
+_CALLS = 9
+_SHARED: dict[str, Any] = {"Collective name": "allreduce", "In msg nelems": 256, "Out msg nelems": 256}
+_SHARED |= {"Group size": 2, "dtype": "Float", "Process Group Name": "7", "Process Group Ranks": "[0, 1]"}
+_SHARED |= {"Process Group Description": "data", "Global rank start": 0, "Global rank stride": 1}
+_TABLES = ("calls", "collectives", "transfers", "arrivals", "steps", "groups", "ranks", "durations")
+_COUNTED = ("rank", "call", "group", "collective", "row", "problems", "clock_shift_ns", "first", "last", "number")
+"""Columns in which 0 is a number, a place or a count of what was seen."""
+
+
+def trace_of(rank: int) -> Content:
+    """Nine all_reduces in three steps, of which rank 1 is late in each."""
+    events: list[dict[str, Any]] = []
+
+    def add(category: str, name: str, ts: float, dur: float, tid: int, **args: Any) -> None:
+        one = {"ph": "X", "cat": category, "name": name, "pid": 100 + rank, "tid": tid, "ts": ts, "dur": dur}
+        events.append(one | {"args": args})
+
+    for step in range(3):
+        add("user_annotation", f"ProfilerStep#{5 + step}", 3000 * step + 50, 2990, 1)
+    for number in range(_CALLS):
+        called = 1000 * number + 100 + 40 * rank
+        ids = {"correlation": number + 1, "External id": number + 1}
+        add("cpu_op", "record_param_comms", called, 20, 1, **_SHARED, Seq=number + 1, **{"External id": number + 1})
+        add("cuda_runtime", "cudaLaunchKernelExC", called + 5, 5, 1, **ids)
+        end = 1000 * number + 500
+        device = {"device": rank, "stream": 20, "context": 1}
+        add("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", called + 30, end - called - 30, 20, **device, **ids)
+        device["stream"] = 7
+        add("kernel", "gemm", end + 10, 100, 7, **device)
+    info = {"rank": rank, "world_size": 2, "pg_config": [{"pg_name": "7", "pg_desc": "data", "ranks": [0, 1]}]}
+    return {"baseTimeNanoseconds": 1_780_000_000_000_000_000, "distributedInfo": info, "traceEvents": events}
+
+
+def _without_argument(name: str) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        for event in content["traceEvents"]:
+            event["args"].pop(name, None)
+
+    return change
+
+
+def _with_argument(name: str, value: object) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        for event in content["traceEvents"]:
+            if name in event["args"]:
+                event["args"][name] = value
+
+    return change
+
+
+def _without_events(name: str) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        content["traceEvents"] = [one for one in content["traceEvents"] if not one["name"].startswith(name)]
+
+    return change
+
+
+def _without_field(name: str) -> Callable[[Content], None]:
+    return lambda content: content.pop(name)
+
+
+MISSING: dict[str, Callable[[Content], None]] = {
+    **{
+        f"without {name}": _without_argument(name) for name in (*_SHARED, "Seq", "correlation", "External id", "stream")
+    },
+    **{f"{name} is {value!r}": _with_argument(name, value) for name in _SHARED for value in ("", 0)},
+    "without steps": _without_events("ProfilerStep"),
+    "without records": _without_events("record_param_comms"),
+    "without launches": _without_events("cudaLaunch"),
+    "without base time": _without_field("baseTimeNanoseconds"),
+    "without distributedInfo": _without_field("distributedInfo"),
+}
+
+
+def tables_of(folder: Path, change: Callable[[Content], None] | None = None) -> dict[str, pl.DataFrame]:
+    folder.mkdir(exist_ok=True)
+    for rank in range(2):
+        content = trace_of(rank)
+        if change is not None:
+            change(content)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(content))
+    job = crossrank.load(folder)
+    return {name: job.table(name) for name in _TABLES} | {"overlap": job.overlap().frame}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_no_column_is_0_for_a_fact_that_the_trace_lacks(missing: str, tmp_path: Path) -> None:
+    whole, lacking = tables_of(tmp_path / "whole"), tables_of(tmp_path / "lacking", MISSING[missing])
+    wrong = []
+    for name, table in lacking.items():
+        for column in set(table.columns) - {*_COUNTED}:
+            before, after = whole[name][column], table[column]
+            if before.dtype.is_numeric() and before.null_count() < len(before) and (before.drop_nulls() != 0).all():
+                wrong += [f"{name}.{column} is 0"] if (after.drop_nulls() == 0).any() else []
+            if after.dtype == pl.String and (after.drop_nulls() == "").any():
+                wrong.append(f"{name}.{column} is an empty text")
+    assert wrong == []
+
+
+def test_the_steps_of_calls_are_those_of_the_profiler(tmp_path: Path) -> None:
+    calls = tables_of(tmp_path)["calls"]
+    assert calls.filter(pl.col("rank") == 1)["step"].to_list() == [5, 5, 5, 6, 6, 6, 7, 7, 7]
+    assert tables_of(tmp_path, MISSING["without steps"])["calls"]["step"].null_count() == 2 * _CALLS
