@@ -20,7 +20,7 @@ from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import may_be_of_communication
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.prefixes import Origin
-from crossrank.tools.traces.logs.ranks import own_failure, ranks_of, spacing_of, summary_of, traces_of
+from crossrank.tools.traces.logs.ranks import own_failure, ranks_of, ranks_of_hosts, spacing_of, summary_of, traces_of
 from crossrank.tools.traces.logs.read import Attempt, Fact, JobLog
 from crossrank.tools.traces.logs.tracebacks import Traceback
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -259,8 +259,8 @@ def _not_in_communicator(attempt: Attempt, ranks: Sequence[int]) -> Finding | No
     made: dict[tuple[str, int], dict[int, Fact]] = {}
     for fact in (lines := _of_kind(attempt.facts, formats.COMMUNICATOR)):
         if fact.values["state"] == "START":
-            made.setdefault((fact.values["comm"], fact.number("size")), {})[fact.number("member")] = fact
-    ended = {fact.values["comm"] for fact in lines if fact.values["state"] == "COMPLETE"}
+            made.setdefault((fact.values.get("comm", ""), fact.number("size")), {})[fact.number("member")] = fact
+    ended = {fact.values.get("comm", "") for fact in lines if fact.values["state"] == "COMPLETE"}
     largest = max((size for _, size in made), default=0)
     for (comm, size), begun in made.items():
         lacking = set(range(size)).difference(begun)
@@ -280,10 +280,11 @@ def _node_failed(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     failed = _of_kind(attempt.facts, formats.NODE_FAILED)
     if not failed:
         return None
-    host = failed[0].values["host"]
+    host = failed[0].values.get("host", failed[0].origin.host)
     killed = _of_kind(attempt.facts, formats.TASK_KILLED)
     nodes = {one.number("rank") for one in killed if one.values.get("host") == host} if attempt.labels_are_nodes else ()
     those = {rank for rank, one in ranks_of(attempt).items() if one.host == host}
+    those |= ranks_of_hosts(attempt).get(host, set())
     those |= {rank for node in nodes for rank in _ranks_of_node(attempt, node)}
     culprits = sorted(those) if len(those) * 2 <= len(ranks) else []
     return _finding("log_error", ranks, f"node {host} failed", failed, culprits)

@@ -83,6 +83,8 @@ NCCL_FAILED = "nccl_failed"
 COMMUNICATOR = "communicator"
 """A rank begins to make a communicator of NCCL, or has made it. `member` is its rank in it."""
 NODE_FAILED = "node_failed"
+SECTION, NODE_RANKS = "section", "node_ranks"
+"""An edge between the lines of two ranks; the ranks of each node."""
 PASSED = "passed"
 """All tests passed: what failed was to fail."""
 DIFFERS = "differs"
@@ -258,6 +260,19 @@ FORMATS = (
         r"process (?P<process>\d+) spawned with command: .*--local_rank=(?P<local>\d+)",
         "deepspeed/launcher/launch.py",
     ),
+    _row(
+        TASK_KILLED,
+        r"\AMPI_ABORT was invoked on rank (?P<rank>\d+) in communicator",
+        "openmpi/ompi/mpi/c/abort.c",
+        why="called MPI_ABORT",
+    ),
+    _row(
+        SECTION,
+        r"\A-+(?:Begin global rank (?P<rank>\d+)|End global rank \d+) STD(?:OUT|ERR)-+\Z",
+        "composer/cli/launcher.py",
+    ),
+    _row(SECTION, r"\A==> (?P<path>.+) <==\Z", "coreutils/src/tail.c"),
+    _row(NODE_RANKS, r"global_rank_mapping=.*?\{(?P<nodes>'.+\])\}", "deepspeed/launcher/launch.py"),
     _row(POD_KILLED, r"\A\s+Reason: +(?P<why>OOMKilled)", "kubectl describe pod"),
     _row(POD_RANK, r"\A\s+RANK: +(?P<rank>\d+)\Z", "kubectl describe pod"),
     _row(RAY_WORKER, r"ip=(?P<host>[\w.:]+), pid=(?P<process>\d+)\) world_rank=(?P<rank>\d+)", "ray/train"),
@@ -293,10 +308,11 @@ FORMATS = (
         "slurmstepd, " + _PROCESSES,
     ),
     _row(NODE_FAILED, r"srun: error: Node failure on (?P<host>\S+)", "slurm/src/srun"),
+    _row(NODE_FAILED, r"[Pp]reemption notice|instance/preempted = TRUE", "nodes of clouds"),
     _row(
         COMMUNICATOR,
-        r"NCCL INFO ncclComm\w+ comm 0x\w+ rank (?P<member>\d+) nranks (?P<size>\d+) .*"
-        r"commId (?P<comm>0x\w+) - Init (?P<state>START|COMPLETE)",
+        r"NCCL INFO (?:ncclComm\w+ )?comm 0x\w+ rank (?P<member>\d+) nranks (?P<size>\d+) .*?"
+        r"(?:commId (?P<comm>0x\w+) )?- Init (?P<state>START|COMPLETE)",
         "nccl/src/init.cc",
     ),
     _row(PASSED, r"\A=+ \d+ passed\b(?!.*\bfailed\b).* in [\d.]+s", "pytest"),
@@ -328,7 +344,8 @@ FORMATS = (
     ),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
     _row(NCCL_FAILED, r"\A\[?E\d{3,4} .*ProcessGroupNCCL\.cpp:\d+\]", _NCCL),
-    _row(PRINTED_RANK, r"\brank=(?P<rank>\d{1,7}),? world_size=\d", "scripts"),
+    _row(PRINTED_RANK, r"\brank=(?P<rank>\d{1,7}),? local_rank=\d", "scripts"),
+    _row(PRINTED_RANK, r"(?:\b[Rr]ank=|\bRANK=|\[rank )(?P<rank>\d{1,7})\]?,? .{0,80}?(?i:world_size)=\d", "scripts"),
     _row(IGNORED, r"\AException ignored ", "Python"),
     _row(
         TRACEBACK,
@@ -350,7 +367,9 @@ LITERALS = (
     " - Init ", " passed", "NVRM: Xid", "Memory access fault", "got stuck for", "params, while",
     "appears not to match", "lagging ranks",
     "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
-    "Child process with PID", "world_size=", "world size",
+    "Child process with PID", "world_size=", "WORLD_SIZE=", "world size", "local_rank=",
+    "MPI_ABORT", "global rank", "==> ", "global_rank_mapping",
+    "reemption notice", "preempted = ",
     "GLOBAL_RANK", "name: ", "missing ranks: ", "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp",
     "Traceback (most recent", "Exception ignored ", "time      : 2", "Setting up process group", "[Rank ",
 )  # fmt: skip

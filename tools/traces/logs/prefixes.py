@@ -52,9 +52,17 @@ PREFIXES = (
     Prefix("pdsh", re.compile(r"(?P<host>[a-z][\w.-]*\d[\w.-]*): "), is_label=True),
     Prefix("stern", re.compile(r"(?P<host>[a-z0-9][\w.-]*-\d+) [\w.-]+ "), is_label=True),
     Prefix("compose", re.compile(r"(?P<host>[\w.-]+) *\| "), is_label=True),
+    Prefix("sagemaker", re.compile(r"\[\d+,mpirank:(?P<label>\d{1,7}),(?P<host>[\w.-]+)\]<std(?:out|err)>: ?")),
+    Prefix(
+        "determined",
+        re.compile(rf"\[{_TIME}\] [0-9a-f]{{8}} (?:\[rank=(?P<label>\d{{1,7}})\] )?\|\| (?:[A-Z]+: \[\d+\] )?"),
+    ),
+    Prefix("skypilot", re.compile(r"\((?P<host>[\w.-]+), rank=(?P<label>\d{1,7}), pid=\d+(?:, ip=[\w.:]+)?\) ?")),
+    Prefix("host", re.compile(r"\[(?P<host>[A-Za-z][\w.-]*\d)\] "), is_label=True),
     Prefix("syslog", re.compile(rf"(?:{_SYSLOG_TIME}|{_TIME}) (?P<host>\S+) [\w./-]+\[\d+\]: "), is_label=True),
     Prefix("container", re.compile(rf"{_TIME} std(?:out|err) [FP] "), is_label=True),
     Prefix("stamp", re.compile(rf"(?:\[{_TIME}\]|{_TIME}) "), is_label=True),
+    Prefix("any", re.compile(r"(?:(?:\[[^\]]*\]|\([^)]*\)|[A-Za-z]*[^A-Za-z\s]\S*) ){1,4}(?=\[rank\d{1,7}\]:)")),
 )
 """Row by row, until none matches: a later prefix is nearer to the text, and knows the rank better."""
 

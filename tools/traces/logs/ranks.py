@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -41,7 +41,7 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _DEADLY = (
     *(f"signal {number} " for number in (4, 7, 8, 9, 11)),
     *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
-    *("died unexpectedly", "code -"),
+    *("died unexpectedly", "code -", "called MPI_ABORT"),
 )
 """First words of what schedulers say of a process that was killed."""
 _OF_THIS_HOST = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -65,6 +65,8 @@ _OF_RANKS = (
 """Kinds of facts about the rank that prints them."""
 
 _IN_DEFAULT_GROUP = Fact(formats.STATUS, {"group": "0", "desc": DEFAULT_GROUP}, Quote("", 0, ""), Origin())
+_NODE = re.compile(r"'(?P<host>[^']+)': \[(?P<first>\d+)")
+"""A node, and the rank of its process 0."""
 _CHECKPOINT = re.compile(formats.CHECKPOINT)
 
 _ANY_COLLECTIVE = "collective"
@@ -124,6 +126,8 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
         raised_by = workers.get(one.process or one.origin.process, global_of(one.origin.rank, one.origin.local))
         if raised_by is None or not one.ended_process or _names_others(one.error, raised_by):
             continue
+        if any(map(one.repeats, attempt.tracebacks)):
+            continue
         if not _was_handled(one, attempt):
             of(raised_by).raised = one
     if (only := _raised_by_the_only_failure(attempt, local_to_rank)) is not None:
@@ -152,9 +156,7 @@ def summary_of(facts: Iterable[Fact]) -> list[tuple[int, str, int, Fact]]:
     return sorted(found, key=lambda one: one[1])
 
 
-def _raised_by_the_only_failure(
-    attempt: Attempt, local_to_rank: Callable[[int], int | None]
-) -> tuple[int, Traceback] | None:
+def _raised_by_the_only_failure(attempt: Attempt, local_to_rank: LocalRanks) -> tuple[int, Traceback] | None:
     """Return (rank, exception) if only one process failed that the launcher had not ended: of an exception whose rank
     is unknown, if it is an error of its own."""
     ended = {_process(one) for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
@@ -210,17 +212,45 @@ def _first_error(raised: Traceback) -> tuple[str, list[str]]:
     return text, causes
 
 
-def _ranks_of_locals(attempt: Attempt) -> Callable[[int], int | None]:
-    """Return a function that gives the rank of the process with a number within its node. Lines with both show it. If
-    none does, the job has one node; if the lines are of several nodes, it is unknown."""
+@dataclass
+class LocalRanks:
+    """The rank of the process with a number within its node."""
+
+    firsts: dict[str, int]
+    """Host -> rank of its process 0."""
+    first: int | None
+    """The same for a job of one node; None if the lines are of several nodes."""
+
+    def __call__(self, local: int, host: str = "") -> int | None:
+        first = self.firsts.get(host, self.first)
+        return None if first is None else first + local
+
+
+def _ranks_of_locals(attempt: Attempt) -> LocalRanks:
+    """Return the ranks by lines that have both, and by the mapping that DeepSpeed prints. If no line shows it, the job
+    has one node."""
     origins = [one.origin for one in attempt.facts] + [one.origin for one in attempt.tracebacks]
-    pairs = {(one.local, one.rank) for one in origins if one.local is not None and one.rank is not None}
-    pairs |= {(one.number("local"), one.number("rank")) for one in attempt.facts if one.kind == formats.SUMMARY_RANK}
-    firsts = {rank - local for local, rank in pairs}
-    if not firsts:
-        return lambda local: local
-    first = firsts.pop()
-    return lambda local: None if firsts else first + local
+    pairs = {(one.host, one.rank - one.local) for one in origins if one.local is not None and one.rank is not None}
+    of_summary = [one for one in attempt.facts if one.kind == formats.SUMMARY_RANK]
+    pairs |= {(one.origin.host, one.number("rank") - one.number("local")) for one in of_summary}
+    of_nodes = [one.values["nodes"] for one in attempt.facts if one.kind == formats.NODE_RANKS]
+    pairs |= {(one["host"], int(one["first"])) for text in of_nodes for one in _NODE.finditer(text)}
+    started = {one.origin.host for one in attempt.facts if one.kind == formats.STARTED}
+    firsts = {first for _, first in pairs} or {0}
+    one_node = len(firsts) == 1 and len(started) < 2
+    return LocalRanks({host: first for host, first in pairs if host}, min(firsts) if one_node else None)
+
+
+def ranks_of_hosts(attempt: Attempt) -> dict[str, set[int]]:
+    """Return host -> its ranks, by lines that have both."""
+    found = {host: set(ranks) for host, ranks in attempt.hosts.items()}
+    sizes = [one.number("size") for one in attempt.facts if one.kind == formats.COMMUNICATOR]
+    for one in attempt.facts:
+        if one.kind == formats.PRINTED_RANK and one.origin.host:
+            found.setdefault(one.origin.host, set()).add(one.number("rank"))
+        elif one.kind == formats.COMMUNICATOR and one.origin.host and one.number("size") == max(sizes):
+            found.setdefault(one.origin.host, set()).add(one.number("member"))
+    return found
 
 
 def _process(fact: Fact) -> tuple[str, str, str]:
@@ -228,9 +258,7 @@ def _process(fact: Fact) -> tuple[str, str, str]:
     return fact.quote.path, fact.origin.host, fact.values["process"]
 
 
-def _kills(
-    attempt: Attempt, workers: Mapping[str, int], local_to_rank: Callable[[int], int | None]
-) -> Iterator[tuple[int, str, Fact]]:
+def _kills(attempt: Attempt, workers: Mapping[str, int], local_to_rank: LocalRanks) -> Iterator[tuple[int, str, Fact]]:
     """Yield (rank, how its process was killed, the line that says so), without those that the launcher ended."""
     ended = {_process(one) for one in attempt.facts if one.kind == formats.ENDED_BY_LAUNCHER}
     has_agents = any(one.kind in formats.OF_LAUNCHER or one.origin.local is not None for one in attempt.facts)
@@ -242,13 +270,14 @@ def _kills(
         for one, end in pairwise(of_summary)
         if (one.kind, end.kind) == (formats.SUMMARY_RANK, formats.SUMMARY_EXIT)
     }
+    hosts = ranks_of_hosts(attempt)
     for fact in attempt.facts:
         is_of_launcher = fact.kind == formats.FAILED and _process(fact) not in ended
         if is_of_launcher and fact.number("code") < 0:
             with suppress(ValueError):
                 number = signal.Signals(-fact.number("code"))
                 if number in _KILLED and not (is_aborted and number == signal.SIGABRT):
-                    rank = rank_of.get(_process(fact), local_to_rank(fact.number("local")))
+                    rank = rank_of.get(_process(fact), local_to_rank(fact.number("local"), fact.origin.host))
                     if rank is not None:
                         yield rank, f"killed by {number.name}", fact
         # Under torchrun a task of Slurm is a launcher.
@@ -256,7 +285,7 @@ def _kills(
         if fact.kind == formats.TASK_KILLED and not is_of_node:
             why = fact.values["why"]
             if why.startswith(_DEADLY):
-                yield _rank_of_task(fact, attempt.hosts), why, fact
+                yield _rank_of_task(fact, hosts), why, fact
     yield from _kills_in_several_lines(attempt.facts, workers, local_to_rank)
     for rank, _, code, line in summary_of(attempt.facts):
         if -code in _CRASHES:
@@ -269,6 +298,8 @@ def _rank_of_task(fact: Fact, hosts: Mapping[str, set[int]]) -> int:
     """Return the rank of a task that was killed. The number in the name of a pod may be another: a job may have a
     master and workers, which are numbered apart."""
     number, host = fact.number("rank"), fact.values.get("host", "")
+    if len(own := hosts.get(host, set())) == 1:
+        return min(own)
     stem = host.removesuffix(str(number))
     if stem == host:
         return number
@@ -294,7 +325,7 @@ def _first_of_summary(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
         yield rank, f"killed by {signal.Signals(-code).name}", line
 
 
-def _rank_of_process(attempt: Attempt, local_to_rank: Callable[[int], int | None]) -> dict[str, int]:
+def _rank_of_process(attempt: Attempt, local_to_rank: LocalRanks) -> dict[str, int]:
     """Return the rank of each process whose number the launcher, NCCL or Ray says."""
     found: dict[str, int] = {}
     sizes = [one.number("size") for one in attempt.facts if one.kind == formats.COMMUNICATOR]
@@ -305,13 +336,13 @@ def _rank_of_process(attempt: Attempt, local_to_rank: Callable[[int], int | None
             found[one.values["process"]] = one.number("rank")
         elif one.kind == formats.PROCESS_RANK and one.origin.process:
             found.setdefault(one.origin.process, one.number("rank"))
-        elif one.kind == formats.STARTED and (rank := local_to_rank(one.number("local"))) is not None:
+        elif one.kind == formats.STARTED and (rank := local_to_rank(one.number("local"), one.origin.host)) is not None:
             found.setdefault(one.values["process"], rank)
     return attempt.processes | found
 
 
 def _kills_in_several_lines(
-    facts: Sequence[Fact], workers: Mapping[str, int], local_to_rank: Callable[[int], int | None]
+    facts: Sequence[Fact], workers: Mapping[str, int], local_to_rank: LocalRanks
 ) -> Iterator[tuple[int, str, Fact]]:
     """Yield what `_kills` does from lines of Kubernetes, Ray and the kernel: one has the rank, or the process, and
     another one how it was killed."""

@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from crossrank.recording import ReadIssues
 from crossrank.text import writable
+from crossrank.tools.traces.discover import named_rank
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.lines import CUT, SAMPLE, lines_of, ranks_of_files
 from crossrank.tools.traces.logs.prefixes import Origin, labels_of, split
@@ -35,7 +37,8 @@ ATTEMPT = re.compile(r"attempt_(?P<attempt>\d{1,5})/(?P<local>\d{1,5})/std(?:out
 _RESTARTED = 8
 """Lines of the script after a failure from which on the launcher has started the job again."""
 SUMMARY = re.compile(
-    r"\[\d+\]:|.*\bFAILED\b|.*Killing subprocess|Failures:|Root Cause|\s*<NO_OTHER|"
+    r"\[\d+\]:|-+(?:Begin|End) global rank|Global rank \d+ \(PID|"
+    r".*\bFAILED\b|.*Killing subprocess|Failures:|Root Cause|\s*<NO_OTHER|"
     r"\s*(?:time|host|rank|exitcode|error_file|traceback)\s*:"
 )
 """Lines in which launchers say how they end a job."""
@@ -56,6 +59,7 @@ _FAILED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL|Exception|exception|failed|cras
 ENDS = re.compile(
     r"\A(?:\s*\Z|\s*#\d+ |frame #|Exception raised from|terminate called|  what\(\)|\s+[\w.~^]|\[?[IWEF]\d{3,4} |"
     r"CUDA kernel errors might|For debugging consider|Compile with `TORCH_USE|Search for `cuda|"  # c10/cuda
+    r"MPI_ABORT was|with errorcode|NOTE: invoking MPI_ABORT|You may or may not see|exactly when Open MPI|"
     r"[\w.]*(?:Error|Warning)\b|ncclRemoteError|Last error|srun|slurmstepd|=+\s*\Z|-+\s*\Z|Fatal Python|\[rank|"
     r"Traceback )"
 )
@@ -346,6 +350,11 @@ class _File:
                 self._ignored = origin
             elif one.kind == formats.RESTART:
                 self._attempt, self._since_failure = self._attempt + 1, None
+            elif one.kind == formats.SECTION:
+                found = match.groupdict()
+                own = found.get("rank") if "path" not in found else named_rank(PurePosixPath(match["path"]).name)
+                self._origin = Origin(rank=None if own is None else int(own))
+                self._steps = None  # the next lines were not printed after these
             elif one.kind == formats.SPAWNED:
                 self._spawned = match["rank"]
             else:

@@ -107,6 +107,15 @@ class Traceback:
         """Whether the lines after it may still belong to the end of its process."""
         return self.followed <= _LAST_MARKED_LINES
 
+    def repeats(self, before: Traceback) -> bool:
+        """Return whether its process survived the same exception before, and said something after this one."""
+        same = (self.origin, self.frames[:1], self.error.split(":")[0])
+        return (
+            self.followed > 0
+            and before.goes_on
+            and same == (before.origin, before.frames[:1], before.error.split(":")[0])
+        )
+
     def was_survived(self, later: Traceback) -> bool:
         """Return whether the job made many steps after it, before another rank raised `later`. Its own process said
         something more: what other processes print may come late."""

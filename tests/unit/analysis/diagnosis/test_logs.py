@@ -764,3 +764,69 @@ def test_time_stamps_behind_the_names_of_pods_are_labels(tmp_path: Path) -> None
     lines += [of_pod(0, 3, line) for line in traceback("ChildFailedError: ")] + [of_pod(0, 3, "x.py FAILED")]
     lines += [of_pod(0, 3, line) for line in summary((0, 1), (1, 1), (2, 1))]
     assert diagnosed(tmp_path, *lines).suspect_ranks == [7]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["[1,mpirank:3,algo-2]<stderr>:", "[2026-09-09T09:13:43.863000Z] 3f1c77d0 [rank=3] || "],
+    ids=["sagemaker", "determined"],
+)
+def test_prefixes_with_the_rank_name_it(prefix: str, tmp_path: Path) -> None:
+    def of_rank(rank: int, text: str) -> str:
+        return prefix.replace("3]", f"{rank}]").replace("mpirank:3", f"mpirank:{rank}") + text
+
+    steps = [of_rank(step % 4, f"step {step} loss 2.{step}") for step in range(20)]
+    assert diagnosed(tmp_path, *steps, *traceback("ValueError: no batch", prefix)).suspect_ranks == [3]
+
+
+def test_the_rank_in_a_prefix_of_a_node_is_not_that_of_its_processes(tmp_path: Path) -> None:
+    node = "(worker1, rank=1, pid=4410, ip=10.164.0.31) "
+    lines = [f"{node}[rank{rank}]: node 1 up" for rank in range(8, 16)]
+    assert diagnosed(tmp_path, *lines, *traceback("ValueError: x", f"{node}[rank10]: ")).suspect_ranks == [10]
+
+
+def test_a_mark_of_torch_counts_behind_a_prefix_of_no_known_form(tmp_path: Path) -> None:
+    lines = [f"<pod-3> 12:00:{second:02} {line}" for second, line in enumerate(traceback("ValueError: x", "[rank3]: "))]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [3]
+
+
+def test_files_that_tail_or_composer_shows_one_after_the_other_are_of_their_ranks(tmp_path: Path) -> None:
+    begin, end = ("----------{} global rank {} STDERR----------".format(edge, "{}") for edge in ("Begin", "End"))
+    shown = [line for rank in (4, 5) for line in (begin.format(rank), "Initializing", end.format(rank))]
+    shown[4:5] = traceback("IndexError: corrupt shard")
+    assert diagnosed(tmp_path / "composer", *shown).suspect_ranks == [5]
+    tail = ["==> logs/rank_1.log <==", "step 1", "==> logs/rank_2.log <==", *traceback("ValueError: x")]
+    assert diagnosed(tmp_path / "tail", *tail).suspect_ranks == [2]
+
+
+def test_mpi_abort_names_its_rank_unless_it_had_lost_another_one(tmp_path: Path) -> None:
+    abort = "6: MPI_ABORT was invoked on rank 6 in communicator MPI_COMM_WORLD"
+    ready = [f"{rank}: ready" for rank in range(8)] * 3
+    assert diagnosed(tmp_path / "own", *ready, abort).suspect_ranks == [6]
+    lost = traceback("RuntimeError: NCCL error: remote process exited or there was a network error", "6: ")
+    assert diagnosed(tmp_path / "lost", *ready, *lost, abort).suspect_ranks == []
+
+
+def test_the_mapping_of_deepspeed_gives_the_rank_of_a_process_on_another_node(tmp_path: Path) -> None:
+    mapping = "global_rank_mapping=defaultdict(<class 'list'>, {'w-0': [0, 1], 'w-1': [2, 3]})"
+    lines = [f"w-1: [launch.py:163:main] {mapping}"] * 3
+    for node in (0, 1):
+        lines += [
+            f"w-{node}: process {100 * node + local} spawned with command: ['python', '--local_rank={local}']"
+            for local in (0, 1)
+        ]
+    killed = "[Wed May 20 21:22:07 2026] Out of memory: Killed process 101 (python) total-vm:412882104kB"
+    assert diagnosed(tmp_path / "mapped", *lines, killed).suspect_ranks == [3]
+    assert diagnosed(tmp_path / "unknown", *lines[3:], killed).suspect_ranks == []
+
+
+def test_the_ranks_of_a_node_that_the_cloud_took_are_named(tmp_path: Path) -> None:
+    lines = [f"[spot-{rank // 2}] rank={rank} local_rank={rank % 2}" for rank in range(8)]
+    lines += ["[spot-3] node-termination-handler: Received preemption notice from metadata server"]
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [6, 7]
+
+
+def test_an_exception_that_its_rank_survived_before_is_handled(tmp_path: Path) -> None:
+    caught = [*traceback("LibError: bad sample", "[rank3] "), "[rank3] (handled, next sample used)"]
+    steps = [f"step {step} loss 1.{step}" for step in range(20)]
+    assert diagnosed(tmp_path, *caught, *steps, *caught, *steps, *caught, "finished: 40 steps").suspect_ranks == []
