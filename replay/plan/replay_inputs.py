@@ -12,7 +12,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
 from crossrank.tools.job.read_rank import READERS, RankSources, comms_with_times
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import WHAT, discover, files_by_rank
+from crossrank.tools.traces.discover import WHAT, discover, files_by_rank, ranked_by
 from crossrank.tools.traces.rank_trace import RankTrace
 
 KINDS = {
@@ -47,6 +47,7 @@ def find(path: str, kind: str | None = None, *, times: bool = True) -> ReplayInp
     skipped += [
         f"{file.path}: is {WHAT[file.kind]}" for file in usable if file.path in parts and file.kind not in KINDS
     ]
+    skipped += ranked_by(files)
     kinds = dict.fromkeys(name for name in KINDS for file in usable if file.kind == name)
     chosen = kind or next(iter(kinds), None)
     if chosen is None or chosen not in kinds:

@@ -131,6 +131,8 @@ def read_measured(arguments: argparse.Namespace) -> JobTables:
 def complain_of(found: JobTables, arguments: argparse.Namespace) -> int:
     """Report skipped files and missing ranks, and return the exit code. With --ranks, no rank counts as missing."""
     complain(*found.job.skipped, most=8)
+    if arguments.json:  # else they are among the notes
+        complain(*found.job.ranked_by)
     missing = found.job.missing if arguments.ranks is None else []
     if missing:
         complain(f"rank {rank_ranges(missing)} is missing: times of its groups include waiting time")

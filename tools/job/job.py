@@ -44,6 +44,8 @@ class Job:
     """Files that were skipped because they do not belong to this job."""
     skipped: list[str] = field(default_factory=list)
     """Files that could not be used, with the reason."""
+    ranked_by: list[str] = field(default_factory=list)
+    """What shows the ranks of files whose names and heads do not have them."""
 
     @classmethod
     def match(cls, traces: Sequence[RankTrace], world_size: int | None = None, *, lanes: bool = True) -> Self:

@@ -26,7 +26,17 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.job.one_run import problems
 from crossrank.tools.job.read_rank import READERS, RankSources, comms_with_times, pairs_of_rank
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import INSPECTOR, NSIGHT, REPORT, WHAT, Files, FoundFile, discover, files_by_rank
+from crossrank.tools.traces.discover import (
+    INSPECTOR,
+    NSIGHT,
+    REPORT,
+    WHAT,
+    Files,
+    FoundFile,
+    discover,
+    files_by_rank,
+    ranked_by,
+)
 from crossrank.tools.traces.kernels import also_communicate
 from crossrank.tools.traces.nccl_inspector import number_ranks
 from crossrank.tools.traces.nsight.read import read_export
@@ -52,6 +62,8 @@ class Measurements:
     """Other files that were found and skipped."""
     unmixed: set[int] = field(default_factory=set)
     """Ranks that have other files, if exports are read."""
+    ranked_by: list[str] = field(default_factory=list)
+    """See `Job`."""
 
 
 _MEASURED = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
@@ -80,7 +92,9 @@ def find(
         re.compile(also)
     except re.error as error:
         raise CrossrankError(f"{also!r}, for kernels that communicate, is not a regular expression: {error}") from error
+    files = discover(paths) if files is None else files
     found = _find_measurements(paths, ranks, source, files)
+    found.ranked_by = ranked_by(files)
     found.tasks = [replace(task, also=also) for task in found.tasks]
     return found
 
@@ -89,9 +103,8 @@ def _find_measurements(
     paths: Sequence[str],
     ranks: Collection[int] | None,
     source: str | None,
-    files: Sequence[FoundFile] | None,
+    files: Sequence[FoundFile],
 ) -> Measurements:
-    files = discover(paths) if files is None else files
     broken = [file for file in files if file.problem and file.kind not in (NSIGHT, REPORT)]
     skipped = [f"{file.path}: {file.problem}" for file in broken if not file.left_out]
     notes = [f"{file.path}: {file.problem}" for file in broken if file.left_out]
@@ -181,7 +194,7 @@ def job_of(traces: Sequence[RankTrace], found: Measurements, *, release: bool = 
     from crossrank.tools.job.collectives import match_collectives  # imports polars, which is slow in workers
 
     job = Job.match(traces, lanes=False)
-    job.skipped = found.skipped
+    job.skipped, job.ranked_by = found.skipped, found.ranked_by
     return match_collectives(job, release=release)
 
 
@@ -217,7 +230,7 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
     ranks = [one for one in ranks if 0 <= (one.rank or 0) < MOST_RANKS]
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))
-    ranks[0].notes += map(writable, found.notes)
+    ranks[0].notes += map(writable, (*found.notes, *found.ranked_by))
     others = sorted(found.unmixed - {one.rank for one in ranks})
     if others:
         found.skipped.append(

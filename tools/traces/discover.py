@@ -31,6 +31,7 @@ from crossrank.recording import (
     list_recording,
     read_chunks,
 )
+from crossrank.tools.traces.file_ranks import named_rank, numbered_rank, rank_in_name, ranks_of, valid_rank, worded_rank
 
 PLAN = "plan"
 TIMELINE = "timeline"
@@ -65,6 +66,8 @@ WHAT = {
 
 _OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT, SEEN)
 """Kinds with one file per rank and window."""
+_IN_SETS = (EXECUTION_TRACE, KINETO)
+"""Kinds of other tools: a number in the name of a file says its rank only together with those of the other files."""
 _HEAD = 1 << 16
 _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
     (FLIGHT, (rb"\A\x80",)),
@@ -95,15 +98,6 @@ _LOG_SIGN = re.compile(
     re.M,
 )
 """Names of logs, and lines that only logs have."""
-_SUFFIX = re.compile(r"(?:\.(?:pt|trace|json|jsonl|pickle|pkl|bin|dump|et|zst|gz|sqlite3?|nsys-rep|qdrep))+\Z", re.I)
-_RANK = re.compile(r"(?P<of>[a-z]*)[-_.]?rank[-_. ]?(?P<number>\d+)", re.I)
-_NOT_GLOBAL = frozenset(("tp", "pp", "dp", "cp", "ep", "mp", "sp", "node"))
-"""Prefixes of ranks within a part of the job, such as `tp_rank`."""
-_NUMBERED = re.compile(r"(?<![a-z])(?:worker|dump|trace|et|kineto|flight|device)[-_.]?(\d+)(?![\da-z])", re.I)
-_DATE = re.compile(r"(?<!\d)20\d\d([-_.]?)[01]\d\1[0-3]\d(?!\d)")
-_NUMBER = re.compile(r"(\d+)(?![\da-z])", re.I)
-_PROCESS = re.compile(r"_\d+\.\d{13,}(?:\.pt\.trace\.json|\Z)")
-"""End of the default file names of torch's tensorboard_trace_handler: process id and time."""
 _RANK_IN_HEAD = {
     KINETO: re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
     COMMS: re.compile(rb'\A\s*\{"header"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
@@ -133,44 +127,14 @@ class FoundFile:
     """Its first bytes are a text, and not an object of JSON."""
     left_out: bool = False
     """It can be used, but another file is nearer to the given path."""
+    ranked_by: str = ""
+    """What shows the rank, if neither the name of the file nor its head does."""
     shown: str = ""
     """What messages call it; empty = its path."""
 
     @property
     def name(self) -> str:
         return PurePosixPath(self.path).name
-
-
-def rank_in_name(name: str) -> int | None:
-    """The rank in a file name; None if it has none.
-
-    >>> [rank_in_name(name) for name in ("host7_dump_0.json", "nccl_trace_host7_rank_3.pkl", "trace-gpu1-2.json.gz")]
-    [0, 3, 2]
-    >>> [rank_in_name(name) for name in ("rank2_trace_20261122.json", "gpu7_4711.1790000000000000000.pt.trace.json")]
-    [2, None]
-    """
-    named = named_rank(name)
-    return named if named is not None else _numbered_rank(name)
-
-
-def named_rank(name: str) -> int | None:
-    """The last number that the name marks as a rank of the job."""
-    found = [one["number"] for one in _RANK.finditer(name) if one["of"].lower() not in {*_NOT_GLOBAL, "local"}]
-    return _valid(found[-1]) if found else None
-
-
-def _numbered_rank(name: str) -> int | None:
-    """The last number after a word such as `trace`, else the last one that is not part of a word, a date or a time."""
-    if _PROCESS.search(name):
-        return None
-    stem = _RANK.sub(lambda one: " " if one["of"].lower() in _NOT_GLOBAL else one[0], _SUFFIX.sub("", name))
-    numbers = (pattern.findall(_DATE.sub(" ", stem)) for pattern in (_NUMBERED, _NUMBER))
-    ranks = ([rank for rank in map(_valid, found) if rank is not None] for found in numbers)
-    return next((found[-1] for found in ranks if found), None)
-
-
-def _valid(text: str | bytes) -> int | None:
-    return int(text) if len(text) <= 7 and int(text) < MOST_RANKS else None
 
 
 def look(path: str) -> FoundFile:
@@ -193,9 +157,9 @@ def look(path: str) -> FoundFile:
         kind = LOG
     rank = named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
-        rank = _valid(found[1])
+        rank = valid_rank(found[1])
     if rank is None and kind not in (INSPECTOR, LOG):  # names of its files have a process id
-        rank = _numbered_rank(name)
+        rank = worded_rank(name) if kind in _IN_SETS else numbered_rank(name)
     problem = "" if head else [*issues.problems, "is empty"][0]
     return FoundFile(
         path=path, kind=kind, rank=rank, problem=problem, is_text=is_text and not head.lstrip().startswith(b"{")
@@ -215,7 +179,7 @@ def discover(paths: Iterable[str]) -> list[FoundFile]:
         raise CrossrankError(
             f"{', '.join(paths)}: the folder is empty; give a recording (the folder TRACING_DIR), traces or dumps"
         )
-    return _without_doubles(_adopted(sorted(found.values(), key=lambda file: file.path)))
+    return _without_doubles(_adopted(_ranked(sorted(found.values(), key=lambda file: file.path))))
 
 
 def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:
@@ -252,6 +216,16 @@ def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:
                 yield from _walk(folder + name, depth + (not RANK_FOLDER.fullmatch(name)), level + 1)
 
 
+def _ranked(files: list[FoundFile]) -> list[FoundFile]:
+    """Set the ranks of the files of a kind, if there are several, and no file has a rank."""
+    for kind in _IN_SETS if all(file.rank is None for file in files if file.kind and not file.problem) else ():
+        those = [file for file in files if file.kind == kind and not file.problem]
+        if len(those) > 1 and all(file.rank is None for file in those):
+            ranks, how = ranks_of([file.path for file in those])
+            files = [replace(file, rank=ranks[file.path], ranked_by=how) if file in those else file for file in files]
+    return files
+
+
 def _adopted(files: list[FoundFile]) -> list[FoundFile]:
     """Set the rank of files without one, if the others are of one rank and no two files have one kind and window."""
     known = {file.rank for file in files if file.kind and file.rank is not None}
@@ -279,6 +253,11 @@ def _without_doubles(files: list[FoundFile]) -> list[FoundFile]:
             text = f"is of rank {file.rank}, as {nearest.path} is, and was skipped"
             found.append(replace(file, problem=text, left_out=True))
     return found
+
+
+def ranked_by(files: Iterable[FoundFile]) -> list[str]:
+    """Return what shows the ranks of files whose names and heads do not have them."""
+    return list(dict.fromkeys(file.ranked_by for file in files if file.ranked_by))
 
 
 def other_jobs(path: str) -> list[str]:

@@ -202,11 +202,10 @@ def test_a_cut_off_trace_is_refused_with_its_place(tmp_path: Path) -> None:
     assert plan_at(tmp_path, partial=True).coverage().share_of_calls < 1
 
 
-def test_files_without_a_rank_in_name_or_content_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_rank_in_name_or_content_are_numbered_in_order(tmp_path: Path) -> None:
     for name in ("first.json", "second.json"):
         (tmp_path / name).write_text(json.dumps({"traceEvents": kineto_event("allreduce", 1000.0, 1)}))
-    with pytest.raises(CrossrankError, match="are both without a rank in their names"):
-        plan_at(tmp_path)
+    assert [rank.rank for rank in plan_at(tmp_path).ranks] == [0, 1]
 
 
 @pytest.mark.parametrize(("given", "missing"), [(5, "1-3 of 5"), (None, "1-3 of 4")])

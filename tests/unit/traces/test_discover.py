@@ -24,8 +24,8 @@ from crossrank.tools.traces.discover import (
     discover,
     look,
     other_jobs,
-    rank_in_name,
 )
+from crossrank.tools.traces.file_ranks import rank_in_name
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,47 @@ def test_a_trace_without_a_rank_gets_the_only_rank(tmp_path: Path) -> None:
     assert names_and_ranks(tmp_path)[:2] == [("dump_5", 5), ("et.json", 5)]
     put(tmp_path, "other.json", content=CONTENTS[EXECUTION_TRACE][0])
     assert names_and_ranks(tmp_path)[1:3] == [("et.json", None), ("kineto.json", 5)]
+
+
+def described(rank: int, ranks: str) -> bytes:
+    args = {"Process Group Ranks": ranks, "Seq": 1, "Rank": rank}
+    return json.dumps({"traceEvents": [{"ph": "X", "name": "record_param_comms", "args": args}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks", "how"),
+    [
+        (["a_0.json", "a_1.json"], [0, 1], ""),
+        (["node1_26.json", "node1_27.json"], [0, 1], "2 files without a rank are numbered in the order of their names"),
+        (["trace_A100.json", "trace_H100.json"], [0, 1], "2 files without a rank are numbered in the order of"),
+        (
+            ["TP-0-PP-0.json", "TP-0-PP-1.json", "TP-1-PP-0.json", "TP-1-PP-1.json"],
+            [0, 2, 1, 3],
+            "the names of the files have coordinates: they count in the order tp, cp, dp, pp",
+        ),
+    ],
+)
+def test_traces_whose_names_say_no_rank_are_ranked_together(
+    names: list[str], ranks: list[int], how: str, tmp_path: Path
+) -> None:
+    put(tmp_path, *names, content=kineto())
+    found = discover([str(tmp_path)])
+    assert [file.rank for file in found] == ranks
+    assert all(file.ranked_by.startswith(how) for file in found)
+
+
+def test_the_ranks_of_groups_in_traces_count_more_than_numbers_in_their_names(tmp_path: Path) -> None:
+    put(tmp_path, "a_0.json", content=described(1, "[4, 6]"))
+    put(tmp_path, "a_1.json", content=described(0, "[4, 6]"))
+    assert names_and_ranks(tmp_path) == [("a_0.json", 6), ("a_1.json", 4)]
+    put(tmp_path, "a_2.json", content=described(2, "[4, 6, ...]"))
+    assert names_and_ranks(tmp_path) == [("a_0.json", 0), ("a_1.json", 1), ("a_2.json", 2)]
+
+
+@pytest.mark.parametrize("name", ["trace_A100.json", "profile_v2.json", "1.0.2-chakra.0.0.4.json", "x__1016002.json"])
+def test_a_number_in_the_name_of_a_single_trace_is_not_a_rank(name: str, tmp_path: Path) -> None:
+    put(tmp_path, name, content=kineto())
+    assert names_and_ranks(tmp_path) == [(name, None)]
 
 
 def test_the_file_nearest_to_the_path_is_used_and_the_other_is_reported(tmp_path: Path) -> None:

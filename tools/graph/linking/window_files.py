@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, is_folder
-from crossrank.tools.traces.discover import WHAT, FoundFile, discover, look
+from crossrank.tools.traces.discover import WHAT, FoundFile, discover, look, ranked_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ def pairs_of(files: Sequence[FoundFile]) -> Inputs:
     notes = [
         f"{file.path}: {file.problem}" for file in files if file.left_out and file.kind in (EXECUTION_TRACE, KINETO)
     ]
+    notes += ranked_by(files)
     windows: dict[tuple[bool, int, int], dict[str, list[FoundFile]]] = defaultdict(lambda: defaultdict(list))
     for file in sorted(files, key=lambda file: file.path):
         if not file.problem:

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from pathlib import PurePosixPath
 
 from crossrank.recording import ReadIssues, read_chunks
-from crossrank.tools.traces.discover import named_rank
+from crossrank.tools.traces.file_ranks import named_rank
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.prefixes import COLORS
 

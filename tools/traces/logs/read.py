@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from crossrank.recording import ReadIssues
 from crossrank.text import writable
-from crossrank.tools.traces.discover import named_rank
+from crossrank.tools.traces.file_ranks import named_rank
 from crossrank.tools.traces.logs import formats
 from crossrank.tools.traces.logs.lines import CUT, SAMPLE, lines_of, ranks_of_files
 from crossrank.tools.traces.logs.prefixes import Origin, labels_of, split
