@@ -60,6 +60,7 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
     described_by: Counter[str] = Counter()
     rows = _kernel_rows(kineto, described_by) or _host_rows(kineto) or _work_rows(kineto, described_by)
     rows.sort(key=lambda row: row[0])
+    trace.numbered = _are_numbered([described for *_, described in rows])
     for number, (start, source, described) in enumerate(rows):
         group = groups.get(described.pg)
         if group is None and described.ranks:
@@ -79,6 +80,15 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
     return trace
 
 
+def _are_numbered(calls: Sequence[ParamComms]) -> bool:
+    """Return whether each collective has torch's number within its group (`Seq`), which is the same on all ranks.
+
+    Calls of a batch share a number, and a launch of a CUDA graph repeats those of its calls: they are counted."""
+    operations = {one.name: operation_of(one.name) for one in calls}
+    numbers = [(one.pg, one.seq) for one in calls if (operation := operations[one.name]) is None or not operation.p2p]
+    return bool(numbers) and all(seq for _, seq in numbers) and len(set(numbers)) == len(numbers)
+
+
 _Row = tuple[int, DeviceEvent | HostEvent, ParamComms]
 """(time of the call, event with its start and end, description)"""
 
@@ -88,6 +98,7 @@ def _kernel_rows(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
     naming = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
     nesting = nest(naming, trace.calls)
     around_of = _descriptions(naming, nesting)
+    by_external_id = {event.external_id: index for index, event in enumerate(naming) if event.external_id}
     rows: list[_Row] = []
     for event in trace.device:
         if event.category != "kernel":
@@ -97,11 +108,14 @@ def _kernel_rows(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
             continue
         index = launches.get(event.correlation) if event.correlation is not None else None
         start = trace.calls[index].start if index is not None else event.start
+        host = nesting.around_call[index] if index is not None else None
+        if host is None and (host := by_external_id.get(event.external_id or 0)) is not None:
+            start = naming[host].start  # some ROCm traces have no correlation ids
         if described is not None and described.name not in MARKERS:
             described_by[ARGUMENTS] += 1
             rows.append((start, event, described))
             continue
-        around = around_of.get(nesting.around_call[index]) if index is not None else None
+        around = around_of.get(host) if host is not None else None
         op = known[1] if known is not None else None
         if around is not None:
             described_by[RANGE] += 1

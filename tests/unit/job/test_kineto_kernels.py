@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import crossrank
 from crossrank.tools.cli import main
 from crossrank.tools.job.kineto_calls import ARGUMENTS, HALF_HOUR, NAME, NOTHING, RANGE, read_kineto_trace
 
@@ -169,3 +170,39 @@ def test_nesting_depth_does_not_slow_down_reading_kernels(tmp_path: Path, capsys
     out = bandwidth(tmp_path, capsys, "--json", "--by", "op")
     assert time.process_time() - started < 5
     assert json.loads(out)["attributed"] == {RANGE: depth}
+
+
+def numbered(rank: int, first: int, last: int, *, by_external_id: bool = False) -> dict[str, Any]:
+    """A trace with all_reduces `first` to `last` of a job, each with torch's number."""
+    trace = Trace()
+    trace.count = first - 1
+    for number in range(first, last + 1):
+        trace.kernel("ncclDevKernel_Generic", ("record_param_comms",), **DESCRIBED, Seq=number)
+    if by_external_id:
+        for event in trace.events:
+            number = round(event["ts"] // 1000)
+            event["args"] = {name: one for name, one in event["args"].items() if name != "correlation"}
+            event["args"]["External id"] = number
+    info = {"rank": rank, "world_size": 2}
+    return {"baseTimeNanoseconds": BASE, "distributedInfo": info, "traceEvents": trace.events}
+
+
+@pytest.mark.parametrize("by_external_id", [False, True])
+def test_calls_with_torchs_numbers_match_although_one_trace_is_cut(by_external_id: bool, tmp_path: Path) -> None:
+    for rank, first in ((0, 1), (1, 9)):
+        content = numbered(rank, first, 15, by_external_id=by_external_id)
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(content))
+    found = crossrank.load(tmp_path).table("collectives")
+    assert found["number"].to_list() == [*range(1, 16)]
+    joined = crossrank.load(tmp_path).table("calls")["collective"].value_counts().sort("collective")
+    assert joined["count"].to_list() == [1] * 8 + [2] * 7
+
+
+def test_calls_that_share_torchs_number_are_counted(tmp_path: Path) -> None:
+    for rank in range(2):
+        content = numbered(rank, 1, 4)
+        for event in content["traceEvents"]:
+            event["args"] = {name: 7 if name == "Seq" else one for name, one in event["args"].items()}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(content))
+    joined = crossrank.load(tmp_path).table("calls")["collective"].value_counts()
+    assert joined["count"].to_list() == [2] * 4
