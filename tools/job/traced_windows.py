@@ -10,12 +10,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from crossrank.text import printable
+from crossrank.text import plural, printable
 from crossrank.tools.graph.linking.communications import COMMUNICATING
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.busy import Spans, difference, spans_of, union
-from crossrank.tools.traces.kernels import COMPUTATION, communication_kernel
+from crossrank.tools.traces.kernels import COMPUTATION, LOOKS_LIKE_COMMUNICATION, communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, KinetoTrace, profiler_iterations
 from crossrank.tools.traces.param_comms import from_kineto
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -71,14 +71,24 @@ def _communicates(kernel: DeviceEvent) -> bool:
 
 
 def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Yield a note per kernel, given as (name, ns), that takes long and may be communication of an unknown library."""
+    """Yield a note per kernel, given as (name, ns), that takes long and may be communication of an unknown library, and
+    one on kernels whose names say that they are."""
     spent: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     for name, ns in kernels:
         spent[name] += ns
+        count[name] += bool(LOOKS_LIKE_COMMUNICATION.search(name))
+    if named := [name for name, times in count.most_common() if times]:
+        names = ", ".join(printable(name)[:80] for name in named[:3])
+        yield (
+            f"{plural(count.total(), 'kernel')} ({names}) {'has' if count.total() == 1 else 'have'} a name of "
+            "communication and count as computation, because no known library has it; "
+            "--communication-kernels REGEX counts them as communication"
+        )
     for name, ns in spent.most_common():
         if ns <= _LARGE_SHARE * spent.total():
             break
-        if not COMPUTATION.search(name):
+        if not COMPUTATION.search(name) and not count[name]:
             yield (
                 f"the kernel {printable(name)[:80]} takes more than a tenth of the device time and counts as "
                 "computation; if it communicates, give its name with --communication-kernels REGEX"

@@ -26,6 +26,8 @@ FAMILIES = (
     # ncclKernel_AllReduce_RING_LL_Sum_float, ncclDevKernel_AllGather_RING_LL, ncclSymkDevKernel_AllReduce_RSxLD_AGxST;
     # RCCL compiles its own into ncclDevKernel_Generic and, before, ncclKernel_Generic.
     KernelFamily("nccl", re.compile(r"\bnccl(?:Dev|SymkDev|SymDev|Symk|Sym)?Kernel_(?P<op>[A-Za-z]+)")),
+    # NCCL up to 2.7: ncclAllReduceRingLLKernel_sum_f32
+    KernelFamily("nccl", re.compile(r"\bnccl(?P<op>[A-Z][A-Za-z]+?)(?:Ring|Tree|CollNet)\w*Kernel_")),
     KernelFamily("rccl", re.compile(r"\b(?:rcclGenericKernel|mscclKernel|mscclRunInterpreterKernel)")),
     # PyTorch's symmetric memory (torch.ops.symm_mem) and its older intra-node communication
     KernelFamily(
@@ -43,6 +45,18 @@ FAMILIES = (
         re.compile(r"\b(?:allreduce_fusion_kernel|(?:one|two)ShotAllReduceKernel|lamportStyle\w*AllReduce)\w*"),
         "all_reduce",
     ),
+    # aiter's, FlashInfer's and others: all_reduce_2shot_kernel, allreduce_one_shot_push_kernel_bf16
+    KernelFamily(
+        "custom all-reduce",
+        re.compile(r"\b(?:quick_)?all_?reduce_(?:\w*_)?(?:[12]_?shot|one_?shot|two_?shot|twoshot|[12]stage)\w*"),
+        "all_reduce",
+    ),
+    KernelFamily("aiter", re.compile(r"\baiter::\w*(?P<op>all_?reduce|all_?gather|reduce_?scatter)\w*", re.IGNORECASE)),
+    # Transformer Engine's user buffers: sums in place are all_reduces, unless the name ends with one half of it
+    KernelFamily("userbuffers", re.compile(r"\bk?userbuffers_\w*_(?:rs|reducescatter)\b"), "reduce_scatter"),
+    KernelFamily("userbuffers", re.compile(r"\bk?userbuffers_\w*_(?:ag|allgather)\b"), "all_gather"),
+    KernelFamily("userbuffers", re.compile(r"\bk?userbuffers_\w*sum_inplace\w*"), "all_reduce"),
+    KernelFamily("userbuffers", re.compile(r"\bk?userbuffers_\w+")),
     # DeepEP, and DeepSeek's own build of it: kernels that move tokens, and those that exchange their numbers
     KernelFamily("deep_ep", re.compile(r"\b(?:deep_ep|dpsk::ep)::\w+::(?:dispatch|combine)\b"), "all_to_all"),
     KernelFamily("deep_ep", re.compile(r"\b(?:deep_ep|dpsk::ep)::\w+::\w+")),
@@ -55,6 +69,7 @@ FAMILIES = (
     ),
     # Huawei's HCCL, as torch_npu names its work: hcom_allReduce__428_0_1
     KernelFamily("hccl", re.compile(r"\bhcom_(?P<op>[A-Za-z]+)_")),
+    KernelFamily("hccl", re.compile(r"\bhccl(?P<op>[A-Z][A-Za-z]+?)_?[Kk]ernel")),
     # MSCCL++: its kernels have any name, and channels of this namespace as arguments
     KernelFamily("mscclpp", re.compile(r"\bmscclpp::")),
 )
@@ -64,6 +79,11 @@ COMPUTATION = re.compile(
     re.IGNORECASE,
 )
 """Kernels that compute: cuBLAS, cuDNN, CUTLASS, rocBLAS' Tensile, Triton as Inductor names it, ATen, FBGEMM."""
+LOOKS_LIKE_COMMUNICATION = re.compile(
+    r"\A(?!triton_).*(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|send_?recv|[nrhx]ccl|oneccl|shmem)",
+    re.IGNORECASE,
+)
+"""Names of kernels that probably communicate, by libraries of no row."""
 _also: ContextVar[str] = ContextVar("also", default="")
 
 

@@ -18,10 +18,12 @@ _LONGEST_LINE = 1 << 16
 SAMPLE = 400
 """Lines at the start of a file that show which labels it has."""
 CUT = "ends within a line; what came after it is missing"
-_ENVIRONMENT = re.compile(r"\bRANK=(\d{1,7}),? WORLD_SIZE=\d")
+_ENVIRONMENT = re.compile(r"\b(?:RANK=(?=\d+,? WORLD_SIZE=\d)|SLURM_PROCID=)(\d{1,7})\b")
 """A line in which a process prints its own rank."""
 _TASK = re.compile(r"(?:\A|[._-])(?:(?:out|err|log|task|stdout|stderr)[._-]?)?(?P<rank>\d{1,5})(?:\.[a-z]+)*\Z")
 """End of the name of a file that a scheduler writes for each of its tasks."""
+_NAMED_TASK = re.compile(r"(?:\A|[._-])(?:task|proc)[._-]?(?P<rank>\d{1,5})(?=[._-])")
+"""The same in front of the name of a node."""
 _MARKED = re.compile(r"\[rank(\d{1,7})\]:")
 
 
@@ -71,7 +73,10 @@ def ranks_of_files(paths: Sequence[str]) -> Mapping[str, int]:
             text = [line for _, line, _ in islice(lines_of(path, ReadIssues(path)), SAMPLE)]
             printed[path] = {int(one[1]) for line in text if (one := _ENVIRONMENT.search(line))}
             marked[path] = {int(one[1]) for line in text if (one := _MARKED.match(line))}
-    for ranks in ({path: ranks for path, ranks in printed.items() if ranks}, _numbers(paths)):
+    said = {path: ranks for path, ranks in printed.items() if ranks}
+    numbers = _numbers(paths)
+    agree = all(numbers.get(path) == ranks for path, ranks in said.items())
+    for ranks in (numbers, said) if agree else (said, numbers):
         one_each = {path: min(those) for path, those in ranks.items() if len(those) == 1}
         if (
             len(one_each) == len(ranks) > 1
@@ -84,5 +89,7 @@ def ranks_of_files(paths: Sequence[str]) -> Mapping[str, int]:
 
 def _numbers(paths: Sequence[str]) -> dict[str, set[int]]:
     """Return the number of the task of each file, if every file has one."""
-    found = {path: {int(one["rank"])} for path in paths if (one := _TASK.search(PurePosixPath(path).name))}
+    names = {path: PurePosixPath(path).name for path in paths}
+    tasks = {path: _NAMED_TASK.search(name) or _TASK.search(name) for path, name in names.items()}
+    found = {path: {int(one["rank"])} for path, one in tasks.items() if one is not None}
     return found if len(found) == len(paths) else {}

@@ -603,7 +603,7 @@ def _add_fingerprints(traces: list[RankTrace], attempt: Attempt) -> None:
         if fact.kind == formats.MISMATCH:
             for rank, prefix in (("rank", ""), ("other", "other_")):
                 shape = [int(one) for one in fact.values.get(f"{prefix}shape", "").split(",") if one.strip()]
-                seq = int(fact.values.get(f"{prefix}seq", 1))
+                seq = max(1, int(fact.values.get(f"{prefix}seq", 1)))  # the wrapper counts from 0, torch from 1
                 op, dtype = fact.values.get(f"{prefix}op", fact.values["op"]), fact.values.get(f"{prefix}dtype")
                 called[fact.number(rank)] = op, seq, shape, dtype
     everyone = sorted(called)  # all others have come too, and it is unknown to which call

@@ -830,3 +830,26 @@ def test_an_exception_that_its_rank_survived_before_is_handled(tmp_path: Path) -
     caught = [*traceback("LibError: bad sample", "[rank3] "), "[rank3] (handled, next sample used)"]
     steps = [f"step {step} loss 1.{step}" for step in range(20)]
     assert diagnosed(tmp_path, *caught, *steps, *caught, *steps, *caught, "finished: 40 steps").suspect_ranks == []
+
+
+def test_a_mismatch_in_the_first_call_of_a_wrapper_names_the_odd_rank(tmp_path: Path) -> None:
+    """The wrapper counts from 0."""
+
+    def said(rank: int, other: int) -> str:
+        def call(of: int) -> str:
+            size = 1436 if of == 2 else 1435
+            return f"CollectiveFingerPrint(SequenceNumber=0, OpType=_ALLGATHER_BASE, TensorShape=[{size}, 16])"
+
+        text = f"Rank {rank} is running collective: {call(rank)}, but Rank {other} is running collective: {call(other)}"
+        return f"[rank{rank}]: RuntimeError: Detected mismatch between collectives on ranks. {text}."
+
+    assert diagnosed(tmp_path, *(said(rank, 0 if rank == 2 else 2) for rank in range(4))).suspect_ranks == [2]
+
+
+def test_the_task_in_front_of_the_node_in_the_names_of_files_is_the_rank(tmp_path: Path) -> None:
+    clients = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/4 clients joined."
+    (tmp_path / "task_0_c101.log").write_text(f"SLURM_PROCID=0 SLURM_NTASKS=4\n{clients}\n")
+    for rank in (1, 2):
+        (tmp_path / f"task_{rank}_c10{rank}.log").write_text(f"SLURM_PROCID={rank} SLURM_NTASKS=4\nimporting\n")
+    (tmp_path / "task_3_c103.log").write_text("slurmstepd: error: couldn't start container\n")
+    assert diagnosis_of(tmp_path).suspect_ranks == [3]
