@@ -206,3 +206,17 @@ def test_calls_that_share_torchs_number_are_counted(tmp_path: Path) -> None:
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(content))
     joined = crossrank.load(tmp_path).table("calls")["collective"].value_counts()
     assert joined["count"].to_list() == [2] * 4
+
+
+def test_kernels_of_no_known_library_with_a_name_of_communication_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = Trace()
+    for name in ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "my_allgather_v3", "my_allgather_v3", "triton_all_reduce"):
+        trace.kernel(name)
+    trace.write(tmp_path / "rank-0.json")
+    notes = json.loads(bandwidth(tmp_path, capsys, "--json"))["notes"]
+    (note,) = (one for one in notes if "a name of communication" in one)
+    assert note.startswith("2 kernels (my_allgather_v3) have a name of communication and count as computation")
+    notes = json.loads(bandwidth(tmp_path, capsys, "--json", "--communication-kernels", "allgather"))["notes"]
+    assert not any("a name of communication" in one for one in notes)
