@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _WITHOUT_A_LINE = 0.25
 """Share of a group's members up to which several without a line are named: the logs of a node may be missing."""
 _WITHOUT_WAITS = ("network_failed", "log_error")
+_MOST_OF_NODE = 64
+"""Ranks of a node."""
 _MANY = 2
 """Ranks that have lost a connection from which on the one that says nothing is named."""
 _COMMUNICATES = re.compile(r"(?:\A|[/\\])torch[/\\]distributed[/\\]")
@@ -283,22 +285,30 @@ def _node_failed(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
         return None
     host = failed[0].values.get("host", failed[0].origin.host)
     killed = _of_kind(attempt.facts, formats.TASK_KILLED)
-    nodes = {one.number("rank") for one in killed if one.values.get("host") == host} if attempt.labels_are_nodes else ()
+    nodes = _nodes_of(host, killed) if attempt.labels_are_nodes else ()
     those = {rank for rank, one in ranks_of(attempt).items() if one.host == host}
     those |= ranks_of_hosts(attempt).get(host, set())
     those |= {rank for node in nodes for rank in _ranks_of_node(attempt, node)}
-    culprits = sorted(those) if len(those) * 2 <= len(ranks) else []
-    return _finding("log_error", ranks, f"node {host} failed", failed, culprits)
+    culprits = sorted(those) if len(those) * 2 <= max({*ranks, *those}, default=0) + 1 else []
+    return _finding("log_error", {*ranks, *culprits}, f"node {host} failed", failed, culprits)
+
+
+def _nodes_of(host: str, killed: Sequence[Fact]) -> set[int]:
+    """Return the number of a node among those whose launchers ended; if it has no line, the only one that lacks one."""
+    numbers = {one.number("rank"): one.values.get("host") for one in killed}
+    own = {number for number, of in numbers.items() if of == host}
+    lacking = {*range(max(numbers, default=-1) + 1)} - numbers.keys()
+    return own or (lacking if len(lacking) == 1 else set())
 
 
 def _ranks_of_node(attempt: Attempt, node: int) -> Collection[int]:
-    """Return the ranks behind a label that is the number of a node. If its lines have none, but each other node has the
-    same number of ranks, one node after the other, these are known."""
+    """Return the ranks behind a label that is the number of a node. If its lines have none, but only one number of
+    ranks on each node gives all others their nodes, these are known."""
     if node in attempt.labelled:
         return attempt.labelled[node]
-    size = max(map(len, attempt.labelled.values()), default=0)
-    in_order = all(rank // size == other for other, ranks in attempt.labelled.items() for rank in ranks)
-    return range(node * size, (node + 1) * size) if size and in_order else ()
+    pairs = [(other, rank) for other, ranks in attempt.labelled.items() for rank in ranks]
+    sizes = [size for size in range(1, _MOST_OF_NODE + 1) if all(rank // size == other for other, rank in pairs)]
+    return range(node * sizes[0], (node + 1) * sizes[0]) if len(sizes) == 1 else ()
 
 
 def _elsewhere(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:

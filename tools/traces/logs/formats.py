@@ -132,7 +132,7 @@ FORMATS = (
         _NCCL,
         "2.3",
     ),
-    _row(PROCESS_SHOWN, r"\AProcess (?P<process>\d+): ", "py-spy/src/main.rs"),
+    _row(PROCESS_SHOWN, r"\AProcess (?P<process>\d+): (?:.*\bRANK=(?P<rank>\d{1,7})\b)?", "py-spy/src/main.rs"),
     _row(PROCESS_SHOWN, r"Pyspy dump for PID (?P<process>\d+)", "sglang/srt/utils/common.py"),
     _row(STACK, r"\AThread (?P<process>\d+) \([^)]*\): \"MainThread\"", "py-spy/src/main.rs"),
     _row(STACK, r"\A(?:Current thread|Thread) 0x\w+ (?:\[[^\]]*\] )?\(most recent call first\):", "Python/traceback.c"),

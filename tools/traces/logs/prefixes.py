@@ -35,7 +35,7 @@ PREFIXES = (
     Prefix("torch", re.compile(r"\[rank ?(?P<rank>\d{1,7})\]:? ?")),
     Prefix("torchrun", re.compile(r"\[[A-Za-z_]\w*?(?P<local>\d{1,5})\]: ?")),
     Prefix("mpirun", re.compile(r"\[\d+,(?P<rank>\d{1,7})\](?:<std(?:out|err)>)?: ?")),
-    Prefix("vllm", re.compile(r"\([\w-]*Worker[\w-]*?(?:[ _]rank=|_TP|_?)(?P<rank>\d{1,7})(?:_\w+)? pid=\d+\) ?")),
+    Prefix("vllm", re.compile(r"\([\w-]*Worker[\w-]*?(?:[ _]rank=|[ _]TP|_?)(?P<rank>\d{1,7})(?:_\w+)? pid=\d+\) ?")),
     Prefix(
         "vllm", re.compile(r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? \[[^\]]+\] ?")
     ),

@@ -41,9 +41,11 @@ _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 _DEADLY = (
     *(f"signal {number} " for number in (4, 7, 8, 9, 11)),
     *("Out Of Memory", "OOMKilled", "Segmentation fault", "Killed", "Bus error", "SIGKILL", "SIGSEGV", "SIGBUS"),
-    *("died unexpectedly", "code -", "called MPI_ABORT"),
+    *("died unexpectedly", "called MPI_ABORT"),
+    *(f"code -{number}" for number in (4, 7, 8, 9, 11)),
 )
 """First words of what schedulers say of a process that was killed."""
+_ABORTED = "code -6"
 _OF_THIS_HOST = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 """An error of a connection that no other rank causes."""
 _BY_SIGNAL = re.compile("KeyboardInterrupt|SIGTERM|killed by signal")
@@ -284,7 +286,7 @@ def _kills(attempt: Attempt, workers: Mapping[str, int], local_to_rank: LocalRan
         is_of_node = fact.quote.text.startswith("srun") and (has_agents or attempt.labels_are_nodes)
         if fact.kind == formats.TASK_KILLED and not is_of_node:
             why = fact.values["why"]
-            if why.startswith(_DEADLY):
+            if why.startswith(_DEADLY) or (why == _ABORTED and not is_aborted):
                 yield _rank_of_task(fact, hosts), why, fact
     yield from _kills_in_several_lines(attempt.facts, workers, local_to_rank)
     for rank, _, code, line in summary_of(attempt.facts):

@@ -342,7 +342,8 @@ class _File:
             elif one.kind == formats.NCCL_FAILED:
                 self._now.nccl_failed = True
             elif one.kind == formats.PROCESS_SHOWN:
-                if (rank := self._rank_before(origin, labels)) is not None:
+                named = match.groupdict().get("rank")
+                if (rank := int(named) if named else self._rank_before(origin, labels)) is not None:
                     self._now.processes.setdefault(match["process"], rank)
             elif one.kind == formats.PASSED:
                 self._now.passed.add(self._name)

@@ -853,3 +853,27 @@ def test_the_task_in_front_of_the_node_in_the_names_of_files_is_the_rank(tmp_pat
         (tmp_path / f"task_{rank}_c10{rank}.log").write_text(f"SLURM_PROCID={rank} SLURM_NTASKS=4\nimporting\n")
     (tmp_path / "task_3_c103.log").write_text("slurmstepd: error: couldn't start container\n")
     assert diagnosis_of(tmp_path).suspect_ranks == [3]
+
+
+@pytest.mark.parametrize(("code", "named"), [(-6, []), (-9, [1])])
+def test_a_child_of_lightning_that_torch_aborted_is_not_accused(code: int, named: list[int], tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in watchdog(rank, 21877)]
+    child = f"[rank: 1] Child process with PID 88123 terminated with code {code}. Forcefully terminating all others"
+    assert diagnosed(tmp_path, *lines, child).suspect_ranks == named
+
+
+def test_the_stack_of_a_process_is_of_the_rank_in_its_variables(tmp_path: Path) -> None:
+    def stack(rank: int, file: str) -> list[str]:
+        lines = [f"Process 7011{rank}: python -u train.py (RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=4)"]
+        lines += ["Python v3.11.11 (/usr/bin/python3.11)", f'Thread 7011{rank} (active): "MainThread"']
+        return [*lines, f"    wait ({file}:2632)", "    main (train.py:122)", "    <module> (train.py:141)"]
+
+    files = ["data/loader.py" if rank == 2 else "torch/distributed/distributed_c10d.py" for rank in range(4)]
+    assert diagnosed(tmp_path, *(line for rank in range(4) for line in stack(rank, files[rank]))).suspect_ranks == [2]
+
+
+def test_the_only_node_without_a_line_is_the_one_that_failed(tmp_path: Path) -> None:
+    marked = [f"{rank // 2}: [rank{rank}]: step 1" for rank in (0, 1, 3, 2, 6, 7)]
+    ended = [f"srun: error: c{node}: task {node}: Terminated" for node in (0, 1, 3)]
+    torchrun = "0: failed (exitcode: 1) local_rank: 0 (pid: 62) of binary: python"
+    assert diagnosed(tmp_path, *marked, torchrun, "srun: error: Node failure on c2", *ended).suspect_ranks == [4, 5]
