@@ -95,12 +95,12 @@ def size_text(size_to: int | None) -> str:
     return f"≤{size_to} B"
 
 
-def plural(count: int, word: str) -> str:
+def plural(count: int, word: str, many: str = "") -> str:
     """
-    >>> plural(1, "rank"), plural(1024, "rank")
-    ('1 rank', '1,024 ranks')
+    >>> plural(1, "rank"), plural(1024, "rank"), plural(2, "step or window", "steps or windows")
+    ('1 rank', '1,024 ranks', '2 steps or windows')
     """
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+    return f"{count:,} {word if count == 1 else many or f'{word}s'}"
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:

@@ -13,16 +13,17 @@ import polars as pl
 
 from crossrank.errors import CrossrankError
 from crossrank.text import plural, rank_ranges
-from crossrank.tools.analysis.bandwidth import BY, KEYS, bandwidth_rows, line_rates
+from crossrank.tools.analysis.bandwidth import BY, KEYS, bandwidth_rows, line_rates, sentence
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
-from crossrank.tools.analysis.overlap import overlap_frame
-from crossrank.tools.analysis.waiting import count_arrivals, openings
+from crossrank.tools.analysis.overlap import overlap_frame, shares_of
+from crossrank.tools.analysis.waiting import count_arrivals, latest_of, openings
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
 from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.job.job import notes_of
 from crossrank.tools.job.sources import Measurements, find, job_of, read
 from crossrank.tools.output import plots
 from crossrank.tools.output.frames import job_frames, rank_frames
@@ -196,8 +197,8 @@ class LoadedJob:
         """What crossrank could not read, skipped, or could not compare, and why."""
         found = self._tables
         counted = Counter(found.unattributed) + Counter(found.unmatched)
-        of_files = [text for one in self._traces for text in (*one.notes, *one.problems)]
-        return [*self._found.skipped, *dict.fromkeys(of_files), *(f"{count:,} {why}" for why, count in counted.items())]
+        of_files = notes_of((one.rank or 0, (*one.notes, *one.problems)) for one in self._traces)
+        return [*self._found.skipped, *of_files, *(f"{count:,} {why}" for why, count in counted.items())]
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -209,9 +210,7 @@ class LoadedJob:
         if unknown:
             raise CrossrankError(f"by={unknown[0]!r} is not one of {', '.join(KEYS)}")
         rows = bandwidth_rows(self._tables, list(by), line_rates(line_rate))
-        return Answer(
-            plots.flat(rows), plots.bandwidth, "" if len(rows) else "no bandwidth: no call has a measured time"
-        )
+        return Answer(plots.flat(rows), plots.bandwidth, sentence(rows))
 
     def diagnose(self) -> Answer:
         """Return the faults of the job, root cause first, as `crossrank diagnose` does. `text` is the verdict."""
@@ -226,18 +225,17 @@ class LoadedJob:
         """Return how often each rank arrives first and last, and how long others wait for it."""
         frame, left_out = count_arrivals(self._tables), openings(self._tables)
         texts = [f"skipped: {plural(left_out, 'collective')} at the start of a rank's window"] if left_out else []
+        texts.insert(0, latest_of(frame))
         if not frame["last"].sum():
             frame = frame.clear()
-            texts.insert(
-                0, "no stragglers: ranks cannot be compared, or no rank was later than the error of the clocks"
-            )
+            texts[0] = "no stragglers: ranks cannot be compared, or no rank was later than the error of the clocks"
         return Answer(frame, plots.stragglers, "; ".join(texts))
 
     def overlap(self) -> Answer:
         """Return computation, communication, exposed communication and idle time per rank and step in windows."""
         frame = overlap_frame(self._tables)
-        why = "" if len(frame) else "no overlap: the recording has no window; record one with TRACING_WINDOW=START:STOP"
-        return Answer(frame, plots.overlap, why)
+        why = "no overlap: the recording has no window; record one with TRACING_WINDOW=START:STOP"
+        return Answer(frame, plots.overlap, shares_of(frame) if len(frame) else why)
 
     def graph(self, rank: int, window: int = 1) -> LinkedTrace:
         """Return the operations, kernels and communications of a rank in a window, with their dependencies.

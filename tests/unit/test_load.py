@@ -249,3 +249,15 @@ def test_an_invalid_request_gives_one_line(attempt: object, said: str) -> None:
     assert callable(attempt)
     with pytest.raises(CrossrankError, match=said):
         attempt()
+
+
+def test_each_answer_has_a_sentence_and_notes_have_the_ranks_that_they_are_about() -> None:
+    job = crossrank.load(public("dlrm_8gpu"))
+    assert job.bandwidth().text.startswith("8 timed collectives and transfers took 0.227 ms; all_reduce of group ")
+    assert job.stragglers().text.startswith(
+        "others waited most for rank 7: 1.621 ms; it was last in 4 of 7 collectives"
+    )
+    shares = "6.6% computation, 36.6% exposed communication, 0.1% copies, 56.7% idle"
+    assert job.overlap().text == f"of 8 traced steps or windows: {shares}"
+    skipped = "64 GPU activities launched before the Kineto trace are skipped (each of 2 ranks: 1,3)"
+    assert skipped in job.notes

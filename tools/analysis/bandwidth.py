@@ -17,9 +17,11 @@ import polars as pl
 import crossrank
 from crossrank.comm import Locality
 from crossrank.errors import CrossrankError
+from crossrank.text import plural
 from crossrank.tools.analysis.overlap import Overlap, overlap_of
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import JobTables
+from crossrank.tools.job.job import notes_of
 from crossrank.tools.tables import ANSWERS, Row
 
 KEYS = {
@@ -138,7 +140,7 @@ def bandwidth(
         by=list(by),
         rows=ANSWERS["bandwidth"].rows(bandwidth_rows(found, by, rates or {}, classes)),
         total_ms=round(int(timed["time_ns"].sum()) / 1e6, 3),
-        notes=list(dict.fromkeys(note for one in ranks for note in (*one.notes, *one.named_problems))),
+        notes=notes_of((one.rank or 0, (*one.notes, *one.named_problems)) for one in ranks),
         skipped=found.job.skipped,
         overlap=overlap_of(found),
     )
@@ -207,6 +209,20 @@ def bandwidth_rows(
             maintain_order=True,
         )
         .select(*ANSWERS["bandwidth"].columns)
+    )
+
+
+def sentence(rows: pl.DataFrame) -> str:
+    """Return what the rows of `bandwidth_rows` show, in one sentence."""
+    if not len(rows):
+        return "no bandwidth: no call has a measured time"
+    total, count = float(rows["time_us"].struct.field("total").sum()) / 1e3, int(rows["collectives"].sum())
+    most = rows.row(0, named=True)
+    group = most["desc"] or most["pg"]
+    what = " ".join([most["op"] or "one row", *([f"of group {group}"] if group else [])])
+    return (
+        f"{plural(count, 'timed collective or transfer', 'timed collectives and transfers')} took {total:,.3f} ms; "
+        f"{what} took most, {most['time_us']['total'] / 1e3:,.3f} ms"
     )
 
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
+from crossrank.text import plural
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.tables import ANSWERS, TABLES, Row
 from crossrank.tools.traces.busy import Ints, Spans, covered, spans_of, union
@@ -73,6 +74,14 @@ def overlap_of(found: JobTables) -> Overlap | None:
         ranks=ANSWERS["time_of_ranks"].rows(shown),
         steps=ANSWERS["time_of_steps"].rows(of_step),
     )
+
+
+def shares_of(rows: pl.DataFrame) -> str:
+    """Return what the rows of `overlap_frame` show, in one sentence."""
+    shares = {"computation": "computation", "exposed": "exposed communication", "memory": "copies", "idle": "idle"}
+    sums = rows.select(pl.sum(f"{name}_ns") for name in (*shares, "duration")).row(0, named=True)
+    texts = [f"{sums[f'{name}_ns'] / sums['duration_ns']:.1%} {text}" for name, text in shares.items()]
+    return f"of {plural(len(rows), 'traced step or window', 'traced steps or windows')}: {', '.join(texts)}"
 
 
 def overlap_frame(found: JobTables) -> pl.DataFrame:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import polars as pl
 
+from crossrank.text import plural
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -144,6 +145,17 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
 
 _COUNTED = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected")) & ~pl.col("opens")
 """Calls with a known wait in a collective with calls of all members, not the first of a profiler window."""
+
+
+def latest_of(arrivals: pl.DataFrame) -> str:
+    """Return which rank of the table `stragglers` others waited for most, in one sentence."""
+    if not len(arrivals):
+        return ""
+    most = arrivals.sort("waited_for_ns", "rank", descending=[True, False]).row(0, named=True)
+    return (
+        f"others waited most for rank {most['rank']}: {most['waited_for_ns'] / 1e6:,.3f} ms; it was last in "
+        f"{most['last']:,} of {plural(most['collectives'], 'collective or transfer', 'collectives and transfers')}"
+    )
 
 
 def count_arrivals(found: JobTables) -> pl.DataFrame:

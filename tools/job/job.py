@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from crossrank.comm import CommRecord, is_p2p
+from crossrank.text import plural, rank_ranges
 from crossrank.tools.job.groups import Lane, Members, ProcessGroup, is_world, join_groups, sizes_shown, world_of
 from crossrank.tools.traces.comms import stack_of
 from crossrank.tools.traces.flight.dump import Frame
@@ -84,8 +85,8 @@ class Job:
 
     @property
     def notes(self) -> list[str]:
-        """Return the notes of all files, each once."""
-        return list(dict.fromkeys(note for one in self.ranks.values() for note in one.notes))
+        """Return the notes of all files, each once, as `notes_of` does."""
+        return notes_of((rank, one.notes) for rank, one in self.ranks.items())
 
     def signature(self, rank: int, row: int) -> CommRecord:
         """Return a call's record without its number and times."""
@@ -140,3 +141,17 @@ def _fill_lanes(trace: RankTrace, groups: list[ProcessGroup], own: list[int], p2
         if rises.any():
             lane = Lane(array("I", part[rises].astype(np.uint32).tobytes()), array("q", numbers[rises].tobytes()))
             groups[of_group[part[0]]].lanes[trace.rank or 0] = lane
+
+
+def notes_of(given: Iterable[tuple[int, Iterable[str]]]) -> list[str]:
+    """Return notes, each once. One that several ranks have is about each of them, so their ranks are added.
+
+    `given`: (rank, its notes)."""
+    ranks: dict[str, list[int]] = {}
+    for rank, notes in given:
+        for note in dict.fromkeys(notes):
+            ranks.setdefault(note, []).append(rank)
+    return [
+        note if len(those) == 1 else f"{note} (each of {plural(len(those), 'rank')}: {rank_ranges(those)})"
+        for note, those in ranks.items()
+    ]
