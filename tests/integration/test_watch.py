@@ -62,7 +62,7 @@ def test_watch_shows_a_running_job_a_silent_rank_and_the_end(scripts: Scripts) -
     assert group["late_ms"] > 1
     assert group["busbw_gb_per_s"] > 0
     assert group["bytes"] / group["calls"] == pytest.approx(2000, rel=0.1)  # every second call is a barrier
-    assert all(one["step_ms"] > 15 and one["silent_s"] < 5 and one["ended"] == "" for one in found["ranks"])
+    assert all(one["step_ms"] > 15 and one["silent_s"] < 5 and one["ended"] is None for one in found["ranks"])
     assert found["ranks"][0]["exposed_share"] > 0.3
 
     ranks[1].send_signal(signal.SIGSTOP)

@@ -500,6 +500,14 @@ KERNELS = (
     "void dpsk::ep::internode::notify_dispatch<false, 8>(int const*, int*)",
     "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)",
     "hcom_allReduce__428_0_1",
+    "hcclAllReduce_kernel",
+    "ncclAllReduceRingLLKernel_sum_f32(ncclColl)",
+    "allreduce_one_shot_push_kernel_bf16",
+    "void aiter::reduce_scatter_cross_device_store<__half>(int)",
+    "userbuffers_fp16_sum_inplace_gpu_rr(int)",
+    "userbuffers_fp16_sum_inplace_gpu_rr_rs(int)",
+    "userbuffers_fp16_sum_inplace_gpu_rr_ag(int)",
+    "kuserbuffers_pushrecv(int)",
     "void allreduce7<__half>(mscclpp::MemoryChannelDeviceHandle*, __half*)",
 )
 
