@@ -218,6 +218,10 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
             found.skipped.append(str(result))
     if any(one.source == INSPECTOR for one in ranks):
         number_ranks([one for one in ranks if one.source == INSPECTOR])
+    of_kineto = [one for one in ranks if one.source == "kineto" and len(one)]
+    if not all(one.numbered for one in of_kineto):  # torch's numbers are no counts
+        for one in of_kineto:
+            one.numbered = False
     for one in ranks:
         if not 0 <= (one.rank or 0) < MOST_RANKS:
             found.skipped.append(f"{one.path}: rank {one.rank} is invalid; record it again")

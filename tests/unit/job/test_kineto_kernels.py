@@ -220,3 +220,17 @@ def test_kernels_of_no_known_library_with_a_name_of_communication_are_named(
     assert note.startswith("2 kernels (my_allgather_v3) have a name of communication and count as computation")
     notes = json.loads(bandwidth(tmp_path, capsys, "--json", "--communication-kernels", "allgather"))["notes"]
     assert not any("a name of communication" in one for one in notes)
+
+
+def test_calls_are_counted_on_all_ranks_if_one_has_no_numbers_of_torch(tmp_path: Path) -> None:
+    for rank in range(2):
+        content = numbered(rank, 1, 4)
+        for event in content["traceEvents"]:
+            event["args"] = {
+                name: one + 100 if name == "Seq" else one
+                for name, one in event["args"].items()
+                if name != "Seq" or rank == 0
+            }
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(content))
+    joined = crossrank.load(tmp_path).table("calls")["collective"].value_counts()
+    assert joined["count"].to_list() == [2] * 4
