@@ -53,8 +53,7 @@ def overlap_of(found: JobTables) -> Overlap | None:
     rows = overlap_frame(found)
     if not len(rows):
         return None
-    shares = ("computation", "communication", "exposed", "memory", "idle")
-    sums = rows.select(pl.sum(f"{name}_ns") for name in (*shares, "duration")).row(0, named=True)
+    shares = _shares(rows)
     times = [f"{name}_ns" for name in (*shares, "duration", "waiting")]
     mean = [(pl.col(name).mean() / 1e6).round(4).alias(name.replace("_ns", "_ms")) for name in times]
     causes = rows.drop_nulls("waits_for").group_by("rank", "waits_for").agg(pl.sum("waits_for_ns"))
@@ -69,18 +68,25 @@ def overlap_of(found: JobTables) -> Overlap | None:
     return Overlap(
         measured_on=sorted(set(rows["measured_on"])),
         windows=len(rows),
-        **{name: round(sums[f"{name}_ns"] / sums["duration_ns"], 4) for name in shares},
+        **{name: round(share, 4) for name, share in shares.items()},
         of_ranks=len(of_rank),
         ranks=ANSWERS["time_of_ranks"].rows(shown),
         steps=ANSWERS["time_of_steps"].rows(of_step),
     )
 
 
+def _shares(rows: pl.DataFrame) -> dict[str, float]:
+    """Return the share of each kind of time in the duration of all rows."""
+    kinds = ("computation", "communication", "exposed", "memory", "idle")
+    sums = rows.select(pl.sum(f"{name}_ns") for name in (*kinds, "duration")).row(0, named=True)
+    return {name: sums[f"{name}_ns"] / sums["duration_ns"] for name in kinds}
+
+
 def shares_of(rows: pl.DataFrame) -> str:
     """Return what the rows of `overlap_frame` show, in one sentence."""
-    shares = {"computation": "computation", "exposed": "exposed communication", "memory": "copies", "idle": "idle"}
-    sums = rows.select(pl.sum(f"{name}_ns") for name in (*shares, "duration")).row(0, named=True)
-    texts = [f"{sums[f'{name}_ns'] / sums['duration_ns']:.1%} {text}" for name, text in shares.items()]
+    shown = {"computation": "computation", "exposed": "exposed communication", "memory": "copies", "idle": "idle"}
+    shares = _shares(rows)
+    texts = [f"{shares[name]:.1%} {text}" for name, text in shown.items()]
     return f"of {plural(len(rows), 'traced step or window', 'traced steps or windows')}: {', '.join(texts)}"
 
 

@@ -74,11 +74,12 @@ def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
     """Yield a note per kernel, given as (name, ns), that takes long and may be communication of an unknown library, and
     one on kernels whose names say that they are."""
     spent: Counter[str] = Counter()
-    count: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     for name, ns in kernels:
         spent[name] += ns
-        count[name] += bool(LOOKS_LIKE_COMMUNICATION.search(name))
-    if named := [name for name, times in count.most_common() if times]:
+        times[name] += 1
+    count = Counter({name: many for name, many in times.items() if LOOKS_LIKE_COMMUNICATION.search(name)})
+    if named := [name for name, _ in count.most_common()]:
         names = ", ".join(printable(name)[:80] for name in named[:3])
         yield (
             f"{plural(count.total(), 'kernel')} ({names}) {'has' if count.total() == 1 else 'have'} a name of "
@@ -88,7 +89,7 @@ def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
     for name, ns in spent.most_common():
         if ns <= _LARGE_SHARE * spent.total():
             break
-        if not COMPUTATION.search(name) and not count[name]:
+        if not COMPUTATION.search(name) and name not in count:
             yield (
                 f"the kernel {printable(name)[:80]} takes more than a tenth of the device time and counts as "
                 "computation; if it communicates, give its name with --communication-kernels REGEX"

@@ -44,12 +44,11 @@ class _Context(msgspec.Struct):
 
 
 def impossible_times(
-    device: Sequence[DeviceEvent], calls: Iterable[RuntimeCall], window: tuple[int, int] | None
+    device: Sequence[DeviceEvent], calls: Sequence[RuntimeCall], window: tuple[int, int] | None
 ) -> dict[int, str]:
     """Return the position of each device event with impossible times -> what is wrong with them.
 
     `window`: start and end of what the profiler recorded, in ns as all times; None = unknown."""
-    calls = list(calls)
     launch_of = {one.correlation: one for one in calls if one.correlation is not None}
     launches = [None if one.correlation is None else launch_of.get(one.correlation) for one in device]
     early = {
@@ -98,7 +97,7 @@ def _beyond_offset(excess: dict[int, int]) -> Iterable[int]:
 
 
 def _late(
-    device: Sequence[DeviceEvent], launches: Sequence[RuntimeCall | None], calls: Iterable[RuntimeCall]
+    device: Sequence[DeviceEvent], launches: Sequence[RuntimeCall | None], calls: Sequence[RuntimeCall]
 ) -> dict[int, int]:
     """Return for each event that a synchronization of the device waited for: ns by which it ends later than this."""
     if len({one.device for one in device}) > 1:  # a call waits for one device, and does not say for which

@@ -243,15 +243,22 @@ def _ranks_of_locals(attempt: Attempt) -> LocalRanks:
     return LocalRanks({host: first for host, first in pairs if host}, min(firsts) if one_node else None)
 
 
+def _ranks_in_communicators(attempt: Attempt) -> Iterator[tuple[Fact, int | None]]:
+    """Yield each line with the rank that it has in NCCL's largest communicators: this is that of the job."""
+    sizes = [one.number("size") for one in attempt.facts if one.kind == formats.COMMUNICATOR]
+    largest = max(sizes, default=0)
+    for one in attempt.facts:
+        is_largest = one.kind == formats.COMMUNICATOR and one.number("size") == largest
+        yield one, one.number("member") if is_largest else None
+
+
 def ranks_of_hosts(attempt: Attempt) -> dict[str, set[int]]:
     """Return host -> its ranks, by lines that have both."""
     found = {host: set(ranks) for host, ranks in attempt.hosts.items()}
-    sizes = [one.number("size") for one in attempt.facts if one.kind == formats.COMMUNICATOR]
-    for one in attempt.facts:
-        if one.kind == formats.PRINTED_RANK and one.origin.host:
-            found.setdefault(one.origin.host, set()).add(one.number("rank"))
-        elif one.kind == formats.COMMUNICATOR and one.origin.host and one.number("size") == max(sizes):
-            found.setdefault(one.origin.host, set()).add(one.number("member"))
+    for one, member in _ranks_in_communicators(attempt):
+        rank = one.number("rank") if one.kind == formats.PRINTED_RANK else member
+        if rank is not None and one.origin.host:
+            found.setdefault(one.origin.host, set()).add(rank)
     return found
 
 
@@ -330,10 +337,9 @@ def _first_of_summary(facts: Sequence[Fact]) -> Iterator[tuple[int, str, Fact]]:
 def _rank_of_process(attempt: Attempt, local_to_rank: LocalRanks) -> dict[str, int]:
     """Return the rank of each process whose number the launcher, NCCL or Ray says."""
     found: dict[str, int] = {}
-    sizes = [one.number("size") for one in attempt.facts if one.kind == formats.COMMUNICATOR]
-    for one in attempt.facts:
-        if one.kind == formats.COMMUNICATOR and one.origin.process and one.number("size") == max(sizes):
-            found.setdefault(one.origin.process, one.number("member"))
+    for one, member in _ranks_in_communicators(attempt):
+        if member is not None and one.origin.process:
+            found.setdefault(one.origin.process, member)
         elif one.kind == formats.RAY_WORKER:
             found[one.values["process"]] = one.number("rank")
         elif one.kind == formats.PROCESS_RANK and one.origin.process:
