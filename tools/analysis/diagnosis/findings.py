@@ -352,6 +352,8 @@ class ClockAlignment(msgspec.Struct, kw_only=True):
     aligned: bool
     offset_ms: dict[str, float] = {}
     """Rank -> offset that was added to its times."""
+    within_ms: float | None = 0.0
+    """How far an added offset may be from the truth: half the distance of its bounds. None: a bound is missing."""
     residual_ms: float = 0.0
     """Remaining error: the longest time by which a call seems to end before another rank starts it."""
     note: str = ""

@@ -2,17 +2,19 @@
 
 The arrival of a rank is the time at which its host made the call. Clocks of different nodes are aligned by collectives:
 no member can see the end of a collective before all have started it, so the difference of two clocks has bounds. A
-clock is not changed if the bounds allow it; otherwise it is moved to the middle of the bounds.
+clock is not changed if the bounds allow it; otherwise it is moved to the middle of the bounds, and is known to within
+half of their distance. If a collective still contradicts the result, this is so for clocks that were not changed, too.
+A rank is called late only if it is late wherever its clock is within what is known.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.text import percent, plural
+from crossrank.text import milliseconds, percent, plural
 from crossrank.tools.analysis.diagnosis.findings import ClockAlignment, Finding, GroupStragglers
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
@@ -23,6 +25,19 @@ _OFTEN = 0.5
 _LONG_MS = 1.0
 _FAR = 1 << 62
 """ns; longer than any time."""
+_UNBOUNDED = 1 << 60
+"""ns that a clock may be wrong by which has a bound on one side only."""
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """How far the clock of a rank is moved, and how far from the truth it may be after that, in ns.
+
+    A clock that nothing contradicts is taken as right, until a contradiction remains."""
+
+    offset: int = 0
+    unknown: int = 0
+    unknown_if_contradicted: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,8 +50,11 @@ class _Times:
     ends: NDArray[np.int64]
     """0 = unknown, or unusable because other ranks may leave the collective early."""
 
-    def added(self, offsets: dict[int, int]) -> NDArray[np.int64]:
-        return np.array([[offsets.get(rank, 0)] for rank in self.ranks])
+    def added(self, clocks: dict[int, _Clock]) -> NDArray[np.int64]:
+        return np.array([[clocks.get(rank, _Clock()).offset] for rank in self.ranks])
+
+    def unknown(self, clocks: dict[int, _Clock]) -> NDArray[np.int64]:
+        return np.array([[clocks.get(rank, _Clock()).unknown] for rank in self.ranks])
 
 
 def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignment, list[Finding]]:
@@ -44,8 +62,9 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
     releases_all = np.array(job.releases_all)
     every = [_times(job, group, releases_all) for group in job.groups if len(group.lanes) > 1]
     times = [one for one in every if one.arrivals.shape[1] >= _FEWEST]
-    offsets, clocks = _align(job, times)
-    found = [_measure(one, offsets) for one in times]
+    clocks, alignment = _align(job, times)
+    found = [_measure(one, clocks) for one in times]
+    unproven = {rank: replace(clock, unknown=clock.unknown_if_contradicted) for rank, clock in clocks.items()}
     late = [
         Finding(
             kind="straggler",
@@ -53,14 +72,25 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
             pg_ranks=row.pg_ranks,
             waiting_ranks=[rank for rank in one.ranks if rank != row.last_rank],
             text=f"rank {row.last_rank} arrived last in {percent(row.last_share)} of {row.collectives} collectives; "
-            f"the first rank waited {row.wait_ms['p50']:.3g} ms for it (median)",
+            f"the first rank waited {row.wait_ms['p50']:.3g} ms for it (median)"
+            + ("" if _is_late(one, unproven, row) else ", if the clocks of the ranks agree"),
         )
         for one, row in zip(times, found, strict=True)
-        if row.last_share > max(_OFTEN, 1.5 / len(one.ranks))
-        and row.wait_ms["p50"] >= _LONG_MS
-        and row.wait_ms["p50"] > clocks.residual_ms  # otherwise the clocks may be wrong
+        if row.wait_ms["p50"] > alignment.residual_ms and _is_late(one, clocks, row)
     ]
-    return sorted(found, key=lambda row: (-row.wait_ms["total"], row.pg)), clocks, late
+    return sorted(found, key=lambda row: (-row.wait_ms["total"], row.pg)), alignment, late
+
+
+def _is_late(times: _Times, clocks: dict[int, _Clock], row: GroupStragglers) -> bool:
+    """Whether the rank that is last most often is so even if its clock is as wrong as it may be, and the others too."""
+    unknown = times.unknown(clocks)
+    arrivals = times.arrivals + times.added(clocks)
+    own = times.ranks.index(row.last_rank)
+    earliest = arrivals[own] - unknown[own]
+    others = np.delete(arrivals + unknown, own, axis=0)
+    last_share = float((earliest > others.max(axis=0)).mean())
+    often = last_share > max(_OFTEN, 1.5 / len(times.ranks))
+    return often and float(np.median(earliest - others.min(axis=0))) >= _LONG_MS * 1e6
 
 
 def _times(job: JobState, group: ProcessGroup, releases_all: NDArray[np.bool_]) -> _Times:
@@ -79,46 +109,57 @@ def _times(job: JobState, group: ProcessGroup, releases_all: NDArray[np.bool_]) 
     return _Times(group, ranks, arrivals, ends)
 
 
-def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAlignment]:
-    """Return (offset of each rank in ns, summary)."""
-    offsets: dict[int, int] = {}
+def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, _Clock], ClockAlignment]:
+    """Return (clock of each rank, summary)."""
+    clocks: dict[int, _Clock] = {}
     if not any(one.ends.any() for one in times):
         note = "clocks of the hosts, not aligned: no dump has the end times that an alignment needs"
         return {}, ClockAlignment(aligned=False, note=note)
     by_size = sorted(times, key=lambda one: -len(one.ranks))
     for first in sorted(job.ranks):
-        before = len(offsets)
-        offsets.setdefault(first, 0)
-        while before < len(offsets):
-            before = len(offsets)
+        before = len(clocks)
+        clocks.setdefault(first, _Clock())
+        while before < len(clocks):
+            before = len(clocks)
             for one in by_size:
-                anchor = next((at for at, rank in enumerate(one.ranks) if rank in offsets), None)
+                anchor = next((at for at, rank in enumerate(one.ranks) if rank in clocks), None)
                 if anchor is not None:
-                    of_anchor, others = offsets[one.ranks[anchor]], enumerate(one.ranks)
-                    offsets |= {rank: _offset(one, anchor, at, of_anchor) for at, rank in others if rank not in offsets}
+                    of_anchor, others = clocks[one.ranks[anchor]], enumerate(one.ranks)
+                    clocks |= {rank: _clock(one, anchor, at, of_anchor) for at, rank in others if rank not in clocks}
     residual = 0
     for one in times:
-        added = one.added(offsets)
+        added = one.added(clocks)
         excess = np.where(one.ends > 0, (one.arrivals + added).max(axis=0) - added - one.ends, 0)
         residual = max(residual, int(excess.max()))
-    moved = {str(rank): offset / 1e6 for rank, offset in sorted(offsets.items()) if offset}
-    note = f"the clocks of {plural(len(moved), 'rank')} were aligned" if moved else "the clocks agree"
-    return offsets, ClockAlignment(aligned=True, offset_ms=moved, residual_ms=residual / 1e6, note=note)
+    if residual:
+        clocks = {rank: replace(clock, unknown=clock.unknown_if_contradicted) for rank, clock in clocks.items()}
+    moved = {str(rank): clock.offset / 1e6 for rank, clock in sorted(clocks.items()) if clock.offset}
+    unknown = max((clock.unknown for clock in clocks.values()), default=0)
+    within = unknown / 1e6 if unknown < _UNBOUNDED else None
+    known = "with a bound on one side only" if within is None else f"to within {milliseconds(within)}"
+    moved_text = f"the clocks of {plural(len(moved), 'rank')} were aligned {known}" if moved else ""
+    note = moved_text or ("the clocks contradict each other" if residual else "the clocks do not contradict each other")
+    return clocks, ClockAlignment(
+        aligned=True, offset_ms=moved, within_ms=within, residual_ms=residual / 1e6, note=note
+    )
 
 
-def _offset(times: _Times, anchor: int, at: int, of_anchor: int) -> int:
-    """Return the offset of one rank, from the bounds of its collectives with the anchor."""
+def _clock(times: _Times, anchor: int, at: int, of_anchor: _Clock) -> _Clock:
+    """Return the clock of one rank, from the bounds of its collectives with the anchor."""
     arrivals, ends = times.arrivals, times.ends
     upper = int((ends[anchor] - arrivals[at])[ends[anchor] > 0].min(initial=_FAR))
     lower = int((arrivals[anchor] - ends[at])[ends[at] > 0].max(initial=-_FAR))
-    if lower <= -of_anchor <= upper:
-        return 0
     bounds = [bound for bound in (upper, lower) if abs(bound) < _FAR]
-    return of_anchor + sum(bounds) // len(bounds)
+    half = max(upper - lower, 0) // 2 if len(bounds) == 2 else _UNBOUNDED
+    if lower <= -of_anchor.offset <= upper:
+        farthest = max(upper, -lower) + abs(of_anchor.offset) if half < _UNBOUNDED else _UNBOUNDED
+        return _Clock(0, of_anchor.unknown, of_anchor.unknown_if_contradicted + farthest)
+    unknown, at_most = of_anchor.unknown + half, of_anchor.unknown_if_contradicted + half
+    return _Clock(of_anchor.offset + sum(bounds) // len(bounds), unknown, at_most)
 
 
-def _measure(times: _Times, offsets: dict[int, int]) -> GroupStragglers:
-    arrivals = times.arrivals + times.added(offsets)
+def _measure(times: _Times, clocks: dict[int, _Clock]) -> GroupStragglers:
+    arrivals = times.arrivals + times.added(clocks)
     first = arrivals.min(axis=0)
     waits = arrivals.max(axis=0) - first
     last = arrivals.argmax(axis=0)
