@@ -298,7 +298,7 @@ def _findings(diagnosis: Diagnosis | None) -> pl.DataFrame:
     def rows(findings: Iterable[Finding], what: str) -> list[tuple[Any, ...]]:
         return [
             (what, one.kind, one.pg[0] if one.pg else "", one.op, one.collective_seq_id)
-            + (rank_ranges(one.culprit_ranks), rank_ranges(one.waiting_ranks), one.text)
+            + (rank_ranges(one.culprit_ranks), rank_ranges(one.waiting_ranks), rank_ranges(one.awaited_ranks), one.text)
             for one in findings
         ]
 
@@ -310,6 +310,7 @@ def _findings(diagnosis: Diagnosis | None) -> pl.DataFrame:
         "number": pl.Int64,
         "culprit_ranks": pl.String,
         "waiting_ranks": pl.String,
+        "awaited_ranks": pl.String,
         "text": pl.String,
     }
     every = []

@@ -311,6 +311,8 @@ class Finding(msgspec.Struct, kw_only=True):
     op: str = ""
     culprit_ranks: list[int] = []
     waiting_ranks: list[int] = []
+    awaited_ranks: list[int] = []
+    """Of a consequence: the ranks that `waiting_ranks` wait for. These may only wait themselves."""
     proof: str = ""
     """A key of `PROOFS`: what is known of the waiting ranks."""
     late_ranks: list[LateRank] = []
@@ -352,8 +354,9 @@ class ClockAlignment(msgspec.Struct, kw_only=True):
     aligned: bool
     offset_ms: dict[str, float] = {}
     """Rank -> offset that was added to its times."""
-    within_ms: float | None = 0.0
-    """How far an added offset may be from the truth: half the distance of its bounds. None: a bound is missing."""
+    within_ms: float | None = None
+    """How far an added offset may be from the truth: half the distance of its bounds. None if no offset was added, or
+    a bound is missing."""
     residual_ms: float = 0.0
     """Remaining error: the longest time by which a call seems to end before another rank starts it."""
     note: str = ""

@@ -480,7 +480,7 @@ def explain_the_rest(search: Search) -> None:
         finding = finding_of(
             op,
             _kind_of_rest(op),
-            culprits=op.awaited.difference(op.waiting),
+            awaited_ranks=sorted(op.awaited.difference(op.waiting)),
             text=f"waits for {rank_text(targets)}, which also waits" if targets else "",
             because_of=len(search.roots) - 1 if root is None else root,
         )

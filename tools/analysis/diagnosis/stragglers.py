@@ -140,7 +140,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, _Clock], Clock
     moved_text = f"the clocks of {plural(len(moved), 'rank')} were aligned {known}" if moved else ""
     note = moved_text or ("the clocks contradict each other" if residual else "the clocks do not contradict each other")
     return clocks, ClockAlignment(
-        aligned=True, offset_ms=moved, within_ms=within, residual_ms=residual / 1e6, note=note
+        aligned=True, offset_ms=moved, within_ms=within if moved else None, residual_ms=residual / 1e6, note=note
     )
 
 

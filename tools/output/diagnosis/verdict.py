@@ -221,9 +221,10 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
         waiting = rank_text({rank for one in follow for rank in one.waiting_ranks})
         print(f"   {'follows':<12} {plural(len(follow), 'more call')} in which {waiting} waits as a result:")
     for one in follow[:_ROWS]:
+        awaited = rank_ranges(one.awaited_ranks or one.culprit_ranks) or "?"
         print(
             f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {printable(finding_call(one))} of "
-            f"{printable(finding_group(one))}, waiting for rank {rank_ranges(one.culprit_ranks) or '?'}"
+            f"{printable(finding_group(one))}, waiting for rank {awaited}"
         )
     if len(follow) > _ROWS:
         print(f"   {'':<12} … and {len(follow) - _ROWS} more (--json shows all)")

@@ -176,7 +176,8 @@ def answer(seed: int) -> dict[str, Any]:
         for role in ("findings", "consequences", "advisory"):
             for one in getattr(found, role):
                 number = one.collective_seq_id if one.collective_seq_id is not None else one.p2p_seq_id
-                who = f"{one.culprit_ranks} <- {one.waiting_ranks} because of {one.because_of}"
+                awaited = f"{one.awaited_ranks} may wait, " if one.awaited_ranks else ""
+                who = f"{awaited}{one.culprit_ranks} <- {one.waiting_ranks} because of {one.because_of}"
                 lines.append(f"{role}: {one.kind} {one.pg[1]} {one.op} {number} {who}: {one.text}")
                 lines += [f"    {place.rank} {place.role}: {place.what}: {place.frames[0]}" for place in one.places]
         lines = [line.replace(folder, "") for line in lines + found.notes]

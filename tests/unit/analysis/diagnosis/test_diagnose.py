@@ -209,8 +209,8 @@ def test_the_earliest_root_comes_first_and_consequences_have_their_root() -> Non
     found = diagnosed(*ranks)
 
     assert roots(found) == [("missing_rank", "", 1, [1], [0]), ("missing_rank", "", 1, [3], [2, 4])]
-    assert [(*in_short(each), each.because_of) for each in found.consequences] == [
-        ("all_joined_not_completed", "", 1, [4], [5], 1)
+    assert [(*in_short(each), each.awaited_ranks, each.because_of) for each in found.consequences] == [
+        ("all_joined_not_completed", "", 1, [], [5], [4], 1)  # rank 4 waits for rank 3
     ]
     assert found.counts == {"ranks": 6, "groups": 4, "calls": 5, "collectives": 3}
 

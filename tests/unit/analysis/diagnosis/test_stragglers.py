@@ -94,7 +94,6 @@ def test_clocks_are_aligned_over_groups_that_share_a_rank() -> None:
     assert find_stragglers(job(*ranks))[1] == ClockAlignment(
         aligned=True,
         offset_ms={"1": -70.0, "2": -170.0, "3": -269.0},
-        within_ms=None,
         note="the clocks of 3 ranks were aligned with a bound on one side only",
     )
 
@@ -105,7 +104,11 @@ def test_clock_residuals_are_reported_and_alignment_requires_end_times() -> None
 
     drifts = job(rank(0, *made(10, 20, 30, 40, 50)), rank(1, *made(10, 20, 30, 40, 60)))
     assert find_stragglers(drifts)[1] == ClockAlignment(
-        aligned=True, offset_ms={"1": -5e-6}, residual_ms=3e-6, note="the clocks of 1 rank were aligned to within 0 ms"
+        aligned=True,
+        offset_ms={"1": -5e-6},
+        within_ms=0.0,
+        residual_ms=3e-6,
+        note="the clocks of 1 rank were aligned to within 0 ms",
     )
     unknown = job(*(rank(one, *made(1, 2, 3, 4, 5, ends=False)) for one in (0, 1)))
     note = "clocks of the hosts, not aligned: no dump has the end times that an alignment needs"
