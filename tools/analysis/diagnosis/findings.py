@@ -312,7 +312,7 @@ class Finding(msgspec.Struct, kw_only=True):
     culprit_ranks: list[int] = []
     waiting_ranks: list[int] = []
     awaited_ranks: list[int] = []
-    """Of a consequence: the ranks that `waiting_ranks` wait for. These may only wait themselves."""
+    """In a consequence, the ranks that `waiting_ranks` wait for. These may only wait themselves."""
     proof: str = ""
     """A key of `PROOFS`: what is known of the waiting ranks."""
     late_ranks: list[LateRank] = []

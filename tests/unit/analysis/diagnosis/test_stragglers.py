@@ -177,7 +177,7 @@ def test_a_rank_is_late_only_if_no_error_of_the_clocks_explains_it(
     assert all(one.text.endswith("(median), if the clocks of the ranks agree") for one in found.advisory)
 
 
-def test_a_rank_that_is_late_at_some_calls_is_named_whatever_its_clock(tmp_path: Path) -> None:
+def test_a_rank_that_is_late_at_some_calls_is_named_with_any_clock(tmp_path: Path) -> None:
     """Calls to which it was not late show how far its clock is ahead."""
     arrivals = [[100.0 * call + 30 * (rank == 2 and call % 3 > 0) for call in range(30)] for rank in range(4)]
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, 70, -300, 12]))
