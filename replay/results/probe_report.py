@@ -8,10 +8,16 @@ A slow partner slows a group, so a rank's score is the lower quartile of its gro
 minimum, since the partners repeat. Groups across hosts and within one are judged separately, because a slow network
 card slows only the first; the larger score counts. A rank needs two groups. A link is slow if a pair is slow in every
 pass and neither of its ranks is slow.
+
+A ratio counts only if chance does not explain it. Times of the same group differ between passes by a factor that has a
+90th percentile d in similar groups. Then medians over n passes differ by up to d ** (1.6 / sqrt(n)), the *noise*: with
+normal logarithms of the times, d is 2.3 standard deviations, and this factor 3 standard deviations of a median. So it
+rarely happens to one of hundreds of groups. With one pass, the noise is unknown, and no rank or link is called slow.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import median, median_low
 
@@ -30,6 +36,8 @@ from crossrank.tools.tables import Row
 _SHOWN = 20
 _MIN_GROUPS = 2
 """The fewest groups for a score."""
+_NOISE = 1.6
+"""See the top of this module."""
 
 
 class ProbeReport(msgspec.Struct, kw_only=True):
@@ -44,6 +52,8 @@ class ProbeReport(msgspec.Struct, kw_only=True):
     rounds: int
     passes: int
     tolerance: float
+    noise: float | None
+    """The largest factor by which chance explains differences of similar groups; None after a single pass."""
     others: list[float]
     """Smallest, median and largest score of the ranks that are not slow."""
     ranks: list[Row]
@@ -75,22 +85,27 @@ def judge(
     groups = pl.DataFrame(
         {
             "ranks": [list(one.members) for one in probe.groups],
+            "size": [len(one.members) for one in probe.groups],
             "bytes": [one.bytes for one in probe.groups],
             "across_hosts": [one.across_hosts for one in probe.groups],
             "ns": [float(median(one)) for one in took],
             "us": [median(one) / 1000 for one in took],
             "least": list(map(min, took)),
+            "changes": [np.abs(np.diff(np.log(np.maximum(one, 1)))).tolist() for one in took],
         }
     )
-    alike = (pl.col("ranks").list.len(), "bytes", "across_hosts")
+    alike = ("size", "bytes", "across_hosts")
     compared = groups.filter(pl.col("ns") > 0).filter(pl.len().over(*alike) >= LEAST_ALIKE)
-    compared = compared.with_columns(base=_lower_quartile(pl.col("ns")).over(*alike))
+    changes = pl.col("changes").explode().quantile(0.9, "higher")
+    noise = compared.group_by(*alike).agg(noise=(changes * (_NOISE / math.sqrt(len(took[0])))).exp())
+    limit = pl.when(pl.col("noise").is_not_null()).then(pl.max_horizontal("noise", pl.lit(tolerance)))
+    compared = compared.join(noise, on=alike).with_columns(base=_lower_quartile(pl.col("ns")).over(*alike), limit=limit)
     hosts = [one.host for one in machines]
-    kinds = _judge_ranks(compared, hosts, pl.Expr.min if probe.kind == "bisect" else _lower_quartile, tolerance)
+    kinds = _judge_ranks(compared, hosts, pl.Expr.min if probe.kind == "bisect" else _lower_quartile)
     judged = set(kinds.select("rank", "bytes", "across_hosts").iter_rows())
     ranks = kinds.unique("rank", keep="first", maintain_order=True)
     slow = set(ranks.filter("is_slow")["rank"])
-    is_slow_pair = (pl.col("ranks").list.len() == 2) & (pl.col("least") > tolerance * pl.col("base"))
+    is_slow_pair = (pl.col("size") == 2) & (pl.col("least") > pl.col("limit") * pl.col("base"))
     links = [
         {
             "ranks": one["ranks"],
@@ -114,6 +129,7 @@ def judge(
         rounds=probe.rounds,
         passes=len(results[0].passes),
         tolerance=tolerance,
+        noise=max(noise["noise"].drop_nulls(), default=None),
         others=[healthy[0], median_low(healthy), healthy[-1]] if healthy else [],
         ranks=ranks.to_dicts(),
         links=sorted(links, key=lambda link: -link["ratio"]),
@@ -139,20 +155,26 @@ def group_times(probe: Probe, results: Sequence[RankResult]) -> list[list[int]]:
 
 
 def _judge_ranks(
-    compared: pl.DataFrame, hosts: Sequence[str], quick_of: Callable[[pl.Expr], pl.Expr], tolerance: float
+    compared: pl.DataFrame, hosts: Sequence[str], quick_of: Callable[[pl.Expr], pl.Expr]
 ) -> pl.DataFrame:
     """Return a score for each rank, size and placement: the rows of `ProbeReport.ranks`, several for a rank."""
     kinds = (
         compared.explode("ranks")
         .rename({"ranks": "rank"})
         .group_by("rank", "bytes", "across_hosts", maintain_order=True)
-        .agg(score=quick_of(pl.col("ns") / pl.col("base")), groups=pl.len(), quick_us=quick_of(pl.col("us")))
+        .agg(
+            pl.max("limit"),
+            score=quick_of(pl.col("ns") / pl.col("base")),
+            groups=pl.len(),
+            quick_us=quick_of(pl.col("us")),
+        )
         .filter(pl.col("groups") >= _MIN_GROUPS)
-        .sort(-pl.col("score"), "rank", maintain_order=True)
+        .with_columns(is_slow=(pl.col("score") > pl.col("limit")).fill_null(value=False))
+        .sort(~pl.col("is_slow"), -pl.col("score"), "rank", maintain_order=True)
     )
     host = pl.Series(hosts, dtype=pl.String).gather(kinds["rank"])
     columns = ("rank", "host", "score", "bytes", "across_hosts", "groups", "quick_us", "is_slow")
-    return kinds.with_columns(host=host, is_slow=pl.col("score") > tolerance).select(columns)
+    return kinds.with_columns(host=host).select(columns)
 
 
 def _lower_quartile(values: pl.Expr) -> pl.Expr:
@@ -205,5 +227,13 @@ def print_probe(report: ProbeReport) -> None:
         )
     if len(report.links) > _SHOWN:
         print(f"and {len(report.links) - _SHOWN:,} more links")
-    if not slow and not report.links:
-        print(f"No compared rank or link is slower than {report.tolerance:g} x similar ones{others}")
+    if report.noise is None:
+        print("One pass does not show how much these times change by chance: no rank or link is judged. Use --repeat 5")
+    elif not slow and not report.links:
+        limit = max(report.tolerance, report.noise or 0)
+        print(f"No compared rank or link is slower than {limit:.4g} x similar ones{others}")
+    if report.noise is not None and report.noise > report.tolerance:
+        print(
+            f"Times of the same group change from pass to pass: chance explains up to {report.noise:.3g} x. "
+            "More passes (--repeat) lower this; more ranks than cores on a host raise it"
+        )

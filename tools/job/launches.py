@@ -27,7 +27,7 @@ SEND_RECV = "send/recv"
 
 TIMED_BY = {
     "nsight": "Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL",
-    "kineto": "Kineto traces: the kernels of each call (on gloo, its Work event)",
+    "kineto": "Kineto traces: the kernels of each call, or the host range of its Work (gloo, MTIA)",
     "flight": "torch's flight recorder: durations measured by device events",
     "inspector": "NCCL Inspector: the kernel of a call",
     "replay": "a replay: medians of its passes",

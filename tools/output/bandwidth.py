@@ -13,7 +13,10 @@ from crossrank.tools.output.console import Table, print_counts, print_fact, prin
 from crossrank.tools.tables import Row
 
 _SHOWN = 24
-BOUNDS = "upper bounds include waiting time: ranks are missing, calls shared a launch, or only a wait shows the end"
+BOUNDS = (
+    "upper bounds may include waiting time: ranks are missing, members are unknown, calls shared a launch, only a wait "
+    "shows the end, or the clocks differ by more"
+)
 
 
 def _group_of(row: Row) -> str:

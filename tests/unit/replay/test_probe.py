@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from itertools import combinations
 
@@ -80,18 +82,60 @@ def test_probe_sizes_are_those_with_most_calls_and_most_bytes() -> None:
 
 
 def judged(
-    probe: Probe, machines: list[Machine], slow: dict[frozenset[int], float], tolerance: float = 1.5
+    probe: Probe,
+    machines: list[Machine],
+    slow: dict[frozenset[int], float],
+    tolerance: float = 1.5,
+    passes: int = 3,
+    spread: float = 0.0,
 ) -> ProbeReport:
-    """What is found where a group takes 100 us, and longer where `slow` has some of its ranks."""
+    """What is found where a group takes 100 us, and longer where `slow` has some of its ranks. `spread` is the standard
+    deviation of the logarithm of each time."""
+    chance = random.Random(1)
+    noise = {
+        (group.members, group.bytes, number): math.exp(chance.gauss(0, spread))
+        for group in probe.groups
+        for number in range(passes)
+    }
     results = []
     for rank in range(probe.plan.world_size):
-        calls = [(1_000_000 * index,) * 3 for index in range(len(probe.plan.ranks[rank].calls))]
-        for group in probe.groups:
-            if rank in group.members:
-                factor = max((by for ranks, by in slow.items() if ranks <= set(group.members)), default=1.0)
-                calls[group.indices[group.members.index(rank)]] = (0, 0, round(100_000 * factor))
-        results.append(result(rank, *[calls] * 3, host=machines[rank].host))
+        every = []
+        for number in range(passes):
+            calls = [(1_000_000 * index,) * 3 for index in range(len(probe.plan.ranks[rank].calls))]
+            for group in probe.groups:
+                if rank in group.members:
+                    factor = max((by for ranks, by in slow.items() if ranks <= set(group.members)), default=1.0)
+                    factor *= noise[group.members, group.bytes, number]
+                    calls[group.indices[group.members.index(rank)]] = (0, 0, round(100_000 * factor))
+            every.append(calls)
+        results.append(result(rank, *every, host=machines[rank].host))
     return judge(probe, results, machines, "gloo", tolerance)
+
+
+@pytest.mark.parametrize("passes", [2, 5, 20])
+@pytest.mark.parametrize("kind", PROBES)
+def test_times_that_change_by_chance_blame_nothing(kind: str, passes: int) -> None:
+    probe, machines = probe_of(kind, 32, per_host=32)
+    report = judged(probe, machines, {}, passes=passes, spread=0.7)
+    assert (report.slow_ranks, report.links) == ([], [])
+    # The 90th percentile of a difference of two times is 1.645 of its standard deviations.
+    assert report.noise == pytest.approx(math.exp(1.645 * math.sqrt(2) * 0.7 * 1.6 / math.sqrt(passes)), rel=0.4)
+
+
+def test_a_rank_is_found_that_is_slower_than_chance_explains() -> None:
+    probe, machines = probe_of("pairs", 16, per_host=16)
+    slow = {frozenset([3]): 4.0}
+    assert judged(probe, machines, slow, passes=2, spread=0.7).slow_ranks == []
+    report = judged(probe, machines, slow, passes=20, spread=0.7)
+    assert [one["rank"] for one in report.slow_ranks] == [3]
+
+
+def test_one_pass_judges_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    probe, machines = probe_of("pairs", 16, per_host=16)
+    report = judged(probe, machines, {frozenset([3]): 4.0, frozenset([8, 9]): 4.0}, passes=1)
+    assert (report.slow_ranks, report.links, report.noise) == ([], [], None)
+    print_probe(report)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("no rank or link is judged. Use --repeat 5")
 
 
 @pytest.mark.parametrize("kind", PROBES)

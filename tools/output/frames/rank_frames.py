@@ -29,7 +29,10 @@ def calls(trace: RankTrace) -> pl.DataFrame:
                 *(one.op, one.api, one.peer, one.root),
                 one.bytes if trace.knows_size(one) else None,
                 *(one.dtype, one.reduce),
-                *(orjson.dumps(shapes).decode() if shapes else None for shapes in (one.inputs, one.outputs)),
+                *(
+                    orjson.dumps(shapes).decode() if shapes and one.op not in trace.sizes_of_others else None
+                    for shapes in (one.inputs, one.outputs)
+                ),
                 *(one.locality, one.source),
             )
             for one in map(trace.signatures.__getitem__, used.tolist())
