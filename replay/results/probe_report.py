@@ -10,7 +10,7 @@ card slows only the first; the larger score counts. A rank needs two groups. A l
 pass and neither of its ranks is slow.
 
 A ratio counts only if chance does not explain it. Times of the same group differ between passes by a factor that has a
-90th percentile d in similar groups. Then medians over n passes differ by up to d ** (1.6 / sqrt(n)), the *noise*: with
+90th percentile d in similar groups. Then medians over n passes differ by up to d ** (1.6 / sqrt(n)): the *noise*. With
 normal logarithms of the times, d is 2.3 standard deviations, and this factor 3 standard deviations of a median. So it
 rarely happens to one of hundreds of groups. With one pass, the noise is unknown, and no rank or link is called slow.
 """
@@ -154,9 +154,7 @@ def group_times(probe: Probe, results: Sequence[RankResult]) -> list[list[int]]:
     return took
 
 
-def _judge_ranks(
-    compared: pl.DataFrame, hosts: Sequence[str], quick_of: Callable[[pl.Expr], pl.Expr]
-) -> pl.DataFrame:
+def _judge_ranks(compared: pl.DataFrame, hosts: Sequence[str], quick_of: Callable[[pl.Expr], pl.Expr]) -> pl.DataFrame:
     """Return a score for each rank, size and placement: the rows of `ProbeReport.ranks`, several for a rank."""
     kinds = (
         compared.explode("ranks")

@@ -94,6 +94,7 @@ def _told(attempt: Attempt, ranks: Sequence[int], *, is_cut: bool) -> Iterator[F
         _never_joined,
         _not_in_communicator,
         _at_fault,
+        _compared,
         _other_version,
         _differs,
         _own_failure,
@@ -164,6 +165,26 @@ def _at_fault(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     same = [fact for fact in faulty if fact.values["why"] == why]
     those = sorted({int(rank) for fact in same for rank in fact.values["ranks"].split(", ")})
     return _finding("missing_rank", {*ranks, *those}, f"{rank_text(those)} {why}", same, those)
+
+
+def _compared(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
+    """Return the ranks in another call than most, of those that `TORCH_DISTRIBUTED_DEBUG=DETAIL` compared. They may
+    differ in the number of the call alone."""
+    lines = [one for one in _of_kind(attempt.facts, formats.MISMATCH) if "other_op" in one.values]
+    calls: dict[int, tuple[str | None, ...]] = {}
+    for fact in lines:
+        for name, prefix in (("rank", ""), ("other", "other_")):
+            call = tuple(fact.values.get(f"{prefix}{one}") for one in ("op", "seq", "shape", "dtype"))
+            calls.setdefault(fact.number(name), call)
+    if not calls:
+        return None
+    usual, many = Counter(calls.values()).most_common(1)[0]
+    odd = sorted(rank for rank, call in calls.items() if call != usual)
+    if many * 2 <= len({*ranks, *calls}):
+        return None
+    (op, number, *_), (usual_op, usual_number, *_) = calls[odd[0]], usual
+    text = f"{rank_text(odd)} made {op} #{number}, and most ranks made {usual_op} #{usual_number}"
+    return _finding("type_mismatch", {*ranks, *calls}, text, lines, odd, proof="mismatch")
 
 
 def _other_version(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:

@@ -34,7 +34,7 @@ _DONE = r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
 def _print_of(prefix: str) -> str:
     """Return the pattern of a fingerprint; the names of its groups begin with `prefix`."""
     return (
-        rf"CollectiveFingerPrint\((?:SequenceNumber=(?P<{prefix}seq>\d+), ?)?OpType=(?P<{prefix}op>\w+)"
+        rf"CollectiveFingerPrint\((?:SequenceNumber=(?P<{prefix}seq>\d+)(?:, ?)?)?OpType=(?P<{prefix}op>\w+)"
         rf"(?:, ?TensorShape=\[(?P<{prefix}shape>[\d, ]*)\](?:, ?TensorDtypes=(?P<{prefix}dtype>\w+))?)?"
     )
 

@@ -50,7 +50,7 @@ PREFIXES = (
     Prefix("srun", re.compile(r" {0,6}(?P<label>\d{1,7}): "), is_label=True),
     Prefix("mpiexec", re.compile(r"\[(?P<label>\d{1,7})\] "), is_label=True, repeats=True),
     Prefix("pdsh", re.compile(r"(?P<host>[a-z][\w.-]*\d[\w.-]*): "), is_label=True),
-    Prefix("stern", re.compile(r"(?P<host>[a-z0-9][\w.-]*-\d+) [\w.-]+ "), is_label=True),
+    Prefix("stern", re.compile(r"(?P<host>[a-z0-9][\w.-]*-\d+) [\w.-]+ (?:\| )?"), is_label=True),
     Prefix("compose", re.compile(r"(?P<host>[\w.-]+) *\| "), is_label=True),
     Prefix("sagemaker", re.compile(r"\[\d+,mpirank:(?P<label>\d{1,7}),(?P<host>[\w.-]+)\]<std(?:out|err)>: ?")),
     Prefix(
@@ -69,7 +69,7 @@ PREFIXES = (
 _OF_SCHEDULER = ("srun: ", "slurmstepd: ")
 """Lines that a scheduler prints itself: they have no label."""
 _LABELLED = 0.8
-"""Share of a file's lines from which a label counts as one."""
+"""Share of the lines, from the first labelled one to the last, from which a label counts as one."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,11 @@ def _behind_prefixes(line: str, labels: frozenset[str]) -> Iterator[str]:
 
 def _is_usual(prefix: Prefix, texts: Sequence[Sequence[str]]) -> bool:
     found = [next(filter(None, map(prefix.pattern.match, forms)), None) for forms in texts]
+    places = [place for place, one in enumerate(found) if one is not None]
     labels = [one[0] for one in found if one is not None]
-    return len(labels) >= _LABELLED * len(texts) and not (prefix.repeats and len({*labels}) * 2 > len(labels))
+    if len(labels) * 2 < len(texts) or (prefix.repeats and len({*labels}) * 2 > len(labels)):
+        return False
+    return len(labels) >= _LABELLED * (places[-1] - places[0] + 1)  # the launcher prints lines before and after them
 
 
 @cache

@@ -18,6 +18,8 @@ _LAST_LINES, _LAST_MARKED_LINES = 2, 8
 _MODULE = re.compile(r"\A(?:[A-Za-z_]\w*\.)+(?=[A-Z])")
 """The module in front of the type of an exception."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_OF_TORCH = re.compile(r"\b[EWIF]\d{3,4} \d\d:[\d:.]+ .*\b(?:c10d|cpp|elastic)\b")
+"""A line that torch logs, as it may long after the last step."""
 _LONGEST_ERROR = 500
 _OF_RAY = re.compile(r"RayTaskError\(\w+\): .*\(pid=(?P<process>\d+), ip=")
 """An exception with which Ray passes on that of a process, whose traceback comes after it."""
@@ -45,6 +47,8 @@ class StepLines:
 
     def note(self, text: str) -> bool:
         """Note a line; return whether there were many steps."""
+        if _OF_TORCH.search(text):
+            return self.are_many
         form = _NUMBER.sub("0", text)
         self.count += self._forms.get(form, text) != text  # several ranks may print one line
         self._forms[form] = text

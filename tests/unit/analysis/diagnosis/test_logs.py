@@ -356,6 +356,28 @@ def test_ranks_that_a_comparison_of_calls_does_not_name_are_not_accused(tmp_path
     assert diagnosed(tmp_path, *lines).suspect_ranks == [3]
 
 
+def test_a_rank_whose_call_has_another_number_than_those_of_most_ranks_is_named(tmp_path: Path) -> None:
+    call = "running collective: CollectiveFingerPrint(SequenceNumber={}OpType=BARRIER)"
+    lines = []
+    for rank, other in ((0, 1), (1, 0), (2, 1), (3, 1)):
+        mine, theirs = (call.format(56 if one == 1 else 57) for one in (rank, other))
+        compared = f"Rank {rank} is {mine}, but Rank {other} is {theirs}."
+        error = f"RuntimeError: Detected mismatch between collectives on ranks. {compared}"
+        lines += traceback(error, f"[rank{rank}]: ")
+    found = diagnosed(tmp_path, *lines)
+    assert found.suspect_ranks == [1]
+    assert found.findings[0].text == "rank 1 made BARRIER #56, and most ranks made BARRIER #57"
+
+
+def test_lines_that_torch_logs_are_no_steps_after_an_exception(tmp_path: Path) -> None:
+    api = "torch/distributed/elastic/multiprocessing/api.py:900]"
+    ended = [f"[node-0] W0603 02:32:5{number}.642000 2144 {api} Sending process 22{number}4" for number in range(8)]
+    raised = traceback("AssertionError: found NaN before the communication collective", "[rank6]: ")
+    aborted = "E0603 02:32:59.454000 2144 {} failed (exitcode: -6) local_rank: 1 (pid: 2212) of binary: python"
+    found = diagnosed(tmp_path, *raised, *watchdog(0, 9), *watchdog(1, 9), *ended, aborted.format(api))
+    assert found.suspect_ranks == [6]
+
+
 def test_a_rank_that_failed_by_itself_is_named_if_most_ranks_show_no_call(tmp_path: Path) -> None:
     lines = [f"[rank{rank}]: step 1" for rank in range(16)] + traceback("IndexError: index 7", "[rank13]: ")
     found = diagnosed(tmp_path, *lines, *watchdog(0, 66), *watchdog(4, 66))

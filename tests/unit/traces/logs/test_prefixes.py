@@ -30,7 +30,8 @@ def test_a_label_counts_if_most_lines_have_it() -> None:
     labelled = ["0: a", " 1: b", "10: c", ""]
     assert labels_of(labelled) == {"srun"}
     assert split("10: [rank11]: text", Origin(), labels_of(labelled)) == (Origin(rank=11), "text")
-    assert labels_of([*labelled, "epoch", "loss"]) == frozenset()
+    assert labels_of([*labelled[:2], "epoch", "loss", *labelled[2:]]) == frozenset()
+    assert labels_of(["a banner", *labelled, "a summary"]) == {"srun"}  # the launcher's own lines
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,10 @@ def test_a_label_counts_if_most_lines_have_it() -> None:
         ("Mar 30 06:00:02 ml-box train.sh[8811]: {}", Origin(host="ml-box")),
         ("worker-1: {}", Origin(host="worker-1")),
         ("worker-1  | {}", Origin(host="worker-1")),
+        ("bert-worker-1 pytorch | {}", Origin(host="bert-worker-1")),
         ("3: [2026-03-03 12:00:02] {}", Origin(rank=3)),
     ],
-    ids=["time", "container", "syslog", "pdsh", "compose", "srun with times"],
+    ids=["time", "container", "syslog", "pdsh", "compose", "pods", "srun with times"],
 )
 def test_a_label_of_most_lines_is_not_part_of_their_text(form: str, origin: Origin) -> None:
     labels = labels_of([form.format("step 1"), form.format("[rank2]: step 2"), form.format("step 3")])
