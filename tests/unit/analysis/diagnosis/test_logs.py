@@ -369,7 +369,7 @@ def test_a_rank_whose_call_has_another_number_than_those_of_most_ranks_is_named(
     assert found.findings[0].text == "rank 1 made BARRIER #56, and most ranks made BARRIER #57"
 
 
-def test_lines_that_torch_logs_are_no_steps_after_an_exception(tmp_path: Path) -> None:
+def test_steps_after_an_exception_are_not_lines_that_torch_logs(tmp_path: Path) -> None:
     api = "torch/distributed/elastic/multiprocessing/api.py:900]"
     ended = [f"[node-0] W0603 02:32:5{number}.642000 2144 {api} Sending process 22{number}4" for number in range(8)]
     raised = traceback("AssertionError: found NaN before the communication collective", "[rank6]: ")
