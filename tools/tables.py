@@ -190,7 +190,7 @@ TABLES = {
         {**_RANK, "step": Column(_INT, "training step"), **_SPAN},
     ),
     "overlap": TableSchema(
-        "time per rank and step in profiled windows: duration = computation + exposed + memory + idle",
+        "time per rank and step in profiled windows: duration = computation + exposed + profiler + memory + idle",
         False,
         {
             **_RANK,
@@ -200,6 +200,9 @@ TABLES = {
             "computation_ns": Column(_INT, "a kernel ran that computes (without a GPU: an operation)", "ns"),
             "communication_ns": Column(_INT, "a kernel ran that communicates (without a GPU: a Work)", "ns"),
             "exposed_ns": Column(_INT, "communication that computation did not overlap", "ns"),
+            "profiler_ns": Column(
+                _INT, "exposed too, but the rank waited for others whose profilers started later", "ns"
+            ),
             "memory_ns": Column(_INT, "copies and memsets that neither overlapped", "ns"),
             "idle_ns": Column(_INT, "no kernel, copy or operation ran", "ns"),
             "waiting_ns": Column(_INT, "a call waited for another rank to arrive", "ns"),
@@ -348,6 +351,7 @@ _RATES = pl.Struct(dict.fromkeys(("p5", "p50", "p95", "max"), _FLOAT))
 _SHARES = {
     "computation_ms": Column(_FLOAT, "computation", "ms"),
     "exposed_ms": Column(_FLOAT, "communication that computation did not overlap", "ms"),
+    "profiler_ms": Column(_FLOAT, "exposed too, but the rank waited for others whose profilers started later", "ms"),
     "memory_ms": Column(_FLOAT, "copies and memsets that neither overlapped", "ms"),
     "idle_ms": Column(_FLOAT, "no kernel, copy or operation ran", "ms"),
 }

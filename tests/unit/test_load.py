@@ -106,7 +106,7 @@ def test_answers_match_the_commands_and_have_figures(job: LoadedJob) -> None:
         assert totals.pop(op) == pytest.approx(us, abs=0.01)
     assert sum(totals.values()) == pytest.approx(transfers, abs=0.01)
     overlap = job.overlap().frame
-    parts = pl.sum_horizontal("computation_ns", "exposed_ns", "memory_ns", "idle_ns")
+    parts = pl.sum_horizontal("computation_ns", "exposed_ns", "profiler_ns", "memory_ns", "idle_ns")
     assert overlap.select((parts == pl.col("duration_ns")).all()).item()
     assert job.diagnose().text == "ok"
     for answer in (bandwidth, job.overlap(), job.stragglers(), job.diagnose()):
@@ -114,7 +114,7 @@ def test_answers_match_the_commands_and_have_figures(job: LoadedJob) -> None:
         assert isinstance(figure, go.Figure)
         assert len(answer.to_pandas()) == len(answer)
         assert answer._repr_html_()
-    names = {"computation", "exposed communication", "copies", "idle"}
+    names = {"computation", "exposed communication", "waiting for other profilers to start", "copies", "idle"}
     assert {trace.name for trace in job.overlap().plot().data} == names
 
 
@@ -257,7 +257,10 @@ def test_each_answer_has_a_sentence_and_notes_have_the_ranks_that_they_are_about
     assert job.stragglers().text.startswith(
         "others waited most for rank 7: 1.621 ms; it was last in 4 of 7 collectives"
     )
-    shares = "6.6% computation, 36.6% exposed communication, 0.1% copies, 56.7% idle"
+    shares = (
+        "6.6 % computation, 16.1 % exposed communication, 20.5 % waiting for other profilers to start, 0.1 % copies, "
+        "56.7 % idle"
+    )
     assert job.overlap().text == f"of 8 traced steps or windows: {shares}"
     skipped = "64 GPU activities launched before the Kineto trace are skipped (each of 2 ranks: 1,3)"
     assert skipped in job.notes

@@ -4,9 +4,10 @@ Measured in traced windows, per step, or per window if it has no steps:
 
 * computation, communication: time in which a kernel of that kind ran; on a backend without kernels, an operation of
   the host or a Work. Kernels that run at the same time count once.
-* exposed: communication without computation at the same time.
+* profiler: communication without computation in which the rank waited for others whose profilers started later.
+* exposed: other communication without computation at the same time.
 * memory: copies and memsets without computation and communication.
-* idle: the rest. So the duration is computation + exposed + memory + idle.
+* idle: the rest. So the duration is computation + profiler + exposed + memory + idle.
 
 `waiting` is the part of communication in which a call waited for another rank. `waits_for` is the rank that arrived
 last in most of it. The definitions are those of HolisticTraceAnalysis (`get_temporal_breakdown`,
@@ -15,14 +16,16 @@ last in most of it. The definitions are those of HolisticTraceAnalysis (`get_tem
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 import numpy as np
 import polars as pl
 
-from crossrank.text import plural
+from crossrank.text import percents, plural
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.tables import ANSWERS, TABLES, Row
-from crossrank.tools.traces.busy import Ints, Spans, covered, spans_of, union
+from crossrank.tools.traces.busy import Ints, Spans, covered, difference, spans_of, union
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_RANKS = 128
@@ -40,12 +43,17 @@ class Overlap(msgspec.Struct, kw_only=True):
     """Share of their total time; so are the next four."""
     communication: float
     exposed: float
+    profiler: float
     memory: float
     idle: float
     of_ranks: int
     ranks: list[Row]
     """The ranks with most exposed communication, sorted by rank."""
     steps: list[Row]
+
+    @property
+    def text(self) -> str:
+        return _shares_text({name: getattr(self, name) for name in PARTS})
 
 
 def overlap_of(found: JobTables) -> Overlap | None:
@@ -61,7 +69,7 @@ def overlap_of(found: JobTables) -> Overlap | None:
     of_rank = rows.group_by("rank").agg(pl.len().alias("iterations"), *mean)
     of_rank = of_rank.join(most.select("rank", "waits_for"), on="rank", how="left")
     shown = of_rank.sort("exposed_ms", "rank", descending=[True, False]).head(_MOST_RANKS).sort("rank")
-    parts = ("computation", "exposed", "memory", "idle")
+    parts = ("computation", "exposed", "profiler", "memory", "idle")
     medians = [(pl.col(f"{name}_ns").median() / 1e6).round(4).alias(f"{name}_ms") for name in parts]
     of_step = rows.drop_nulls("step").group_by("step").agg(medians).sort("step")
     of_step = of_step.gather_every(len(of_step) // _MOST_STEPS + 1)
@@ -77,29 +85,43 @@ def overlap_of(found: JobTables) -> Overlap | None:
 
 def _shares(rows: pl.DataFrame) -> dict[str, float]:
     """Return the share of each kind of time in the duration of all rows."""
-    kinds = ("computation", "communication", "exposed", "memory", "idle")
+    kinds = ("computation", "communication", "exposed", "profiler", "memory", "idle")
     sums = rows.select(pl.sum(f"{name}_ns") for name in (*kinds, "duration")).row(0, named=True)
     return {name: sums[f"{name}_ns"] / sums["duration_ns"] for name in kinds}
 
 
+PARTS = {
+    "computation": "computation",
+    "exposed": "exposed communication",
+    "profiler": "waiting for other profilers to start",
+    "memory": "copies",
+    "idle": "idle",
+}
+"""Part of a duration -> its name."""
+
+
+def _shares_text(shares: Mapping[str, float]) -> str:
+    """Return the share of each part; that of the profilers only if there is any."""
+    parts = [name for name in PARTS if shares[name] or name != "profiler"]
+    shown = zip(percents([shares[name] for name in parts]), parts, strict=True)
+    return ", ".join(f"{share} {PARTS[name]}" for share, name in shown)
+
+
 def shares_of(rows: pl.DataFrame) -> str:
     """Return what the rows of `overlap_frame` show, in one sentence."""
-    shown = {"computation": "computation", "exposed": "exposed communication", "memory": "copies", "idle": "idle"}
-    shares = _shares(rows)
-    texts = [f"{shares[name]:.1%} {text}" for name, text in shown.items()]
-    return f"of {plural(len(rows), 'traced step or window', 'traced steps or windows')}: {', '.join(texts)}"
+    return f"of {plural(len(rows), 'traced step or window', 'traced steps or windows')}: {_shares_text(_shares(rows))}"
 
 
 def overlap_frame(found: JobTables) -> pl.DataFrame:
     """Return the table `overlap`: one row per rank and step, or per window without steps. `began_ns` is on the rank's
     own clock. Waiting columns are null if the rank cannot be compared with others."""
     traced = [one for one in found.job.ranks.values() if one.busy.where]
-    waits = _waits(found) if traced else {}
-    frames = [_rank_rows(one, waits.get(one.rank or 0)) for one in traced]
+    waits, starts = (_waits(found), _starts(found)) if traced else ({}, {})
+    frames = [_rank_rows(one, waits.get(one.rank or 0), starts.get(one.rank or 0, spans_of())) for one in traced]
     return pl.concat([pl.DataFrame(schema=TABLES["overlap"].schema), *frames])
 
 
-def _rank_rows(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
+def _rank_rows(one: RankTrace, waits: dict[int, Spans] | None, starts: Spans) -> pl.DataFrame:
     busy = one.busy
     iterations = spans_of((begin, end) for _, begin, end in busy.iterations)
     others = busy.observed[covered(union(iterations), busy.observed) == 0]
@@ -109,6 +131,7 @@ def _rank_rows(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
     computation, communication, both, every = (
         covered(spans, windows) for spans in (busy.computation, busy.communication, either, union(either, busy.memory))
     )
+    exposed = covered(difference(busy.communication, union(busy.computation, starts)), windows)
     duration = windows[:, 1] - windows[:, 0]
     waiting, waits_for, longest = _waited(waits, windows)
     columns = {
@@ -118,7 +141,8 @@ def _rank_rows(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
         "duration_ns": duration,
         "computation_ns": computation,
         "communication_ns": communication,
-        "exposed_ns": both - computation,
+        "exposed_ns": exposed,
+        "profiler_ns": both - computation - exposed,
         "memory_ns": every - both,
         "idle_ns": duration - every,
         "waiting_ns": waiting,
@@ -129,21 +153,32 @@ def _rank_rows(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
     return pl.DataFrame(columns, schema=TABLES["overlap"].schema)
 
 
+def _waits_on_own_clock(found: JobTables, column: str) -> pl.DataFrame:
+    """Return `rank`, `last_rank` (-1: unknown), `begin` on the rank's own clock and `wait` of the calls with a wait."""
+    shift = pl.DataFrame(list(found.shift.items()), {"rank": pl.Int32, "shift": pl.Int64}, orient="row")
+    return (
+        found.calls.select("rank", "began_ns", wait=column)
+        .hstack(found.of_collective("last_rank"))
+        .drop_nulls("wait")
+        .join(shift, on="rank", maintain_order="left")
+        .select("rank", pl.col("last_rank").fill_null(-1), "wait", begin=pl.col("began_ns") - pl.col("shift"))
+    )
+
+
+def _starts(found: JobTables) -> dict[int, Spans]:
+    """Return rank -> spans in which it waited for profilers of other ranks to start."""
+    waits = _waits_on_own_clock(found, "profiler_ns").select("rank", "begin", end=pl.col("begin") + pl.col("wait"))
+    return {rank: union(own.drop("rank").to_numpy()) for (rank,), own in waits.group_by("rank")}
+
+
 def _waits(found: JobTables) -> dict[int, dict[int, Spans]]:
     """Return rank -> last rank (-1: unknown) -> spans in which the rank waited for it, on the rank's own clock. The
     inner dict is empty if the rank was compared and did not wait."""
-    shift = pl.DataFrame(list(found.shift.items()), {"rank": pl.Int32, "shift": pl.Int64}, orient="row")
-    waits = (
-        found.calls.select("rank", "began_ns", "waiting_ns")
-        .hstack(found.of_collective("last_rank"))
-        .drop_nulls("waiting_ns")
-        .join(shift, on="rank", maintain_order="left")
-        .select("rank", pl.col("last_rank").fill_null(-1), "waiting_ns", begin=pl.col("began_ns") - pl.col("shift"))
-    )
+    waits = _waits_on_own_clock(found, "waiting_ns")
     result: dict[int, dict[int, Spans]] = {one: {} for one in waits["rank"].unique()}
-    waits = waits.filter(pl.col("waiting_ns") > 0).sort("rank", "last_rank", maintain_order=True)
+    waits = waits.filter(pl.col("wait") > 0).sort("rank", "last_rank", maintain_order=True)
     for (rank, last), own in waits.group_by("rank", "last_rank", maintain_order=True):
-        result[rank][last] = union(own.select("begin", end=pl.col("begin") + pl.col("waiting_ns")).to_numpy())
+        result[rank][last] = union(own.select("begin", end=pl.col("begin") + pl.col("wait")).to_numpy())
     return result
 
 

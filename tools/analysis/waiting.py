@@ -94,7 +94,7 @@ def waiting_of(found: JobTables) -> Waiting | None:
 
 def openings(found: JobTables) -> int:
     """Return the number of collectives that are the first of a rank in a profiler window. The start of the profilers
-    delays the ranks there, so these collectives show no stragglers."""
+    delays the ranks there, so no wait is known."""
     return len(found.collectives.filter(pl.col("opens") & (pl.col("expected") > 1)))
 
 
@@ -103,7 +103,7 @@ def _tenths(value: float | None) -> float | None:
 
 
 def _has_times(found: JobTables) -> bool:
-    return found.calls["waiting_ns"].count() > 0
+    return any(found.calls[name].count() for name in ("waiting_ns", "profiler_ns"))
 
 
 def _calls(found: JobTables) -> pl.DataFrame:
@@ -120,7 +120,7 @@ def _wait_by_calls(calls: pl.DataFrame, found: JobTables) -> pl.DataFrame:
     calls = calls.with_columns(moment="called_ns")
     if found.clocks.count > 1:
         return calls
-    usable = pl.col("releases_all") & pl.col("moment").is_not_null() & (pl.col("launches") > 1)
+    usable = pl.col("releases_all") & pl.col("moment").is_not_null() & (pl.col("launches") > 1) & ~pl.col("opens")
     last = pl.col("moment").filter(usable).max().over("collective")
     calls = found.about(calls, "releases_all").with_columns(wait=pl.when(usable).then(last - pl.col("moment")))
     return calls.with_columns(last_rank=pl.col("rank").filter(pl.col("wait") == 0).last().over("collective"))
@@ -143,8 +143,8 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the start"
 
 
-_COUNTED = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected")) & ~pl.col("opens")
-"""Calls with a known wait in a collective with calls of all members, not the first of a profiler window."""
+_COUNTED = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected"))
+"""Calls with a known wait in a collective with calls of all members."""
 
 
 def latest_of(arrivals: pl.DataFrame) -> str:
@@ -190,7 +190,7 @@ def _count_arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     longest_wait = {"last_rank": pl.first("last_rank"), "rank": rank.filter(wait == wait.max()).min()}
     longest = _in_parts(late, ["collective"], lambda part: part.group_by("collective").agg(**longest_wait))
     earliest = longest.filter(rank != last).group_by("rank").agg(first=pl.len())
-    counted = calls.lazy().filter((wait > 0) & ~pl.col("opens"))
+    counted = calls.lazy().filter(wait > 0)
     waiting = covered(counted, ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
     waited_for = covered(late, ["last_rank"], moment, moment + wait)
     table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int32})

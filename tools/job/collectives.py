@@ -5,7 +5,8 @@ d is the duration of a collective on one rank: of its kernel, or of its Work on 
 * `time` counts from the last arrival. If the operation releases all ranks together, the last rank does not wait, so
   `time` is the shortest d and needs no common clock. For other operations (a broadcast, a send) it is the time from
   the last start to the last end, on aligned clocks. If only durations are known, it is the longest d, an upper bound.
-* `waiting` of a rank is the part of its d before the last arrival.
+* `waiting` of a rank is the part of its d before the last arrival. In the first collective of a rank in a profiler
+  window, this part is `profiler`: the ranks' profilers start one after the other, so it shows no late rank.
 * algbw = S / time, busbw = algbw * factor, with S and the factor of nccl-tests (see `crossrank.comm.OPERATIONS`). For
   an uneven all_to_all, busbw is the larger of the bytes that the busiest rank sends to others and receives from them,
   divided by time, as PARAM counts it.
@@ -36,7 +37,7 @@ from crossrank.tools.traces.rank_trace import Interned
 _PROFILERS = ("kineto", "nsight")
 _COLLECTIVE_COLUMNS = (
     *("kind", "number", "step", "calls", "bytes", "exchanged", "ranks", "expected", "called_ns", "arrived_ns"),
-    *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank"),
+    *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank", "opens"),
 )
 _END_COLUMNS = ("clock", "collective", "ended_ns")
 NO_DURATION = "calls that do not end after their start: their times are ignored"
@@ -51,7 +52,8 @@ class JobTables(Launches):
     """The launches of all ranks, and the collectives and transfers that they belong to.
 
     `calls` has the columns of `Launches` and `collective` (its row in `collectives`), `comparable` (its times are on
-    the common clock) and `waiting_ns`. Times are on the common clock if the rank's clock could be aligned.
+    the common clock), `waiting_ns` and `profiler_ns`. Times are on the common clock if the rank's clock could be
+    aligned.
     """
 
     collectives: pl.DataFrame
@@ -112,8 +114,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
         calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
     found = replace(found, calls=calls.drop("lane", "clock", "shift", *(["id"] if release else [])))
     del calls, parted, ends, clock_of_end, collective, ended, of_call  # several columns as long as the calls
-    calls, collectives = _measure(found, clocks)
-    collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.to_list()))
+    calls, collectives = _measure(found, clocks, opens)
     return JobTables(
         job=job,
         kinds=found.kinds,
@@ -161,8 +162,8 @@ def _note_large_shifts(calls: pl.DataFrame, unmatched: Counter[str]) -> None:
         unmatched[MOVED] += len(moved)
 
 
-def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return (the launches with `waiting_ns`, the collectives with their measured columns)."""
+def _measure(found: Launches, clocks: Clocks, opens: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Return (the launches with `waiting_ns` and `profiler_ns`, the collectives with their measured columns)."""
     began, ended = pl.col("began_ns"), pl.col("ended_ns")
     duration = ended - began
     of_kinds = of_collectives(
@@ -194,16 +195,21 @@ def _measure(found: Launches, clocks: Clocks) -> tuple[pl.DataFrame, pl.DataFram
         .hstack(of_kinds.drop("collective"))
     )
     collectives = _with_times(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
-    of_call = collectives.select("released", "shortest", "by_begin", "compared", last_begin="arrived_ns")[
+    collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.to_list()))
+    of_call = collectives.select("released", "shortest", "by_begin", "compared", "opens", last_begin="arrived_ns")[
         found.calls["collective"]
     ]
     lateness, longer = pl.col("last_begin") - began, duration - pl.col("shortest")
     wait = pl.when("released").then(longer).otherwise(pl.min_horizontal(lateness, duration))
     # The last rank: between clocks, the shortest duration is more exact than start times on aligned clocks.
-    is_last = pl.col("compared") & (pl.when("by_begin").then(lateness).otherwise(longer) == 0)
+    is_last = pl.col("compared") & ~pl.col("opens") & (pl.when("by_begin").then(lateness).otherwise(longer) == 0)
     of_call = found.calls.hstack(of_call)
     last = of_call.filter(is_last).select("collective", "rank", exact=pl.col("placed") & ~pl.col("by_begin"))
-    calls = found.calls.hstack(of_call.select(waiting_ns=pl.when("compared").then(wait)))
+    opening, compared = pl.col("opens"), pl.col("compared")
+    waits_of_calls = of_call.select(
+        waiting_ns=pl.when(compared & ~opening).then(wait), profiler_ns=pl.when(compared & opening).then(wait)
+    )
+    calls = found.calls.hstack(waits_of_calls)
     del of_call  # as large as the calls
     waits = calls.lazy().group_by("collective").agg(longest_wait_ns=pl.max("waiting_ns")).sort("collective").collect()
     # Durations of kernels are exact on any clock. A start within the error of the clocks does not count as late.

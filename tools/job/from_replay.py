@@ -80,7 +80,11 @@ def read_replay(path: str) -> JobTables:
     ]
     schema = {"rank": pl.Int32, "id": pl.Int64, "waiting_ns": pl.Int64, "time_ns": pl.Int64, "late": pl.Boolean}
     replayed = pl.DataFrame(times, schema=schema, orient="row").unique(("rank", "id"), keep="last")
-    made = found.calls.drop("waiting_ns").join(replayed, on=("rank", "id"), how="left", maintain_order="left")
+    made = (
+        found.calls.drop("waiting_ns")
+        .with_columns(profiler_ns=pl.lit(None, pl.Int64))
+        .join(replayed, on=("rank", "id"), how="left", maintain_order="left")
+    )
     measured = made.group_by("collective").agg(pl.last("time_ns"), pl.any("late")).sort("collective")
     is_partly_seen = pl.col("ranks") < pl.col("expected")
     collectives = found.collectives.with_columns(measured["time_ns"], is_upper_bound=is_partly_seen | measured["late"])

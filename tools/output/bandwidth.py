@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from crossrank.text import amount, microseconds, percent, percents, plural, significant, size_text
+from crossrank.text import amount, microseconds, percent, plural, significant, size_text
 from crossrank.tools.analysis.bandwidth import Bandwidth
 from crossrank.tools.analysis.diagnosis.findings import group_text
 from crossrank.tools.job.clocks import Clocks
@@ -63,10 +63,7 @@ def print_bandwidth(result: Bandwidth) -> None:
         f"({result.timed_calls:,} of {result.calls:,} calls have a measured time)",
     )
     if (overlap := result.overlap) is not None:
-        computation, exposed, memory, idle = percents(
-            (overlap.computation, overlap.exposed, overlap.memory, overlap.idle)
-        )
-        print_fact("time", f"{computation} computation, {exposed} exposed communication, {memory} copies, {idle} idle")
+        print_fact("time", overlap.text)
         of = f"of {overlap.windows:,} traced steps or windows, all {plural(overlap.of_ranks, 'rank')} together"
         print_fact("", f"{of}, measured on the {' and the '.join(overlap.measured_on)}")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json shows all")

@@ -16,7 +16,7 @@ import jinja2
 import markupsafe
 import orjson
 
-from crossrank.text import amount, microseconds, milliseconds, percent, percents, printable, rank_ranges
+from crossrank.text import amount, microseconds, milliseconds, percent, printable, rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import group_text
 from crossrank.tools.output.bandwidth import alignment_text
 from crossrank.tools.output.charts import Chart
@@ -35,7 +35,6 @@ _FILTERS = {
     "ms": milliseconds,
     "number": lambda count: f"{count:,}",
     "percent": percent,
-    "percents": percents,
     "ranks": rank_ranges,
     "us": microseconds,
 }

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from crossrank.tools.analysis.overlap import PARTS
+
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
@@ -45,12 +47,8 @@ def stragglers(frame: pl.DataFrame) -> go.Figure:
 
 def overlap(frame: pl.DataFrame) -> go.Figure:
     """Return the time per rank, means over steps."""
-    columns = {
-        "computation": "computation_ns",
-        "exposed communication": "exposed_ns",
-        "copies": "memory_ns",
-        "idle": "idle_ns",
-    }
+    parts = [part for part in PARTS if part != "profiler" or frame["profiler_ns"].sum()]
+    columns = {PARTS[part]: f"{part}_ns" for part in parts}
     means = frame.group_by("rank", maintain_order=True).agg(pl.col(*columns.values()).mean()).sort("rank")
     return _figure(_bars(means, means["rank"].to_list(), columns), "rank", "ms per iteration", barmode="stack")
 

@@ -8,7 +8,7 @@ from math import log10
 from crossrank.text import amount, milliseconds, plural, printable
 from crossrank.tools.analysis.bandwidth import Bandwidth
 from crossrank.tools.analysis.figures import Figures, Matrix
-from crossrank.tools.analysis.overlap import Overlap
+from crossrank.tools.analysis.overlap import PARTS, Overlap
 from crossrank.tools.analysis.traffic import Traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting
 from crossrank.tools.output import charts as draw
@@ -159,14 +159,6 @@ def _waiting(waiting: Waiting) -> Iterator[Chart]:
     yield Chart(id="waiting-map", height=height, traces=[cells], layout=CATEGORIES | {"xaxis": bins})
 
 
-_PARTS = {
-    "computation": "computation_ms",
-    "exposed communication": "exposed_ms",
-    "copies": "memory_ms",
-    "idle": "idle_ms",
-}
-
-
 def _overlap(overlap: Overlap) -> Chart:
     ranks = [f"rank {one['rank']}" for one in overlap.ranks]
     traces = [
@@ -175,11 +167,12 @@ def _overlap(overlap: Overlap) -> Chart:
             "orientation": "h",
             "name": name,
             "y": ranks,
-            "x": [one[part] for one in overlap.ranks],
+            "x": [one[f"{part}_ms"] for one in overlap.ranks],
             "hovertemplate": "%{y}: %{x:,.2f} ms<extra>" + name + "</extra>",
             **({"marker": {"color": "rgba(128, 128, 128, 0.4)"}} if name == "idle" else {}),
         }
-        for name, part in _PARTS.items()
+        for part, name in PARTS.items()
+        if part != "profiler" or overlap.profiler
     ]
     layout = {
         "barmode": "stack",

@@ -94,9 +94,9 @@ US = 1000
 
 
 def two_ranks() -> list[RankTrace]:
-    """Rank 1 comes last to the first of two calls, rank 0 to the second."""
-    first = Rank(0).call(100, 400).call(600, 620, number=2)
-    return [first.times, Rank(1).call(300, 400).call(500, 620, number=2).times]
+    """Rank 1 comes last to the second of three calls, rank 0 to the third."""
+    first = Rank(0).call(20, 30).call(100, 400, number=2).call(600, 620, number=3)
+    return [first.times, Rank(1).call(20, 30).call(300, 400, number=2).call(500, 620, number=3).times]
 
 
 def test_the_rank_that_was_waited_for_longest_is_named() -> None:
@@ -106,6 +106,28 @@ def test_the_rank_that_was_waited_for_longest_is_named() -> None:
     found = frame(*traces)
     waited = rows(found, "rank", "waiting_ns", "waits_for", "waits_for_ns")
     assert waited == [(0, 200 * US, 1, 200 * US), (1, 100 * US, 0, 100 * US)]
+
+
+def test_waits_in_the_first_collective_of_a_window_are_for_profilers() -> None:
+    """Rank 1 comes 150 us late to the first call, of which computation hides 30 us on rank 0, and 20 to the second."""
+    first = Rank(0).call(50, 240).call(300, 330, number=2)
+    ranks = [first.times, Rank(1).call(200, 240).call(320, 330, number=2).times]
+    for one, spans in zip(ranks, ([(0, 80), (250, 300)], [(0, 200), (250, 320)]), strict=True):
+        calls = [(50, 240), (300, 330)] if one is ranks[0] else [(200, 240), (320, 330)]
+        in_us = [[(begin * US, end * US) for begin, end in those] for those in (spans, calls)]
+        one.busy = busy("device", *in_us, base=EPOCH)
+    found = frame(*ranks)
+    parts = rows(found, "rank", "computation_ns", "profiler_ns", "exposed_ns", "idle_ns", "waiting_ns", "waits_for")
+    assert parts == [
+        (0, 130 * US, 120 * US, 70 * US, 10 * US, 20 * US, 1),
+        (1, 270 * US, 0, 50 * US, 10 * US, 0, None),
+    ]
+    shares = overlap_of(match_collectives(Job.match(ranks)))
+    assert shares is not None
+    assert shares.text == (
+        "60.6 % computation, 18.2 % exposed communication, 18.2 % waiting for other profilers to start, 0.0 % copies, "
+        "3.0 % idle"
+    )
 
 
 def test_shares_cover_all_ranks_and_each_rank_has_means() -> None:
@@ -120,6 +142,7 @@ def test_shares_cover_all_ranks_and_each_rank_has_means() -> None:
     assert (found.computation, found.communication, found.exposed, found.idle) == (0.375, 0.5, 0.5, 0.125)
     assert (found.measured_on, found.windows, found.of_ranks) == (["device"], 4, 2)
     ms = {"duration": 0.4, "computation": 0.15, "communication": 0.2, "exposed": 0.2, "memory": 0.0, "idle": 0.05}
+    ms |= {"profiler": 0.0}
     of_rank = {"rank": 1, "iterations": 2, "waiting_ms": 0.05, "waits_for": 0}
     assert found.ranks[1] == of_rank | {f"{name}_ms": time for name, time in ms.items()}
     steps = [(one["step"], one["computation_ms"], one["idle_ms"]) for one in found.steps]
@@ -171,8 +194,9 @@ def test_times_of_dlrm_match_holistic_trace_analysis() -> None:
         one.busy.iterations = []  # it looks at whole traces
     found = frame(*ranks)
     us = [pl.col(f"{name}_ns") // 1000 for name in ("idle", "computation")]
-    other = (pl.col("exposed_ns") + pl.col("memory_ns")) // 1000
-    hidden = 100 * (1 - pl.col("exposed_ns") / pl.col("communication_ns"))
+    exposed = pl.col("exposed_ns") + pl.col("profiler_ns")  # it counts waits for profilers too
+    other = (exposed + pl.col("memory_ns")) // 1000
+    hidden = 100 * (1 - exposed / pl.col("communication_ns"))
     assert found.select(*us, other.alias("other"), hidden.round(2).alias("hidden")).rows() == [
         (*whole, pytest.approx(share)) for *whole, share in expected
     ]
@@ -184,5 +208,5 @@ def test_steps_marked_by_the_torch_profiler_are_separated() -> None:
     found = frame(read_kineto_trace(public("kineto_mi300/rank-0.kineto.json.gz"), 0))
     assert found["step"].to_list() == [15, 16, 17]
     assert (found["duration_ns"] / 1e6).round(1).to_list() == [19.0, 19.0, 18.6]
-    parts = pl.sum_horizontal("computation_ns", "exposed_ns", "memory_ns", "idle_ns")
+    parts = pl.sum_horizontal("computation_ns", "exposed_ns", "profiler_ns", "memory_ns", "idle_ns")
     assert found.select((parts == pl.col("duration_ns")).all()).item()

@@ -34,13 +34,13 @@ def test_bandwidth_prints_the_measurements_and_their_coverage(folder: Path, run:
         run("bandwidth", folder, "--line-rate", "640Gbps")[1]
         == """\
 total      0.200 ms in 2 timed collectives and transfers (4 of 4 calls have a measured time)
-time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies, 77.8 % idle
+time       0.0 % computation, 20.0 % exposed communication, 2.2 % waiting for other profilers to start, 0.0 % copies, 77.8 % idle
            of 2 traced steps or windows, all 2 ranks together, measured on the device
 
 Collectives and transfers, most time first
                                                                       total    time    time    time  waiting  waiting     algbw     busbw    busbw   share of
   operation   group           size    locality    ranks  collectives  bytes  p50 us  p95 us  max us   p50 us   p95 us  p50 GB/s  p50 GB/s  p5 GB/s  line rate
-  all_reduce  default_pg [0]  ≤4 MiB  cross_node      2            2   8 MB   100.0   100.0   100.0     25.0     50.0        40        40       40     50.0 %
+  all_reduce  default_pg [0]  ≤4 MiB  cross_node      2            2   8 MB   100.0   100.0   100.0     25.0     47.5        40        40       40     50.0 %
 
 ranks      2 of 2
 measured   Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL; 2 ranks
