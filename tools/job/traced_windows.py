@@ -129,7 +129,8 @@ def _add_window(
     launches = spans_of((at, begin) for _, at, begin in kernels)
     of_main = spans_of((at, begin) for stream, at, begin in kernels if stream == main)
     computation, communication, memory = map(spans_of, kinds.values())
-    trace.busy.add("device", base_ns, computation, communication, memory, trace.steps, launches, of_main)
+    copies = spans_of((at, begin) for _, kind, *_, at, begin, _ in activities if kind != "kernel" and at is not None)
+    trace.busy.add("device", base_ns, computation, communication, memory, trace.steps, launches, of_main, copies)
 
 
 def _host_spans(hosts: Iterable[_HostRange]) -> tuple[Spans, Spans]:

@@ -79,12 +79,14 @@ _STEADY = 0.1
 
 
 def _on_device(
-    steps: Sequence[tuple[int, int]], launches: Spans, main: Spans, first: int, last: int
+    steps: Sequence[tuple[int, int]], launches: Spans, main: Spans, every: Spans, first: int, last: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (step, start, end) on a GPU. `steps` has the starts on the host; for `launches` and `main` see `Busy.add`.
+    `every` are the launches of kernels and copies.
 
     If the GPU's lag is constant, its steps are those of the host, shifted by the lag: the first kernel of a step is no
     reliable start. Otherwise the host runs ahead, and a step starts on the GPU with the first kernel launched in it.
+    Copies may run before it: they belong to the step before, or to the first step if it is that.
     """
     if len(steps) < 2:
         return
@@ -96,6 +98,8 @@ def _on_device(
     slack = _STEADY * np.median(np.diff(at))
     if len(ran) and lags.max() - lags.min() <= slack and last - at[ran[-1] + 1] <= np.median(lags) + slack:
         lag = int(np.median(lags))
+        if len(ran) == 1:
+            lag = min(lag, int(_first_begins(at[ran], every, last)[0][0] - at[ran[0]]))
         for one in ran.tolist():
             (number, begin), (_, end) = steps[one], steps[one + 1]
             # The last step may be cut off, or the GPU may be idle at its end.
@@ -103,6 +107,7 @@ def _on_device(
             yield number, begin + lag, last if is_cut else end + lag
         return
     moved = np.maximum(first, _first_begins(at, launches, last)[0]).tolist()
+    moved[0] = min(moved[0], max(first, int(_first_begins(at[:1], every, last)[0][0])))
     yield from _seen([(number, begin) for (number, _), begin in zip(steps, moved, strict=True)], first, last)
 
 
@@ -155,12 +160,14 @@ class Busy:
         steps: Sequence[tuple[int, int]],
         launches: Spans,
         main: Spans | None = None,
+        copies: Spans | None = None,
     ) -> None:
         """Add a window, with times in ns since `base_ns`. Windows of hosts are ignored if there is one of a GPU.
 
         * `steps`: (step, start on the host in ns since 1970).
         * `launches`: (time of the launch, start) of each kernel.
         * `main`: the same for the stream that computes most (default: for all).
+        * `copies`: the same for copies and memsets (default: none).
         """
         every = np.concatenate([computation, communication, memory]) + base_ns
         if not len(every) or (self.where == "device" and where == "host"):
@@ -176,6 +183,9 @@ class Busy:
         self.memory = union(self.memory, memory + base_ns)
         main = launches if main is None else main
         if where == "device":
-            self.iterations += _on_device(steps, launches + base_ns, main + base_ns, first, last)
+            every_launch = launches if copies is None else np.concatenate([launches, copies])
+            self.iterations += _on_device(
+                steps, launches + base_ns, main + base_ns, every_launch + base_ns, first, last
+            )
         else:
             self.iterations += _seen(steps, first, last)

@@ -65,6 +65,23 @@ def test_a_step_of_a_gpu_starts_with_its_first_launched_kernel() -> None:
     assert found == [(1, 100, 100, 60), (2, 200, 50, 0)]
 
 
+def test_copies_before_the_first_kernel_belong_to_the_first_step() -> None:
+    """The copy at 20 is launched in step 1, and that at 130 in step 2, before its first kernel."""
+    for steps, expected in (
+        ([(1, 10), (2, 100)], [(1, 20, 180)]),
+        ([(1, 10), (2, 30), (3, 50)], [(1, 20, 120), (2, 140, 60)]),
+    ):
+        kernels, launches = [(60, 90), (140, 200)], [(15, 60), (35, 140)]
+        trace = Rank(0).times
+        found = busy("device", kernels, [], memory=[(20, 25), (130, 135)], steps=steps, launches=launches)
+        copies = spans_of([(12, 20), (32, 130)])
+        trace.busy = Busy()
+        trace.busy.add(
+            "device", 0, found.computation, found.communication, found.memory, steps, spans_of(launches), None, copies
+        )
+        assert rows(frame(trace), "step", "began_ns", "duration_ns") == expected
+
+
 def test_a_gpu_behind_its_host_has_the_steps_of_the_host() -> None:
     """Each iteration of the host takes 100 ns; the GPU is 55 to 60 behind, and the last ends on the host at 300."""
     launches = [(3, 55), (90, 145), (103, 160), (203, 258)]
