@@ -15,6 +15,7 @@ import zstandard
 from crossrank.tools.analysis.summary import RankSummary, summarise_rank
 from crossrank.tools.traces.discover import FoundFile
 from tests.unit.command import Command
+from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.traces.logs.lines import traceback, watchdog
 
 
@@ -154,23 +155,60 @@ def test_a_rank_ended_by_a_signal_or_exception_is_reported(
     assert out.startswith(f"{line}complete   every rank is there\n")
 
 
-def test_inspect_lists_the_content_of_a_folder_without_comms(tmp_path: Path, inspect: Command) -> None:
-    step = (
-        "; give the folder TRACING_DIR "
-        "(for other traces and dumps: crossrank bandwidth, timeline, report, link, replay, diagnose)\n"
-    )
+def test_a_folder_without_a_known_file_is_refused(tmp_path: Path, inspect: Command) -> None:
     empty = "; give a recording (the folder TRACING_DIR), traces or dumps\n"
     assert inspect(tmp_path) == (2, "", f"crossrank: {tmp_path}: the folder is empty{empty}")
     (tmp_path / "run1").mkdir()
+    assert inspect(tmp_path)[2].startswith(f"crossrank: {tmp_path} is not a recording: it has no files, but these")
+    (tmp_path / "model.bin").write_bytes(b"abc")
+    assert inspect(tmp_path) == (
+        2,
+        "",
+        f"crossrank: {tmp_path}: no file has a known type (model.bin); give a recording (the folder TRACING_DIR), "
+        "traces, dumps, exports or logs\n",
+    )
+
+
+def test_an_unreadable_trace_is_listed_and_is_a_problem(tmp_path: Path, inspect: Command) -> None:
     trace = tmp_path / "rank-0.et.json.zst"
     trace.write_bytes(b"")
-    ending = f", but these folders: run1{step}"
-    assert inspect(tmp_path)[2] == (
-        f"crossrank: {tmp_path} is not a recording: no comms file among rank-0.et.json.zst{ending}"
-    )
-    assert inspect(trace)[2].startswith(f"crossrank: {trace} is not a recording: no comms file among rank-0.et")
-    trace.unlink()
-    assert inspect(tmp_path)[2] == (f"crossrank: {tmp_path} is not a recording: it has no files{ending}")
+    code, out, err = inspect(tmp_path, "--json")
+    assert (code, err) == (1, "")
+    found = json.loads(out)
+    assert [(one["kind"], one["ranks"]) for one in found["files"]] == [("et", [0])]
+    assert found["problems"] == [f"{trace}: is empty; it should be an execution trace"]
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("name", "kinds", "operations"),
+    [
+        ("dlrm_8gpu", {"et": 8, "kineto": 8}, {"all_to_all": (40, 40, None), "all_reduce": (24, 24, None)}),
+        ("flight/clean", {"": 1, "flight": 4}, {"all_reduce": (40, 40, 327_760), "all_gather": (20, 20, 20_480)}),
+        ("nsight_h100", {"nsight": 1}, {"all_to_all": (64, 64, None)}),
+    ],
+)
+def test_inspect_shows_the_calls_of_any_input(
+    name: str, kinds: dict[str, int], operations: dict[str, tuple[int, int, int | None]], inspect: Command
+) -> None:
+    code, out, _ = inspect(public(name), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert {one["kind"].replace("unknown", ""): one["files"] for one in found["files"]} == kinds
+    rows = found["job"]["operations"]
+    for op, expected in operations.items():
+        of_op = [one for one in rows if one["op"] == op]
+        known = [one["bytes"] for one in of_op if one["bytes"] is not None]
+        sums = (sum(one["calls"] for one in of_op), sum(one["timed_calls"] for one in of_op))
+        assert (*sums, sum(known) if known else None) == expected
+    assert "commands" in inspect(public(name))[1]
+
+
+def test_inspect_shows_what_an_execution_trace_has(inspect: Command) -> None:
+    path = public("dlrm_8gpu/rank-0.et.json.gz")
+    code, out, _ = inspect(path)
+    assert code == 0
+    assert f"contents   {path}: 1,675 operations of the host, 13 communications\n" in out
 
 
 def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, inspect: Command) -> None:

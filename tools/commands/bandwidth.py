@@ -59,12 +59,10 @@ def _of_replay(arguments: argparse.Namespace) -> JobTables:
 def _why_none(result: Bandwidth, found: JobTables) -> str:
     """Return why no call has a time, and the next step."""
     if not result.calls:
-        hidden = result.unattributed.get(LEFT_OUT)
-        return (
-            f"0 calls, and {hidden:,} {LEFT_OUT}"
-            if hidden
-            else ("has no communication; give the traces of a job that communicates")
-        )
+        if hidden := result.unattributed.get(LEFT_OUT):
+            return f"0 calls, and {hidden:,} {LEFT_OUT}"
+        notes = "".join(f" ({note})" for note in result.notes[:1])
+        return f"has no calls that communicate{notes}; give the traces of a job that communicates"
     step = "record with TRACING_TIMING=1 or a window (TRACING_WINDOW=START:STOP), or with Nsight Systems"
     if all(one.source == "nsight" for one in found.job.ranks.values()):
         step = "give a recording with a window (TRACING_WINDOW=START:STOP), with --source kineto"

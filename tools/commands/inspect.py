@@ -25,12 +25,13 @@ class InspectCommand:
     """Show the contents of a recording: ranks, groups, calls and bytes per operation, the share between nodes, the
     source lines that communicate most, and what is missing or damaged. Bytes are S of nccl-tests, summed over ranks.
     For a Chakra trace (FILE.et), shows its metadata and first nodes; --json shows all nodes. For logs of a launcher,
-    shows which ranks printed lines, and the lines that say something of a hang or an end."""
+    shows which ranks printed lines, and the lines that say something of a hang or an end. For all other files, shows
+    what they are, the calls of the job in them, and which commands can use them."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = (
-            "a recording (the folder TRACING_DIR), one comms file, FILE.et, or logs (a file, a folder, - for standard "
-            "input); also by URL"
+            "a recording (the folder TRACING_DIR), one comms file, FILE.et, logs (a file, a folder, - for standard "
+            "input), or files that any other command takes; also by URL"
         )
         parser.add_argument("recording", help=meaning)
         meaning = "list N source lines (default 10) and 4 x N groups"
@@ -50,7 +51,11 @@ class InspectCommand:
         comms = [file for file in files if file.kind == COMMS]
         if not comms and (logs := {file.path: file.shown or file.path for file in files if file.kind == LOG}):
             return _show_logs(logs, arguments)
-        fleet = fleet_of(arguments, sum(file.size for file in comms))
+        fleet = fleet_of(arguments, sum(file.size for file in comms or files))
+        if not comms and files:
+            from crossrank.tools.output.job_contents import show_contents
+
+            return show_contents(arguments.recording, files, fleet, as_json=arguments.json, top=arguments.top)
         summary = summarise(arguments.recording, files, fleet)
         if arguments.json:
             print_json(summary)

@@ -64,6 +64,23 @@ WHAT = {
     "": "a file of unknown type",
 }
 
+_OF_CALLS = ("report", "export", "anonymize")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    COMMS: ("diagnose", "bandwidth", "timeline", "replay", "watch", "minimize", *_OF_CALLS),
+    LINKED: ("bandwidth", "timeline", "replay", "convert", "simulate", *_OF_CALLS),
+    EXECUTION_TRACE: ("link with a Kineto trace", "replay", "anonymize"),
+    KINETO: ("bandwidth", "timeline", "link with an execution trace", *_OF_CALLS),
+    FLIGHT: ("diagnose", "bandwidth if it has times", "replay", *_OF_CALLS),
+    SEEN: ("diagnose",),
+    INSPECTOR: ("bandwidth", "timeline", "report", "export"),
+    PLAN: ("replay", "probe"),
+    TIMELINE: ("ui.perfetto.dev",),
+    NSIGHT: ("bandwidth", "timeline", "report", "export"),
+    REPORT: ("nsys export",),
+    LOG: ("diagnose", "anonymize"),
+}
+"""Kind -> what can use such files: commands of crossrank, or other tools."""
+
 _OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT, SEEN)
 """Kinds with one file per rank and window."""
 _IN_SETS = (EXECUTION_TRACE, KINETO)

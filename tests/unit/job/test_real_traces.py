@@ -159,7 +159,7 @@ def test_dumps_with_timing_give_durations_without_clocks(capsys: pytest.CaptureF
 def test_a_real_export_of_two_gpus_gives_its_kernel_times(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("nsight_h100", capsys, "--by", "op,size")
     assert found["ranks"] == [0, 1]
-    # Of 25.18 ms of kernels on both ranks, 13.3 are waiting, and 0.5 more in the first collective, whose wait is for the
+    # Of 25.18 ms of kernels on both ranks, 13.3 are waiting, and 0.5 more in the first collective, which waits for the
     # profilers: a collective takes what it takes on its last arriver.
     assert (found["attributed"], found["total_ms"]) == ({IN_TORCH: 64}, 5.677)
     assert found["unattributed"] == {NO_PAYLOAD: 256, NO_LAUNCH: 2}

@@ -148,7 +148,8 @@ def _never_joined(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
         joined, expected = fact.number("joined"), fact.number("expected")
         # A rank that is on its way prints lines, but none of torch.
         known = {rank for rank, one in ranks_of(attempt).items() if one.lines()}
-        printed = {one.number("rank") for one in _of_kind(attempt.facts, formats.PRINTED_RANK)}
+        of_own = (formats.PRINTED_RANK, formats.PROCESS_RANK)
+        printed = {one.number("rank") for one in attempt.facts if one.kind in of_own}
         never = (sorted(set(range(expected)).difference(those)) for those in (ranks, known, printed))
         culprits = next((those for those in never if len(those) == expected - joined), [])
         who = f": {rank_text(culprits)} never came" if culprits else ""

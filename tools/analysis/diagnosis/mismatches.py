@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from crossrank.comm import OPERATIONS, CommRecord, is_p2p
+from crossrank.comm import DEFAULT_GROUP, OPERATIONS, CommRecord, is_p2p
 from crossrank.dtypes import dtype_of
 from crossrank.tools.analysis.diagnosis.call_history import (
     is_from_elsewhere,
@@ -398,7 +398,9 @@ class _Comparison:
         sent = {rank: _elements(one.inputs) for rank, one in signatures.items()}
         expected = {rank: _elements(one.outputs) for rank, one in signatures.items()}
         total, wanted = sum(sent.values()), sum(expected.values())
-        if total == wanted:
+        of_log = all(self._job.ranks[rank].dump.of_log for rank in calls)
+        may_lack_members = of_log and DEFAULT_GROUP not in self._group.pg  # a log has only those that printed lines
+        if total == wanted or may_lack_members:
             return None
         text = f"the ranks send {total} elements in total and expect {wanted}"
         usual, many = Counter(sent.values()).most_common(1)[0]

@@ -169,7 +169,7 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
         return MISSING, set(), f"{here} of the {op.group.size} ranks made the call; the others are unknown"
     if len(op.group.ranks) == 1 and search.job.ranks[min(waiting)].dump.of_log:
         who = "the log has no other rank of this group"
-    elif op.group.inferred:
+    elif op.group.inferred or search.job.ranks[min(waiting)].dump.of_log:
         who = "all known ranks of this group made the call; the group may have other members"
     elif any(rank not in ranks for rank in op.group.ranks):
         who = "all ranks with a dump made the call"

@@ -59,7 +59,7 @@ _SEND_RECV_KERNEL = ("send", "recv", _SEND_RECV, "all_to_all", "gather", "scatte
 
 
 def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[RankTrace]:
-    """One `RankTrace` per process that communicates.
+    """One `RankTrace` per process that communicates; if none does, per process with work on a device.
 
     `rank` is the rank in the name of an export of one process. `comms` has the comms files of the run by rank: these
     have whole calls, while markers only have what equal calls share. Raises `CrossrankError` if the file cannot be
@@ -72,9 +72,12 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         epoch = export.epoch_ns()
         ours = set(ranges.of(CALL, BATCH).process.tolist())
         with_nccl = {*ranges.of(NCCL).process.tolist()} & {*kernels.process.tolist()}
+        work = device_work(export)
+        communicating = ours | with_nccl
+        working = set() if work is None else {*work.process.tolist()}
         processes = [
             _Process(export, process, ranges.take(ranges.process == process), epoch, comms)
-            for process in sorted(ours | with_nccl)
+            for process in sorted(communicating or working)
         ]
         _give_ranks(path, processes, rank)
         copies = peer_copies(export)
@@ -84,13 +87,15 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
             )
             for process in processes
         ]
-        _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
-        work = device_work(export)
+        if communicating or not found:
+            _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
+        else:
+            found[0].notes.append(_no_calls(path, len(kernels)))
         if work is not None:
             # Other communication, such as gloo's, is not in the export: its time would count as idle.
             communicate = set(kernels.process.tolist())
             for process in processes:
-                if process.number not in communicate and not len(process.copies):
+                if communicating and process.number not in communicate and not len(process.copies):
                     continue
                 own = work.take(work.process == process.number)
                 take_device_work(export, process.times, own, process.copies, epoch)
@@ -128,15 +133,10 @@ def _check_attributed(export: Export, found: list[RankTrace], calls: int, kernel
     if any(one.attributed for one in found):
         return
     path = export.path
-    if not found and not kernels:
-        raise CrossrankError(
-            f"{path}: has no communication: no marker of a call and no communication kernel; record a job that "
-            "calls crossrank.enable(), with --trace=cuda,nvtx"
-        )
     if not found:
         raise CrossrankError(
-            f"{path}: has {kernels} communication kernels, but no marker of crossrank, the older shim or NCCL; record "
-            "with --trace=cuda,nvtx and crossrank.enable() in the job"
+            f"{path}: has no work of a device and no marker of a call; record with --trace=cuda,nvtx, and "
+            "crossrank.enable() in the job"
         )
     if not kernels and export.value(GRAPH_TRACE, "start") is None:
         found[0].notes.append(
@@ -153,6 +153,15 @@ def _check_attributed(export: Export, found: list[RankTrace], calls: int, kernel
         else "record with --trace=cuda,nvtx, and export NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL and _RUNTIME"
     )
     raise CrossrankError(f"{path}: none of {calls} marked calls has a kernel among {kernels} ({why}); {step}")
+
+
+def _no_calls(path: str, kernels: int) -> str:
+    if not kernels:
+        return f"{path}: has no communication: no marker of a call and no communication kernel"
+    return (
+        f"{path}: has {kernels} communication kernels, but no marker of crossrank, the older shim or NCCL, so it shows "
+        "no calls; record with --trace=cuda,nvtx and crossrank.enable() in the job"
+    )
 
 
 class _Process:

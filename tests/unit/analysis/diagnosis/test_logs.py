@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -376,6 +377,16 @@ def test_steps_after_an_exception_are_not_lines_that_torch_logs(tmp_path: Path) 
     aborted = "E0603 02:32:59.454000 2144 {} failed (exitcode: -6) local_rank: 1 (pid: 2212) of binary: python"
     found = diagnosed(tmp_path, *raised, *watchdog(0, 9), *watchdog(1, 9), *ended, aborted.format(api))
     assert found.suspect_ranks == [6]
+
+
+def test_sums_of_an_all_to_all_are_not_compared_where_members_of_the_group_may_be_missing(tmp_path: Path) -> None:
+    """Ranks 8 to 10 of a group whose last member prints nothing send other sums than they expect."""
+    call: dict[str, Any] = {"seq": 16, "op": "ALLTOALL_BASE", "group": "119", "desc": "expert"}
+    lines = [line for rank in (8, 9, 10) for line in watchdog(rank, **call, size=64 + rank, member=rank - 8)]
+    lines = [line.replace("NumelOut=72", "NumelOut=70") for line in lines]
+    found = diagnosed(tmp_path, *lines)
+    assert [one.kind for one in found.findings] == ["all_joined_not_completed"]
+    assert found.findings[0].text.startswith("all known ranks of this group made the call; the group may have other")
 
 
 def test_a_rank_that_failed_by_itself_is_named_if_most_ranks_show_no_call(tmp_path: Path) -> None:

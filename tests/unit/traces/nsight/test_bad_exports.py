@@ -37,19 +37,24 @@ def test_markers_without_communication_kernels_are_calls_without_times(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "why"),
+    ("name", "note"),
     [
-        ({}, ": has 1 communication kernels, but no marker of crossrank, the older shim or NCCL"),
-        ({"name": "gemm"}, ": has no communication"),
-        (None, ": has neither NVTX ranges nor CUDA kernels"),
+        ("gemm", "has no communication: no marker of a call and no communication kernel"),
+        ("ncclDevKernel_AllReduce", "has 1 communication kernels, but no marker of crossrank, the older shim or NCCL"),
     ],
 )
-def test_kernels_without_markers_are_refused(
-    tmp_path: Path, process: Process, kernel: dict[str, str] | None, why: str
+def test_kernels_without_markers_show_the_work_of_their_process(
+    tmp_path: Path, process: Process, name: str, note: str
 ) -> None:
-    if kernel is not None:
-        process.kernel(1000, 1100, 1200, **kernel)  # type: ignore[arg-type]
-    assert refused(process.export.write(tmp_path / "b.sqlite")).startswith(why)
+    process.kernel(1000, 1100, 1200, name=name)
+    (times,) = read_export(str(process.export.write(tmp_path / "b.sqlite")), 3, {})
+    busy = times.busy.communication if "nccl" in name else times.busy.computation
+    assert (times.rank, len(times), (busy - EPOCH).tolist()) == (3, 0, [[1100, 1200]])
+    assert times.notes[0].startswith(f"{tmp_path}/b.sqlite: {note}")
+
+
+def test_an_export_without_kernels_is_refused(tmp_path: Path, process: Process) -> None:
+    assert refused(process.export.write(tmp_path / "b.sqlite")).startswith(": has neither NVTX ranges nor CUDA kernels")
 
 
 @pytest.mark.parametrize(
