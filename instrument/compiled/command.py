@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from crossrank.instrument.compiled import build
 
@@ -19,8 +20,9 @@ class BuildRecorderCommand:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add no arguments."""
+        parser.add_argument("--json", action="store_true", help="print the path of the recorder as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        print(build.make(again=True, patience=build.PATIENCE_OF_COMMAND))
+        path = build.make(again=True, patience=build.PATIENCE_OF_COMMAND)
+        print(json.dumps({"recorder": str(path)}) if arguments.json else path)
         return 0

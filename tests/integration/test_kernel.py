@@ -204,6 +204,8 @@ def test_build_recorder_repeats_a_failed_build(broken_compiler: Cache) -> None:
         result = jobs.fork(command, broken_compiler.folder, **working)
         assert (result.returncode, result.stderr) == (0, "")
         assert [Path(result.stdout.strip())] == broken_compiler.files("*.so")
+    result = jobs.fork([*command, "--json"], broken_compiler.folder, **working)
+    assert [Path(json.loads(result.stdout)["recorder"])] == broken_compiler.files("*.so")
     assert broken_compiler.files("*.failed") == []
     assert len(broken_compiler.niceness()) == 2
 

@@ -26,7 +26,7 @@ from crossrank.tools.job import sources
 from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_fact, print_json
 from crossrank.tools.parallel import map_ranks
-from crossrank.tools.traces.discover import FoundFile, discover
+from crossrank.tools.traces.discover import RANK, FoundFile, discover
 from crossrank.tools.traces.kept import files_kept
 from crossrank.tools.traces.rank_trace import RankTrace
 from crossrank.tools.traces.replayed import JSON, ReplayReport, read_report
@@ -97,7 +97,8 @@ def _figures(arguments: argparse.Namespace) -> Figures:
 
 def _replay(paths: Sequence[str], folder: str | None) -> ReplayReport | None:
     """Return the replay in `folder`; by default in the folder of the recording."""
-    folder = folder or next((path for path in paths if JSON in list_recording(path).unrecognized), None)
+    folders = [path for path in paths if RANK not in path]
+    folder = folder or next((path for path in folders if JSON in list_recording(path).unrecognized), None)
     return read_report(folder) if folder is not None else None
 
 

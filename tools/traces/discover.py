@@ -119,6 +119,8 @@ _RANK_IN_HEAD = {
     KINETO: re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
     COMMS: re.compile(rb'\A\s*\{"header"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
 }
+RANK = "{rank}"
+"""In a path, it is the rank of each file."""
 _OTHER_JOBS = re.compile(r"(earlier|spawned)-\d+")
 _DEEPEST = 8
 
@@ -184,19 +186,38 @@ def look(path: str) -> FoundFile:
 
 
 def discover(paths: Iterable[str]) -> list[FoundFile]:
-    """Every file at `paths` (folders with all subfolders, files or URLs), sorted by path.
+    """Every file at `paths` (folders with all subfolders, files, URLs, or patterns with `{rank}`), sorted by path.
 
     Raises `CrossrankError` if there is nothing at a path.
     """
     found: dict[str, FoundFile] = {}
+    paths = list(paths)
     for path in paths:
-        for file in _walk(path, 0):
+        for file in _matching(path) if RANK in path else _walk(path, 0):
             found.setdefault(file.path, file)
     if not found and not any(list_recording(path).folders for path in paths):
         raise CrossrankError(
             f"{', '.join(paths)}: the folder is empty; give a recording (the folder TRACING_DIR), traces or dumps"
         )
     return _without_doubles(_adopted(_ranked(sorted(found.values(), key=lambda file: file.path))))
+
+
+def _matching(pattern: str) -> Iterator[FoundFile]:
+    """Yield the files that a pattern names, with the number at `{rank}` as their rank; `*` is any text without `/`."""
+    parts = pattern.split("/")
+    first = next(place for place, part in enumerate(parts) if RANK in part or "*" in part)
+    folder = "/".join(parts[:first]) or ("/" if pattern.startswith("/") else ".")
+    wanted = "/".join(parts[first:])
+    texts = [re.escape(text).replace(r"\*", "[^/]*") for text in wanted.split(RANK)]
+    named = re.compile(r"(\d{1,7})".join([texts[0], texts[1]]) + "".join(rf"\1{text}" for text in texts[2:]))
+    count = 0
+    for file in _walk(folder, 0):
+        match = named.fullmatch(file.path.removeprefix("./" if folder == "." else f"{folder.rstrip('/')}/"))
+        if match is not None and (rank := valid_rank(match[1])) is not None:
+            count += 1
+            yield replace(file, rank=rank, depth=0)
+    if not count:
+        raise CrossrankError(f"{pattern}: no file has such a name; {RANK} is a number, and * any text without /")
 
 
 def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:

@@ -83,7 +83,7 @@ def ranks_of(paths: Sequence[str]) -> tuple[Mapping[str, int], str]:
         found = find(paths)
         if len(found) == len(paths) and len(set(found.values())) == len(paths):
             return found, what
-    how = "are numbered in the order of their names; rename them to rank-N for others"
+    how = "are numbered in the order of their names; for others, give a path with {rank}, such as 'DIR/*-{rank}.json'"
     in_order = dict(zip(sorted(paths), range(len(paths)), strict=True))
     return in_order, f"{plural(len(paths), 'file')} without a rank {how}"
 

@@ -251,3 +251,25 @@ def test_a_file_given_twice_is_found_once(tmp_path: Path) -> None:
     assert file == FoundFile(path=path, kind=FLIGHT, rank=0, window=1, size=size, depth=2)
     with pytest.raises(CrossrankError, match="gone"):
         discover([str(tmp_path / "gone")])
+
+
+def test_a_path_with_a_placeholder_gives_the_rank(tmp_path: Path) -> None:
+    for folder in ("pp0", "pp1"):
+        (tmp_path / folder).mkdir()
+        for number in (1, 12):
+            (tmp_path / folder / f"A100_{folder}_v{number}.json").write_text('{"traceEvents": []}')
+    found = discover([f"{tmp_path}/*/A100_pp1_v{{rank}}.json"])
+    assert [(Path(one.path).parent.name, one.kind, one.rank) for one in found] == [
+        ("pp1", KINETO, 1),
+        ("pp1", KINETO, 12),
+    ]
+    # Twice in a pattern, it is the same number.
+    assert [one.rank for one in discover([f"{tmp_path}/pp{{rank}}/A100_pp{{rank}}_v12.json"])] == [0, 1]
+    with pytest.raises(CrossrankError) as refused:
+        discover([f"{tmp_path}/pp2/v{{rank}}.json"])
+    assert str(refused.value).startswith(f"{tmp_path}/pp2: no such file or folder")
+    with pytest.raises(CrossrankError) as refused:
+        discover([f"{tmp_path}/pp1/v{{rank}}.json"])
+    assert str(refused.value) == (
+        f"{tmp_path}/pp1/v{{rank}}.json: no file has such a name; {{rank}} is a number, and * any text without /"
+    )

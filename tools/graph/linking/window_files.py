@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, is_folder
-from crossrank.tools.traces.discover import WHAT, FoundFile, discover, look, ranked_by
+from crossrank.tools.traces.discover import RANK, WHAT, FoundFile, discover, look, ranked_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,12 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
 
     `ranks` selects ranks, if given. Raise `CrossrankError` if there is nothing to link.
     """
-    if len(paths) == 2:
+    if len(paths) == 2 and not any(RANK in path for path in paths):
         if ranks is not None:
             raise CrossrankError("--ranks needs a folder; two files are one rank")
         return Inputs(pairs=[_pair_two_files(paths[0], paths[1])], problems=[])
     files = discover(paths)
-    if not is_folder(paths[0]):
+    if not is_folder(paths[0]) and RANK not in paths[0]:
         raise CrossrankError(
             f"{paths[0]} is one file; give the execution trace and the Kineto trace of a rank, or the folder of both"
         )
