@@ -11,7 +11,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -45,10 +45,17 @@ _REFUSED = re.compile(
     r"_copy_from_and_resize|_unsafe_(?!view$)\w+|_reinterpret\w*|_nested_\w+|_test_\w+|_cufft_\w+|record_stream|"
     r"requires_grad|_backward|retain_grad|_version|\w*sparse\w*|_?indices|_?values|c?col_indices|c?row_indices|"
     r"_convert_indices\w*|_coalesced|fbgemm_\w+|_wrapped_\w+|quantized_\w+|data_ptr|_nbytes|_get_mkldnn\w*|"
-    r"_cumm(?:ax|in)_helper|_sobol_\w+|_?segment_reduce\w*|_nnpack_\w+"
+    r"_cumm(?:ax|in)_helper|_sobol_\w+|_?segment_reduce\w*|_nnpack_\w+|"
+    r"_reshape_alias_copy|_autocast_to_\w+|promote_types|_new_zeros_with_same_feature_meta|_remove_batch_dim|_stack|"
+    r"_slow_conv2d_backward|_thnn_\w+|_transform_bias_rescale_qkv|_weight_norm\w*|_[cp]dist_backward|"
+    r"_ctc_loss_backward|_cholesky_solve_helper|_dyn_quant_\w+|fractional_max_pool\dd_backward|"
+    r"\w*fused_moving_avg\w*|mkldnn_rnn_layer\w*|_reorder_\w+|_batch_norm_impl_index_backward|"
+    r"batch_norm_update_stats"
 )
 """Names without the final underscore of in-place operations. They write files, end the process, keep addresses in
 tensors, or use memory by indices and sizes without a check."""
+_REFUSED_EXCEPT_IN_PLACE = "_foreach_copy"
+"""Torch ends the process if its lists differ; its in-place form checks them."""
 _WORDS_TEXT = """
 none tanh trunc floor mean sum prod amax amin max min constant reflect replicate circular same valid ij xy linear lower
 higher midpoint nearest left right reduced complete r backward forward ortho L U gelsy gelsd gelss gels gesvd gesvdj
@@ -67,6 +74,8 @@ _SIDES = ("n", "m", "row", "col")
 _RANGES = ("aten::arange", "aten::range")
 _UNBOUNDED = 1 << 63
 _SCHEMA = re.compile(r"(\w+)::(\w+)(?:\.(\w+))?\(")
+_MEMORY_FORMATS = range(4)
+"""Codes of torch.memory_format (c10/core/MemoryFormat.h); another one ends the process."""
 _TYPES = frozenset((*range(12), 15, *range(23, 30), 44))
 """Codes of element types (c10/core/ScalarType.h) except quantized ones."""
 
@@ -115,24 +124,64 @@ def _find_operation(text: str, imported: frozenset[str]) -> Found:
     # An attribute of the packet may be no operation, and TorchScript has its own operations.
     if not isinstance(found, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(found.name()):
         return Found(None, MISSING)
-    return Found(_WithinStorage(found) if found.name() == "aten::_reshape_alias" else found)
+    check = next((check for names, check in _CHECKS if names.fullmatch(name)), None)
+    return Found(found if check is None else _Checked(found, check))
 
 
-class _WithinStorage:
-    """`_reshape_alias` as a view with a bounds check, which torch's own lacks."""
+class _Checked:
+    """An operation whose arguments are checked first, because torch reads or writes beyond its tensors otherwise."""
 
-    def __init__(self, operation: Any) -> None:
-        self._schema = operation._schema
+    def __init__(self, operation: Any, check: Callable[[Mapping[str, Any]], None]) -> None:
+        self._schema, self._run, self._check = operation._schema, operation._op, check
 
-    @staticmethod
-    def _op(tensor: torch.Tensor, size: list[int], stride: list[int]) -> torch.Tensor:
-        return tensor.as_strided(size, stride, tensor.storage_offset())
+    def _op(self, *arguments: Any, **named: Any) -> Any:
+        names = (one.name for one in self._schema.arguments)
+        self._check(dict(zip(names, arguments, strict=False)) | named)
+        return self._run(*arguments, **named)
+
+
+def _check_storage(given: Mapping[str, Any]) -> None:
+    tensor = given["self"]
+    tensor.as_strided(given["size"], given["stride"], tensor.storage_offset())  # raises
+
+
+def _check_lists(given: Mapping[str, Any]) -> None:
+    shapes = [[one.shape for one in value] for value in given.values() if isinstance(value, list | tuple) and value]
+    if any(one != shapes[0] for one in shapes):
+        raise ValueError("the lists have different tensors")
+
+
+def _check_channels(given: Mapping[str, Any]) -> None:
+    tensor = given["input"]
+    channels = tensor.shape[1] if tensor.dim() > 1 else -1
+    others = [value for name, value in given.items() if name in _OF_CHANNELS and value is not None]
+    if any(one.shape != (channels,) for one in others) or not tensor.numel():
+        raise ValueError(f"an argument does not have one element for each of {channels} channels")
+    gradient = next((given[name] for name in ("grad_out", "grad_output") if name in given), tensor)
+    if gradient.shape != tensor.shape:
+        raise ValueError("the gradient has another shape than the input")
+
+
+def _check_padding(given: Mapping[str, Any]) -> None:
+    padding, tensor = given["padding"], given["self"]
+    if len(padding) % 2 or not len(padding) // 2 < tensor.dim() <= len(padding) // 2 + 2:
+        raise ValueError(f"a padding of {len(padding)} numbers for a tensor of {tensor.dim()} dimensions")
+
+
+_OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
+_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Mapping[str, Any]], None]], ...] = (
+    (re.compile("_reshape_alias"), _check_storage),
+    (re.compile(r"_fused_(?:sgd|adamw?|adagrad)_?"), _check_lists),
+    (re.compile(r"\w*batch_norm\w*"), _check_channels),
+    (re.compile(r"(?:reflection|replication)_pad\dd_backward"), _check_padding),
+)
+"""Names of operations -> what checks their arguments before each call."""
 
 
 def _is_computation(namespace: str, name: str, imported: frozenset[str]) -> bool:
     if namespace not in _NAMESPACES:
         return f"{namespace}::{name}" in imported | _FUNCTIONAL
-    return _REFUSED.fullmatch(name.removesuffix("_")) is None
+    return name != _REFUSED_EXCEPT_IN_PLACE and _REFUSED.fullmatch(name.removesuffix("_")) is None
 
 
 def refusal(found: Found, operation: ComputeOperation) -> str:
@@ -157,6 +206,8 @@ def _is_allowed(name: str, is_own: bool, argument: Any, value: Any) -> bool:
         return False
     if argument.name in ("dtype", "out_dtype") and isinstance(value, int) and not is_own:
         return value in _TYPES
+    if argument.name == "memory_format" and value is not None:
+        return value in _MEMORY_FORMATS
     is_number = "int" in str(argument.type) and "Tensor" not in str(argument.type)
     for one in _flatten(value):
         if isinstance(one, dict) and "slot" in one and is_number:

@@ -267,7 +267,8 @@ def _in_pairs(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     """Return the ranks that timed out in sends and receives, whose lines have no peers. If all but one of at least
     three have the same number of elements, this one is named."""
     lines = [one for one in _of_kind(attempt.facts, formats.TIMEOUT) if one.origin.rank is not None]
-    sizes = {one.origin.rank or 0: one.values["numel_in"] for one in lines if one.values["op"] in ("SEND", "RECV")}
+    of_pairs = [one for one in lines if one.values["op"] in ("SEND", "RECV") and "numel_in" in one.values]
+    sizes = {one.origin.rank or 0: one.values["numel_in"] for one in of_pairs}
     if len(sizes) < len(lines) or not lines:
         return None
     usual, many = Counter(sizes.values()).most_common(1)[0]

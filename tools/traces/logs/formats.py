@@ -21,13 +21,14 @@ _GROUP = r"\[PG (?:ID \d+ PG GUID )?(?P<group>[^\s(\]]+) ?(?:\((?P<desc>[^)]*)\)
 _PREFIX = rf"{_GROUP}(?P<member>\d+)\]"
 """`[PG ID 1 PG GUID 2(desc) Rank 0]` of 2.4 and later, `[PG 1 Rank 0]` of 2.3; the rank is that within the group."""
 _WORK = (
-    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+), "
+    r"WorkNCCL\(SeqNum=(?P<seq>\d+), OpType=(?P<op>\w+), (?:NumelIn=(?P<numel_in>\d+), NumelOut=(?P<numel_out>\d+), )?"
     r"Timeout\(ms\)=(?P<timeout_ms>\d+)\)"
 )
 CHECKPOINT = r"CheckpointException ranks:dict_keys\(\[(?P<ranks>\d+(?:, \d+)*)\]\)"
 """An exception that all ranks raise because some failed."""
 OTHER_MODEL = "appears not to match sizes of the same param in process"
-"""Part of an exception of DDP that compares two ranks."""
+OF_TWO_RANKS = (OTHER_MODEL, "gradients are inconsistent between workers")
+"""Parts of exceptions of DDP and fairseq that compare ranks: those that raise them need not be the ones that differ."""
 _DONE = r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
 
 
@@ -63,8 +64,9 @@ RESTART, ENDED_BY_LAUNCHER, TASK_KILLED, NETWORK = "restart", "ended_by_launcher
 OF_LAUNCHER = (FAILED, SUMMARY_TIME, SUMMARY_RANK, SUMMARY_EXIT, ENDED_BY_LAUNCHER)
 """Kinds of lines of torchrun."""
 TRACEBACK, SPAWNED, IGNORED = "traceback", "spawned", "ignored"
-FAULTY, GPU_FAILED, SAID = "faulty", "gpu_failed", "said"
-"""A line that names the ranks at fault; an error of the GPU of the rank that prints it; one that names no rank."""
+FAULTY, OWN_FAILURE, SAID = "faulty", "own_failure", "said"
+"""A line that names the ranks at fault; an error, of its own or its GPU, of the rank that prints it; one that names no
+rank."""
 STUCK = "stuck"
 """The thread that watches a rank's calls is stuck. After a timeout, the end of its process may be the reason."""
 STACK, PROCESS_SHOWN = "stack", "process_shown"
@@ -226,10 +228,21 @@ FORMATS = (
     _row(VERDICT_CULPRIT, r"\Aculprit    ranks? (?P<ranks>[\d,-]+)", "crossrank/tools/output/diagnosis/verdict.py"),
     _row(WITHDRAWN, r"crossrank: .+ the verdict above no longer applies", _OWN),
     _row(
-        GPU_FAILED,
+        OWN_FAILURE,
         r"watchdog thread terminated with exception: (?P<why>CUDA error: [^.\n]*)",
         _NCCL,
         "1.13",
+    ),
+    _row(
+        OWN_FAILURE,
+        r"(?P<why>Fatal Python error: (?:Segmentation fault|Bus error|Illegal instruction|Floating\W\w+ \w+))",
+        "Python/faulthandler.c",
+    ),
+    _row(OWN_FAILURE, r"(?P<why>Caught signal (?:4|7|8|11) \([\w ]+)", "ucx/src/ucs/debug/debug.c"),
+    _row(
+        TASK_KILLED,
+        r"(?:Rank|Global rank) (?P<rank>\d+) (?:\(PID \d+\) exited|crashed) with exit (?P<why>code -\d+)",
+        "composer/cli/launcher.py",
     ),
     _row(STUCK, r"(?P<why>ProcessGroupNCCL's watchdog got stuck for \d+ seconds)", _NCCL, "2.4"),
     _row(
@@ -343,7 +356,9 @@ FORMATS = (
         "vllm/v1/executor/multiproc_executor.py",
     ),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
-    _row(NCCL_FAILED, r"\A\[?E\d{3,4} .*ProcessGroupNCCL\.cpp:\d+\]", _NCCL),
+    _row(
+        NCCL_FAILED, r"\A\[?E (?:\d.*)?ProcessGroupNCCL\.cpp:\d+\]|\A\[?E\d{3,4} .*ProcessGroupNCCL\.cpp:\d+\]", _NCCL
+    ),
     _row(PRINTED_RANK, r"\bSLURM_PROCID=(?P<rank>\d{1,7})\b", "scripts"),
     _row(PRINTED_RANK, r"\brank=(?P<rank>\d{1,7}),? local_rank=\d", "scripts"),
     _row(PRINTED_RANK, r"(?:\b[Rr]ank=|\bRANK=|\[rank )(?P<rank>\d{1,7})\]?,? .{0,80}?(?i:world_size)=\d", "scripts"),
@@ -368,7 +383,7 @@ LITERALS = (
     " - Init ", " passed", "NVRM: Xid", "Memory access fault", "got stuck for", "params, while",
     "appears not to match", "lagging ranks",
     "ncclUniqueId", "exited on signal", "keys: ", "crossrank: ", "culprit    ", "finished collective", "srun: error:",
-    "Child process with PID", "world_size=", "WORLD_SIZE=", "world size", "SLURM_PROCID=", "local_rank=",
+    "Child process with PID", "crashed with exit code", "Fatal Python error", "Caught signal ", "world_size=", "WORLD_SIZE=", "world size", "SLURM_PROCID=", "local_rank=",
     "MPI_ABORT", "global rank", "==> ", "global_rank_mapping",
     "reemption notice", "preempted = ",
     "GLOBAL_RANK", "name: ", "missing ranks: ", "found async exception", "died unexpectedly", "ProcessGroupNCCL.cpp",

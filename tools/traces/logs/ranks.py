@@ -60,7 +60,7 @@ _OF_RANKS = (
     formats.MONITOR,
     formats.CALL_STACK,
     formats.ASYNC_ERROR,
-    formats.GPU_FAILED,
+    formats.OWN_FAILURE,
     formats.STUCK,
     formats.MISMATCH,
 )
@@ -121,7 +121,7 @@ def ranks_of(attempt: Attempt) -> dict[int, RankLog]:
             if fact.kind == formats.STUCK:
                 if any(one.kind == formats.TIMEOUT for one in of(printed_by).facts):
                     continue
-                fact = replace(fact, kind=formats.GPU_FAILED)
+                fact = replace(fact, kind=formats.OWN_FAILURE)
             of(printed_by).facts.append(fact)
             of(printed_by).host = of(printed_by).host or fact.origin.host
     for one in attempt.tracebacks:
@@ -175,7 +175,9 @@ def _raised_by_the_only_failure(attempt: Attempt, local_to_rank: LocalRanks) -> 
 def _names_others(error: str, rank: int) -> bool:
     """Return whether an exception says that other ranks failed, or that two ranks differ."""
     found = _CHECKPOINT.search(error)
-    return formats.OTHER_MODEL in error or (found is not None and str(rank) not in found["ranks"].split(", "))
+    return any(text in error for text in formats.OF_TWO_RANKS) or (
+        found is not None and str(rank) not in found["ranks"].split(", ")
+    )
 
 
 def _was_handled(raised: Traceback, attempt: Attempt) -> bool:
@@ -202,7 +204,7 @@ def own_failure(one: RankLog) -> str | None:
         return text if is_own and not _BY_SIGNAL.search(text) else None
     if one.killed is not None:
         return one.killed[0]
-    return next((fact.values["why"] for fact in one.facts if fact.kind == formats.GPU_FAILED), None)
+    return next((fact.values["why"] for fact in one.facts if fact.kind == formats.OWN_FAILURE), None)
 
 
 def _first_error(raised: Traceback) -> tuple[str, list[str]]:
@@ -437,7 +439,8 @@ def _sizes_of(attempt: Attempt) -> dict[Key, int]:
     }
     found: dict[Key, int] = {}
     for one in attempt.facts:
-        if one.kind == formats.TIMEOUT and one.values["op"] in ("_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"):
+        is_base = one.kind == formats.TIMEOUT and one.values["op"] in ("_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE")
+        if is_base and "numel_in" in one.values:
             few, many = sorted((one.number("numel_in"), one.number("numel_out")))
             key = keys.get((one.origin.rank, one.values["member"], one.values["seq"]))
             if key is not None and few and not many % few:
@@ -521,7 +524,7 @@ def _add_calls(
         seq = fact.number("seq")
         same = (one for one in works if one.number("seq") == seq and one.values["member"] == fact.values["member"])
         if (work := next(same, None)) is not None:
-            sizes = [[work.number(name)] for name in ("numel_in", "numel_out")]
+            sizes = [[work.number(name)] if name in work.values else [] for name in ("numel_in", "numel_out")]
             record = _record(work.values["op"], name, seq, sizes)
             if is_p2p(record) or (record.op == "coalesced" and of_pairs):
                 peer = _neighbor(ranks, trace.rank or 0, peers.get(key))
@@ -594,7 +597,7 @@ def _add_end(trace: RankTrace, one: RankLog) -> None:
         error = Raised(thread=MAIN_THREAD, error=text, causes=causes, frames=frames)
     elif one.killed is not None:
         error = Raised(thread=MAIN_THREAD, error=one.killed[0])
-    elif gpu := [fact for fact in one.facts if fact.kind == formats.GPU_FAILED]:
+    elif gpu := [fact for fact in one.facts if fact.kind == formats.OWN_FAILURE]:
         error = Raised(thread=MAIN_THREAD, error=gpu[0].values["why"])
     elif failed := [fact for fact in one.facts if fact.kind == formats.ASYNC_ERROR]:
         error = Raised(thread=MAIN_THREAD, error=f"DistBackendError: {failed[0].values['why']}")

@@ -389,6 +389,31 @@ def test_sums_of_an_all_to_all_are_not_compared_where_members_of_the_group_may_b
     assert found.findings[0].text.startswith("all known ranks of this group made the call; the group may have other")
 
 
+def test_a_process_that_its_watchdog_aborted_before_torch_2_1_is_not_accused(tmp_path: Path) -> None:
+    """These lines have no time, no sizes, and no rank in front."""
+    work = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, Timeout(ms)=1800000)"
+    lines = [f"[E ProcessGroupNCCL.cpp:455] [Rank {rank}] {work} ran for 1800062 milliseconds" for rank in (1, 2, 3)]
+    lines += ["[E ProcessGroupNCCL.cpp:460] To avoid data inconsistency, we are taking the entire process down."]
+    failed = (
+        "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -6) local_rank: 1 (pid: 12) of binary"
+    )
+    assert diagnosed(tmp_path, *lines, f"{failed}: python").suspect_ranks == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Fatal Python error: Segmentation fault", "[n9:61:0:62] Caught signal 11 (Segmentation fault: address 0x10)"],
+)
+def test_a_process_that_prints_its_crash_is_named(line: str, tmp_path: Path) -> None:
+    lines = [f"[1,{rank}]<stdout>: step 1" for rank in range(4)]
+    assert diagnosed(tmp_path, *lines, f"[1,2]<stderr>: {line}").suspect_ranks == [2]
+
+
+def test_a_rank_that_only_compared_gradients_is_not_accused(tmp_path: Path) -> None:
+    error = "FloatingPointError: Fatal error: gradients are inconsistent between workers. Try --ddp-backend=legacy_ddp"
+    assert diagnosed(tmp_path, "[rank3]: step", *traceback(error, "[rank6]: ")).suspect_ranks == []
+
+
 def test_a_rank_that_failed_by_itself_is_named_if_most_ranks_show_no_call(tmp_path: Path) -> None:
     lines = [f"[rank{rank}]: step 1" for rank in range(16)] + traceback("IndexError: index 7", "[rank13]: ")
     found = diagnosed(tmp_path, *lines, *watchdog(0, 66), *watchdog(4, 66))
