@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +47,11 @@ _REFUSED = re.compile(
     r"_convert_indices\w*|_coalesced|fbgemm_\w+|_wrapped_\w+|quantized_\w+|data_ptr|_nbytes|_get_mkldnn\w*|"
     r"_cumm(?:ax|in)_helper|_sobol_\w+|_?segment_reduce\w*|_nnpack_\w+|"
     r"_reshape_alias_copy|_autocast_to_\w+|promote_types|_new_zeros_with_same_feature_meta|_remove_batch_dim|_stack|"
-    r"_slow_conv2d_backward|_thnn_\w+|_transform_bias_rescale_qkv|_weight_norm\w*|_[cp]dist_backward|"
+    r"_slow_conv2d_backward|_thnn_differentiable_\w+|_transform_bias_rescale_qkv|_weight_norm\w*|_[cp]dist_backward|"
     r"_ctc_loss_backward|_cholesky_solve_helper|_dyn_quant_\w+|fractional_max_pool\dd_backward|"
-    r"\w*fused_moving_avg\w*|mkldnn_rnn_layer\w*|_reorder_\w+|_batch_norm_impl_index_backward|"
-    r"batch_norm_update_stats"
+    r"\w*fused_moving_avg\w*|_reorder_\w+|_batch_norm_impl_index_backward|"
+    r"batch_norm_update_stats|multi(?:label)?_margin_loss_backward|_masked_softmax_backward|"
+    r"_convolution_transpose_pointwise"
 )
 """Names without the final underscore of in-place operations. They write files, end the process, keep addresses in
 tensors, or use memory by indices and sizes without a check."""
@@ -154,18 +155,45 @@ def _check_lists(given: Mapping[str, Any]) -> None:
 def _check_channels(given: Mapping[str, Any]) -> None:
     tensor = given["input"]
     channels = tensor.shape[1] if tensor.dim() > 1 else -1
-    others = [value for name, value in given.items() if name in _OF_CHANNELS and value is not None]
+    in_training = given.get("training", given.get("train", False))
+    used = _OF_CHANNELS if in_training else [name for name in _OF_CHANNELS if not name.startswith("save_")]
+    others = [value for name, value in given.items() if name in used and value is not None]
     if any(one.shape != (channels,) for one in others) or not tensor.numel():
         raise ValueError(f"an argument does not have one element for each of {channels} channels")
+    if not in_training and any(given.get(name) is None for name in ("running_mean", "running_var")):
+        raise ValueError("the operation needs running statistics outside of training")
+    if in_training and any(name.startswith("save_") and value is None for name, value in given.items()):
+        raise ValueError("the backward pass needs saved statistics in training")
     gradient = next((given[name] for name in ("grad_out", "grad_output") if name in given), tensor)
     if gradient.shape != tensor.shape:
         raise ValueError("the gradient has another shape than the input")
 
 
-def _check_padding(given: Mapping[str, Any]) -> None:
+def _check_padding(sides: int, given: Mapping[str, Any]) -> None:
     padding, tensor = given["padding"], given["self"]
-    if len(padding) % 2 or not len(padding) // 2 < tensor.dim() <= len(padding) // 2 + 2:
+    if len(padding) != 2 * sides or not sides < tensor.dim() <= sides + 2 or not tensor.numel():
         raise ValueError(f"a padding of {len(padding)} numbers for a tensor of {tensor.dim()} dimensions")
+
+
+_GATES = {0: 1, 1: 1, 2: 4, 3: 3}
+"""Mode of a recurrent layer (RNN with ReLU or tanh, LSTM, GRU) -> rows of a weight per element of its state."""
+
+
+def _check_recurrent(given: Mapping[str, Any]) -> None:
+    tensor, hidden = given["input"], given["hidden_size"]
+    rows = _GATES.get(given["mode"], 0) * hidden
+    batch = tensor.shape[1] if tensor.dim() == 3 else -1
+    expected = {
+        "weight0": (rows, tensor.shape[-1] if tensor.dim() else -1),
+        "weight1": (rows, hidden),
+        "weight2": (rows,),
+        "weight3": (rows,),
+        "hx_": (batch, hidden),
+        "cx_": (batch, hidden),
+    }
+    for name, shape in expected.items():
+        if given[name].shape[-len(shape) :] != shape or given[name].numel() != math.prod(shape):
+            raise ValueError(f"{name} has the shape {tuple(given[name].shape)}, and not {shape}")
 
 
 _OF_CHANNELS = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
@@ -173,7 +201,11 @@ _CHECKS: tuple[tuple[re.Pattern[str], Callable[[Mapping[str, Any]], None]], ...]
     (re.compile("_reshape_alias"), _check_storage),
     (re.compile(r"_fused_(?:sgd|adamw?|adagrad)_?"), _check_lists),
     (re.compile(r"\w*batch_norm\w*"), _check_channels),
-    (re.compile(r"(?:reflection|replication)_pad\dd_backward"), _check_padding),
+    (re.compile("mkldnn_rnn_layer"), _check_recurrent),
+    *(
+        (re.compile(rf"(?:reflection|replication)_pad{sides}d_backward"), functools.partial(_check_padding, sides))
+        for sides in (1, 2, 3)
+    ),
 )
 """Names of operations -> what checks their arguments before each call."""
 
@@ -236,11 +268,11 @@ def _largest_tensor(schema: Any, arguments: Sequence[Any]) -> int:
     most = 0
     for name, value in given.items():
         if name in _SIZES and isinstance(value, list) and all(isinstance(one, int) for one in value):
-            most = max(most, prod(max(one, 1) for one in value))
+            most = max(most, math.prod(max(one, 1) for one in value))
         elif name in _LENGTHS and isinstance(value, int):
             most = max(most, abs(value))
     sides = [given.get(name) for name in _SIDES]
-    most = max(most, prod(max(abs(one), 1) for one in sides if isinstance(one, int)))
+    most = max(most, math.prod(max(abs(one), 1) for one in sides if isinstance(one, int)))
     if schema.name in _RANGES:
         begin, end, step = (given.get(name, default) for name, default in (("start", 0), ("end", 0), ("step", 1)))
         if all(isinstance(one, int | float) and abs(one) < _UNBOUNDED for one in (begin, end, step)) and step:

@@ -109,6 +109,52 @@ def test_an_operation_gets_only_valid_arguments(schema: str, arguments: list[Any
     assert why_not(schema, *arguments) == refused
 
 
+BATCH_NORM = "native_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var"
+NORM = f"aten::{BATCH_NORM}, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)"
+PAD = "aten::reflection_pad1d_backward(Tensor grad_output, Tensor self, SymInt[2] padding) -> Tensor"
+SGD = (
+    "aten::_fused_sgd_(Tensor(a!)[] self, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffer_list, *, float weight_decay)"
+    " -> ()"
+)
+IMAGES, CHANNELS = torch.ones(2, 3, 4, 4), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "why"),
+    [
+        (NORM, (IMAGES, torch.ones(2), None, None, None, True, 0.1, 1e-5), "one element for each of 3 channels"),
+        (NORM, (IMAGES, None, None, None, None, False, 0.1, 1e-5), "needs running statistics outside of training"),
+        (PAD, (torch.ones(2, 3, 4), torch.ones(2, 3, 4), []), "a padding of 0 numbers for a tensor of 3 dimensions"),
+        (SGD, ([CHANNELS], [torch.ones(0)], []), "the lists have different tensors"),
+    ],
+)
+def test_shapes_that_torch_does_not_check_are_checked_before_the_operation(
+    schema: str, arguments: tuple[Any, ...], why: str
+) -> None:
+    (found,) = find_operations([schema])
+    with pytest.raises(ValueError, match=why):
+        found.operation._op(*arguments)
+
+
+def test_a_checked_operation_computes_as_torch_does() -> None:
+    (found,) = find_operations([NORM])
+    given = (IMAGES, CHANNELS, CHANNELS, torch.zeros(3), CHANNELS, False, 0.1, 1e-5)
+    assert torch.equal(found.operation._op(*given)[0], torch.native_batch_norm(*given)[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["_reshape_alias_copy", "_foreach_copy", "_stack", "_weight_norm", "_cdist_backward", "promote_types"]
+)
+def test_an_operation_that_torch_crashes_in_is_not_run(name: str) -> None:
+    assert why_not(f"aten::{name}(Tensor self) -> Tensor") == "may do more than compute on tensors: not run from a file"
+    assert "not run" not in why_not("aten::_foreach_copy_(Tensor(a!)[] self, Tensor[] src, bool non_blocking) -> ()")
+
+
+def test_a_memory_format_is_one_that_torch_has() -> None:
+    clone = "aten::clone(Tensor self, *, MemoryFormat? memory_format=None) -> Tensor"
+    assert [why_not(clone, TENSOR, code) == "" for code in (None, 0, 3, 4, -1)] == [True, True, True, False, False]
+
+
 def test_a_view_stays_in_its_tensors_memory() -> None:
     (found,) = find_operations(["aten::_reshape_alias(Tensor(a) self, SymInt[] size, SymInt[] stride) -> Tensor(a)"])
     assert found.operation._op(torch.arange(4), [2], [2]).tolist() == [0, 2]
