@@ -6,6 +6,7 @@ operation has a slot, and each tensor that existed before the window.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from operator import index
@@ -14,9 +15,11 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import Count, Int
+from crossrank.dtypes import DTYPES
 from crossrank.tools.traces.replayed import ComputeCoverage, LeftOutOperations
 
 _MAX_STREAMS = 1024
+_MAX_THREADS = 4096
 _MAX_ROWS = 1 << 46
 INDICES = ("uniform", "zipf")
 """How random indices into a table are distributed over its rows."""
@@ -156,6 +159,33 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
             return
     if not all(one.block < len(compute.blocks) for one in compute.slots):
         yield "a tensor is in memory that does not exist"
+        return
+    yield from _wrong_memory(compute)
+    if not 0 < compute.threads <= _MAX_THREADS:
+        yield f"{compute.threads} threads are impossible (1 to {_MAX_THREADS})"
+    if not all(0 <= at < max(1, len(compute.operations)) for at in compute.steps):
+        yield "a step begins at an operation that does not exist"
+
+
+def _wrong_memory(compute: ComputePlan) -> Iterator[str]:
+    """Yield which memory, and which tensor in it, torch cannot make."""
+    for number, block in enumerate(compute.blocks):
+        if block.dtype not in DTYPES or block.bytes < 0 or block.low > block.high:
+            yield f"memory {number} has an impossible type, size or range of values"
+            return
+    for number, one in enumerate(compute.slots):
+        is_negative = min([*one.shape, *one.strides], default=0) < 0
+        if is_negative or len(one.strides) != len(one.shape) or math.prod(one.shape) >= _MAX_ROWS:
+            yield f"tensor {number} has impossible sizes"
+            return
+        if one.block < 0:
+            continue
+        known = DTYPES.get(one.dtype)
+        last = one.offset + sum((extent - 1) * stride for extent, stride in zip(one.shape, one.strides, strict=True))
+        is_within = known is not None and one.offset >= 0 and (last + 1) * known.size <= compute.blocks[one.block].bytes
+        if 0 not in one.shape and not is_within:
+            yield f"tensor {number} is not within its memory"
+            return
 
 
 def slots_in(value: Any) -> list[int]:
