@@ -42,6 +42,8 @@ PROCESS_GROUPS = "## process_group:init ##"
 """Name of the node that carries the process groups, as torch itself writes it."""
 NSYS_RANGE = "window"
 """NVTX range around a window for `nsys --capture-range=nvtx --nvtx-capture=window@crossrank`."""
+_STEP_BACK_NS = 1_000_000
+"""A wall clock that is only slowed down goes back by less from step to step."""
 _PATIENCE_DYING = 10.0
 """Seconds that the end of a window may take in a process that dies: it waits for the GPU, which may be stuck."""
 _FILES_PATIENCE = 60.0
@@ -66,6 +68,11 @@ class WindowOwner(Recording, Protocol):
         """A window begins or ends: for the comms file, and for Nsight Systems."""
 
 
+def _wall_offset() -> int:
+    """Return by how many ns the wall clock is ahead of the monotonic one."""
+    return time.time_ns() - time.monotonic_ns()
+
+
 class Windows:
     """The windows of one session, one after the other."""
 
@@ -80,6 +87,7 @@ class Windows:
         self._step: autograd_profiler.record_function | None = None
         self._step_thread = 0
         self._finishing: list[threading.Thread] = []
+        self._wall_offset = _wall_offset()
 
     def begin(self) -> None:
         """New files begin."""
@@ -111,6 +119,7 @@ class Windows:
         if session.closing:
             return
         capturing = is_capturing()
+        steps_back = self._wall_clock_steps_back()
         if window is not None and recorder.window_open and not window.continues(ended) and not capturing:
             self.close(ended)
         if recorder.window_open:
@@ -119,11 +128,22 @@ class Windows:
         elif window is None or capturing:
             return
         elif window.holds(recorder.step):
+            if steps_back:
+                log.warning(
+                    "crossrank: the window waits for a step: the wall clock steps back, and torch's profiler ends the "
+                    "process if it does so in a window"
+                )
+                return
             session.begin()
             self._open()
         elif window.holds(recorder.step + 1) and session.files is not None and not session.facts.config.nsys:
             with self._reported("Kineto was not warmed up"):
                 self._kineto.prepare()
+
+    def _wall_clock_steps_back(self) -> bool:
+        """Whether the wall clock has stepped back since the last call."""
+        before, self._wall_offset = self._wall_offset, _wall_offset()
+        return self._wall_offset < before - _STEP_BACK_NS
 
     def note_process_groups(self) -> None:
         """Put the process groups with their global ranks into the execution trace of the window that is open."""

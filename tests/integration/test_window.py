@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -99,6 +100,25 @@ def test_a_window_may_start_with_the_first_step(two_ranks: TwoRanks) -> None:
     assert 0 in wanted
     assert set(execution_trace_ids(two_ranks.load("et"))) == wanted
     assert set(kineto_ids(two_ranks.load("kineto"))) == wanted
+
+
+def _clock_steps_back(rank: int, directory: str) -> None:
+    """The wall clock steps back by 2 ms in step 1, and the window would begin with step 2."""
+    crossrank.enable(tracing="ALL", directory=directory, window="2:5")
+    real = time.time_ns
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(6):
+            if number == 1:
+                patch.setattr(time, "time_ns", lambda: real() - 2_000_000)
+            dist.all_reduce(torch.ones(1))
+            crossrank.step()
+        crossrank.disable()
+
+
+def test_a_window_waits_for_a_wall_clock_that_steps_back(two_ranks: TwoRanks) -> None:
+    two_ranks.run(_clock_steps_back, str(two_ranks.recording), record=False)
+    edges = [(one["edge"], one["step"]) for one in two_ranks.recorded().windows]
+    assert edges == [("open", 3), ("close", 4)]
 
 
 def _losses(rank: int, directory: str | None) -> list[float]:

@@ -21,6 +21,10 @@ _WORD_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
 _NUMBER = re.compile(r"\d+")
 _LONGEST_NUMBER = 9
 """Digits of the longest public number. A longer one may be a serial number or a time."""
+_TOKEN = re.compile(r"[A-Za-z0-9]+")
+_BESIDE_DIGITS = re.compile(r"(?:(?<=\d)|(?<![A-Za-z0-9]))(?![xX])[A-Za-z](?=\d)")
+_MOST_LETTERS = 3
+"""Single letters in front of digits that a token may have, such as m16n8k16: in more of them, there may be a word."""
 
 
 def parts_of(text: str) -> list[str]:
@@ -44,6 +48,7 @@ def is_public(text: str) -> bool:
         text.isascii()
         and all(len(number) <= _LONGEST_NUMBER for number in _NUMBER.findall(text))
         and all(len(part) == 1 or part in _words() for part in parts_of(text))
+        and all(len(_BESIDE_DIGITS.findall(token)) <= _MOST_LETTERS for token in _TOKEN.findall(text))
     )
 
 
@@ -94,10 +99,10 @@ _RANGES = (
     r"hipMemcpyWithStream|Compute Kernel|Runtime Triggered Module Loading|INVALID"
 )
 _LITERALS = (
-    r"(?!(?:.|\n)*(?:\d\.\d+\.\d+\.\d|\d-\d\d?-\d|\d:\d\d:\d))[\s\d.,\[\](){}:e+-]*|true|false|True|False|None|-?inf|nan|"
+    r"(?!(?:.|\n)*(?:\d\.\d+\.\d+\.\d|\d-\d\d?-\d|\d:\d\d:\d|\d{20}))[\s\d.,\[\](){}:e+-]*|true|false|True|False|None|-?inf|nan|"
     r"\[(?:(?:True|False|None)(?:, )?)*\]|trunc|floor|zeros|border|reflect|constant|replicate|'?(?:none|sum|mean)'?"
 )
-"""Nested numbers, except internet addresses and times; and other literals of operations."""
+"""Nested numbers of up to 64 bits, except internet addresses and times; and other literals of operations."""
 _DEVICE = r"(?:cpu|cuda|hip|xpu|mps|meta|privateuseone)(?::-?\d+)?"
 _DTYPE = (
     r"(?:torch\.)?(?:u?int(?:8|16|32|64)?|bool|float(?:16|32|64|8_\w+|4_\w+)?|double|half|bfloat16|"
@@ -117,7 +122,7 @@ string void
 _TYPE = rf"(?:\b(?:{'|'.join(_TYPE_WORDS_TEXT.split())})\b|[\[\](),<>?:* ])*"
 _REDUCTIONS = r"sum|avg|product|prod|min|max|band|bor|bxor|premul_sum|AVG|SUM|MIN|MAX|PRODUCT|REDUCE_SCATTER|unused"
 _GROUP = (
-    r"\d*|default_pg|default|undefined|(?:(?:mesh|default|pg|group|dp|tp|pp|cp|ep|sp|mp|etp|edp|ddp|"
+    r"\d{0,9}|default_pg|default|undefined|(?:(?:mesh|default|pg|group|dp|tp|pp|cp|ep|sp|mp|etp|edp|ddp|"
     r"fsdp|hsdp|zero|world|"
     r"replicate|shard|inter|intra|node|local|data|tensor|model|pipeline|expert|context|sequence|parallel|embedding|"
     r"position|with|and|or|of|all|instance|optimizer|distributed|intra|partial|cpu|gpu|nccl|gloo|"
@@ -253,8 +258,10 @@ def passes(kind: str, text: str) -> bool:
     if len(text) > _LONGEST_TEXT:
         return False
     if kind == "group" and text.isascii() and text.isdecimal():
-        return True  # a number, or an address in old traces
+        return len(text) <= _LONGEST_ADDRESS  # a number, or an address in old traces
     return PATTERNS[kind].fullmatch(text) is not None and (kind not in _KINDS_WITH_WORDS or is_public(text))
 
 
 _LONGEST_TEXT = 4096
+_LONGEST_ADDRESS = 15
+"""Digits of an address of 48 bits."""

@@ -29,7 +29,7 @@ from crossrank.tools.sharing import kinds
 from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
 from crossrank.tools.sharing.rules import Scrubber, fields
-from crossrank.tools.sharing.vocabulary import passes
+from crossrank.tools.sharing.vocabulary import is_public, passes
 from crossrank.tools.tables import TABLES
 from crossrank.tools.traces.kernels import FAMILIES, KernelFamily, communication_kernel
 from tests.golden.answers import COMMANDS, SEEDS, answer
@@ -592,3 +592,17 @@ def test_an_impossible_time_is_removed_from_an_export(tmp_path: Path, moment: st
         times = [row[0] for row in connection.execute("SELECT start FROM CUPTI_ACTIVITY_KIND_RUNTIME ORDER BY rowid")]
     assert times[0] is None or abs(times[0]) < 1 << 63
     assert None not in times[1:]
+
+
+@pytest.mark.parametrize("text", ["m16n8k16", "tilesize128x128x64_stage3", "f2f_stages_32x1"])
+def test_single_letters_between_digits_are_public_if_they_are_few(text: str) -> None:
+    assert is_public(text)
+
+
+@pytest.mark.parametrize("text", ["nccl:s3c4r5e6t7", "/torch/a1b2c3d4/e5f6.py"])
+def test_single_letters_between_digits_may_be_a_word(text: str) -> None:
+    assert not is_public(text)
+
+
+def test_a_group_is_named_by_digits_only_if_they_may_be_an_address() -> None:
+    assert [passes("group", digits) for digits in ("0", "140022334455123", "4111111111111111")] == [True, True, False]
