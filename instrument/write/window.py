@@ -88,6 +88,8 @@ class Windows:
         self._step_thread = 0
         self._finishing: list[threading.Thread] = []
         self._wall_offset = _wall_offset()
+        self._waits_in = -1
+        """The step in which no window opens, because the wall clock stepped back."""
 
     def begin(self) -> None:
         """New files begin."""
@@ -95,7 +97,8 @@ class Windows:
 
     def open_if_due(self) -> None:
         window = self._session.facts.config.window
-        if window is not None and window.holds(self._session.recorder.step):
+        step = self._session.recorder.step
+        if window is not None and window.holds(step) and step != self._waits_in:
             self._open()
 
     @contextlib.contextmanager
@@ -129,6 +132,7 @@ class Windows:
             return
         elif window.holds(recorder.step):
             if steps_back:
+                self._waits_in = recorder.step
                 log.warning(
                     "crossrank: the window waits for a step: the wall clock steps back, and torch's profiler ends the "
                     "process if it does so in a window"
