@@ -6,7 +6,6 @@ import json
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
-from crossrank.instrument import api
+from crossrank.instrument import api, unpatched
 from crossrank.recording import list_recording
 from crossrank.tools.graph.linking import link
 from tests.integration import jobs
@@ -105,11 +104,11 @@ def test_a_window_may_start_with_the_first_step(two_ranks: TwoRanks) -> None:
 def _clock_steps_back(rank: int, directory: str) -> None:
     """The wall clock steps back by 2 ms in step 1, and the window would begin with step 2."""
     crossrank.enable(tracing="ALL", directory=directory, window="2:5")
-    real = time.time_ns
+    real = unpatched.time.time_ns
     with pytest.MonkeyPatch.context() as patch:
         for number in range(6):
             if number == 1:
-                patch.setattr(time, "time_ns", lambda: real() - 2_000_000)
+                patch.setattr(unpatched.time, "time_ns", lambda: real() - 2_000_000)
             dist.all_reduce(torch.ones(1))
             crossrank.step()
         crossrank.disable()
