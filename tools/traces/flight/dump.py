@@ -14,8 +14,10 @@ type and range. Broken entries are counted and skipped.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -370,4 +372,7 @@ def _decode(path: str, data: bytes, budget: Budget) -> tuple[Any, Columns | None
     try:
         return orjson.loads(data), None
     except BROKEN as error:
+        with suppress(*BROKEN):
+            return json.loads(data, parse_constant=lambda _: None), None  # NaN and Infinity
+        # Not row by row: a call that the dump has lost would look like one that its rank has not made.
         raise NoDumpError(f"{path}: is not complete JSON ({one_line(error)[:200]}); take the dump again") from error

@@ -173,6 +173,21 @@ def test_a_file_that_is_not_a_dump_is_refused_with_its_path(content: bytes, mess
     assert str(error.value).startswith(f"{tmp_path}/rank_0: {message}")
 
 
+def test_a_value_that_json_lacks_is_unknown_and_a_lost_entry_refuses_the_dump(
+    job: SimulatedJob, tmp_path: Path
+) -> None:
+    """A call that a dump has lost would look like one that its rank has not made."""
+    content = job.dump(0)
+    content["entries"][1]["duration_ms"] = float("nan")
+    path = tmp_path / "rank_0.json"
+    path.write_text(json.dumps(content))
+    trace = read_flight(str(path), 0)
+    assert (len(trace), trace.calls.took[1]) == (len(content["entries"]), 0)
+    path.write_text(json.dumps(content).replace('"record_id": 1', '"record_id 1'))
+    with pytest.raises(NoDumpError, match="is not complete JSON"):
+        read_flight_dump(str(path))
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress])
 def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pack(b"[" * (100 << 20)))
