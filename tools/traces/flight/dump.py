@@ -373,6 +373,7 @@ def _decode(path: str, data: bytes, budget: Budget) -> tuple[Any, Columns | None
         return orjson.loads(data), None
     except BROKEN as error:
         with suppress(*BROKEN):
-            return json.loads(data, parse_constant=lambda _: None), None  # NaN and Infinity
+            # NaN and Infinity. orjson refuses other things that json takes: lone surrogates, numbers beyond 64 bits.
+            return orjson.loads(orjson.dumps(json.loads(data, parse_constant=lambda _: None))), None
         # Not row by row: a call that the dump has lost would look like one that its rank has not made.
         raise NoDumpError(f"{path}: is not complete JSON ({one_line(error)[:200]}); take the dump again") from error
