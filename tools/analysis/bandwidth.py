@@ -58,6 +58,8 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     """Reason why a call has no time, or a kernel no call -> number of them, over all ranks."""
     unattributed_ms: float
     """Time of communication kernels without a known call, over all ranks."""
+    matched: dict[str, int]
+    """What joins calls of several ranks -> number of these calls, the best key first."""
     not_compared: dict[str, int]
     """Reason why calls were not compared across ranks -> number of calls."""
     clocks: Clocks
@@ -135,6 +137,7 @@ def bandwidth(
         attributed=dict(found.attributed.most_common()),
         unattributed=dict(found.unattributed.most_common()),
         unattributed_ms=round(sum(one.unattributed_ns for one in ranks) / 1e6, 3),
+        matched=_matched(found),
         not_compared=found.unmatched,
         clocks=found.clocks,
         by=list(by),
@@ -144,6 +147,15 @@ def bandwidth(
         skipped=found.job.skipped,
         overlap=overlap_of(found),
     )
+
+
+_KEYS = {False: "the numbers that torch or the recorder gave them", True: "their order in the group, counted"}
+
+
+def _matched(found: JobTables) -> dict[str, int]:
+    joined = found.calls.select("counted").filter(found.of_collective("launches")["launches"] > 1)
+    counts = dict(joined.group_by("counted").len().iter_rows())
+    return {text: counts[key] for key, text in _KEYS.items() if key in counts}
 
 
 _BUCKET_ENDS = (0, *(1024 * 4**power for power in range(27)))
