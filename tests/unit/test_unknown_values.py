@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 import crossrank
+from tests.unit.traces.flight_entries import flight_dump, flight_entry
 
 Content = dict[str, Any]
 _CALLS = 9
@@ -101,6 +102,65 @@ def tables_of(folder: Path, change: Callable[[Content], None] | None = None) -> 
 @pytest.mark.parametrize("missing", MISSING)
 def test_no_column_is_0_for_a_fact_that_the_trace_lacks(missing: str, tmp_path: Path) -> None:
     whole, lacking = tables_of(tmp_path / "whole"), tables_of(tmp_path / "lacking", MISSING[missing])
+    assert unknown_as_0(whole, lacking) == []
+
+
+def dump_of(rank: int) -> Content:
+    """Nine timed all_reduces, of which rank 1 is late in each."""
+    entries = []
+    for number in range(_CALLS):
+        at = 1_780_000_000_000_000_000 + number * 10_000_000 + rank * 40_000
+        times: dict[str, Any] = {"time_created_ns": at, "time_discovered_started_ns": at + 1000, "duration_ms": 0.4}
+        times |= {"time_discovered_completed_ns": at + 500_000, "state": "completed"}
+        frame = {"name": "step", "filename": "train.py", "line": 12}
+        entries.append(flight_entry(number, "all_reduce", number + 1, **times, frames=[frame]))
+    return flight_dump(entries, [0, 1])
+
+
+def _without_entry_field(name: str) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        for entry in content["entries"]:
+            entry.pop(name, None)
+
+    return change
+
+
+def _with_entry_field(name: str, value: object) -> Callable[[Content], None]:
+    def change(content: Content) -> None:
+        for entry in content["entries"]:
+            entry[name] = value
+
+    return change
+
+
+_ENTRY_FIELDS = tuple(dump_of(0)["entries"][0])
+MISSING_IN_DUMPS: dict[str, Callable[[Content], None]] = {
+    **{f"without {name}": _without_entry_field(name) for name in _ENTRY_FIELDS},
+    **{f"{name} is {value!r}": _with_entry_field(name, value) for name in _ENTRY_FIELDS for value in (None, "", 0, [])},
+    **{f"without {name}": _without_field(name) for name in dump_of(0) if name != "entries"},
+}
+
+
+@pytest.mark.parametrize("missing", MISSING_IN_DUMPS)
+def test_no_column_is_0_for_a_fact_that_the_dump_lacks(missing: str, tmp_path: Path) -> None:
+    found = []
+    for name, change in (("whole", None), ("lacking", MISSING_IN_DUMPS[missing])):
+        (tmp_path / name).mkdir()
+        for rank in range(2):
+            content = dump_of(rank)
+            if change is not None:
+                change(content)
+            (tmp_path / name / f"rank_{rank}.json").write_text(json.dumps(content))
+        job = crossrank.load(tmp_path / name)
+        found.append({table: job.table(table) for table in _TABLES})
+    if not len(job.calls):  # entries that are none are refused, and counted
+        assert job.notes[0].startswith(f"{_CALLS} of {_CALLS} entries are unusable")
+        return
+    assert unknown_as_0(*found) == []
+
+
+def unknown_as_0(whole: dict[str, pl.DataFrame], lacking: dict[str, pl.DataFrame]) -> list[str]:
+    """Return the columns that are never 0 or empty in the whole tables, and are so where a fact is missing."""
     wrong = []
     for name, table in lacking.items():
         for column in set(table.columns) - {*_COUNTED}:
@@ -109,7 +169,7 @@ def test_no_column_is_0_for_a_fact_that_the_trace_lacks(missing: str, tmp_path: 
                 wrong += [f"{name}.{column} is 0"] if (after.drop_nulls() == 0).any() else []
             if after.dtype == pl.String and (after.drop_nulls() == "").any():
                 wrong.append(f"{name}.{column} is an empty text")
-    assert wrong == []
+    return wrong
 
 
 def test_the_steps_of_calls_are_those_of_the_profiler(tmp_path: Path) -> None:
