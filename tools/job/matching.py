@@ -42,7 +42,7 @@ _OF_KIND = {
     "apart": pl.Boolean,
     "operation": pl.UInt32,
     "agreed": pl.Int64,
-    "root": pl.Int32,
+    "root": pl.Int64,
     "meaning": pl.UInt32,
 }
 _COUNTED, _APART = pl.col("counted"), pl.col("apart")

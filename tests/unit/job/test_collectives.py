@@ -83,6 +83,11 @@ def test_an_uneven_all_to_all_counts_the_busiest_rank_and_no_local_data() -> Non
     assert figures(together(*kept), "algbw_gb_per_s", "busbw_gb_per_s") == [(8e-5, None)]
 
 
+def test_a_root_beyond_32_bits_of_a_damaged_file_is_taken_as_it_is() -> None:
+    found = together(*(Rank(rank).call(100, 150, "broadcast", root=1 << 31) for rank in (0, 1)))
+    assert found.collectives["ranks"].to_list() == [2]
+
+
 def test_a_broadcast_ends_when_the_last_rank_ends_and_needs_clocks() -> None:
     # The root leaves early, which says nothing about how long it took.
     found = together(Rank(0).call(100, 150, "broadcast", root=0), Rank(1).call(400, 500, "broadcast", root=0))
