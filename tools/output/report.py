@@ -13,7 +13,7 @@ from crossrank.tools.analysis.traffic import Traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting
 from crossrank.tools.output import charts as draw
 from crossrank.tools.output import replay
-from crossrank.tools.output.bandwidth import KEYS, bandwidth_table
+from crossrank.tools.output.bandwidth import BOUNDS, KEYS, bandwidth_table
 from crossrank.tools.output.charts import CATEGORIES, Chart, axis, from_zero, whole_numbers
 from crossrank.tools.output.diagnosis import diagnosis_page as diagnosis
 from crossrank.tools.output.page import render
@@ -40,6 +40,7 @@ def report_page(figures: Figures) -> str:
         links=[(id, name) for id, (name, is_there, _) in parts.items() if is_there],
         absent=[why for _, is_there, why in parts.values() if why and not is_there],
         has_lines=parts["lines"][1],
+        bounds=BOUNDS.capitalize() if any(row["upper_bounds"] for row in figures.bandwidth.rows) else "",
     )
 
 
