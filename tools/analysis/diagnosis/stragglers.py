@@ -153,8 +153,10 @@ def _clock(times: _Times, anchor: int, at: int, of_anchor: _Clock) -> _Clock:
     half = max(upper - lower, 0) // 2 if len(bounds) == 2 else _UNBOUNDED
     if lower <= -of_anchor.offset <= upper:
         farthest = max(upper, -lower) + abs(of_anchor.offset) if half < _UNBOUNDED else _UNBOUNDED
-        return _Clock(0, of_anchor.unknown, of_anchor.unknown_if_contradicted + farthest)
-    unknown, at_most = of_anchor.unknown + half, of_anchor.unknown_if_contradicted + half
+        return _Clock(0, of_anchor.unknown, min(_UNBOUNDED, of_anchor.unknown_if_contradicted + farthest))
+    unknown, at_most = (
+        min(_UNBOUNDED, known + half) for known in (of_anchor.unknown, of_anchor.unknown_if_contradicted)
+    )
     return _Clock(of_anchor.offset + sum(bounds) // len(bounds), unknown, at_most)
 
 

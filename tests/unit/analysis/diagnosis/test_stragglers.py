@@ -185,3 +185,26 @@ def test_a_rank_that_is_late_at_some_calls_is_named_with_any_clock(tmp_path: Pat
     assert found.advisory[0].text.endswith("waited 30 ms for it (median)")
     assert found.clocks is not None
     assert found.clocks.within_ms == pytest.approx(1, abs=0.01)
+
+
+def test_ranks_along_a_long_chain_of_groups_without_end_times_are_compared(tmp_path: Path) -> None:
+    """Nothing bounds how wrong their clocks may be, however long the chain is."""
+    count = 20
+    groups = [group(str(pair), pair, pair + 1) for pair in range(count - 1)]
+    ranks = [
+        rank(
+            one,
+            *(
+                call(
+                    number=n, called=START + 100 * n * MS, ended=(one == 0) * (START + (100 * n + 1) * MS), pg=str(pair)
+                )
+                for pair in (one - 1, one)
+                if 0 <= pair < count - 1
+                for n in range(1, 6)
+            ),
+            groups=tuple(groups),
+        )
+        for one in range(count)
+    ]
+    _, clocks, late = find_stragglers(job(*ranks))
+    assert (clocks.within_ms, late) == (None, [])
