@@ -285,6 +285,8 @@ _MAKERS: dict[str, Callable[[LoadedJob], pl.DataFrame]] = {
     "steps": lambda job: job._of_ranks("steps"),
     "groups": lambda job: job_frames.groups(job._tables),
     "ranks": lambda job: job_frames.ranks(job._tables),
+    "overlap": lambda job: overlap_frame(job._tables),
+    "stragglers": lambda job: count_arrivals(job._tables),
     "waits": lambda job: job._of_ranks("waits"),
     "durations": lambda job: job._of_ranks("durations"),
 }

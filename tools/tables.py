@@ -318,7 +318,7 @@ TABLES = {
             "path": Column(_TEXT, "file that was read", privacy=Privacy.PATH),
             **_TIMED_BY,
             "calls": Column(_INT, "number of calls read"),
-            "steps": Column(_INT, "number of training steps read; null if unknown"),
+            "steps": Column(_INT, "number of training steps with a start and an end; null if unknown"),
             "clock_shift_ns": Column(
                 _INT,
                 "offset that aligns the clock of the rank with the clock of the job; null if it is not aligned",

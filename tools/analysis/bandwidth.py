@@ -19,6 +19,7 @@ from crossrank.comm import Locality
 from crossrank.errors import CrossrankError
 from crossrank.text import plural
 from crossrank.tools.analysis.overlap import Overlap, overlap_of
+from crossrank.tools.analysis.waiting import openings
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.job import notes_of
@@ -58,6 +59,8 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     """Reason why a call has no time, or a kernel no call -> number of them, over all ranks."""
     unattributed_ms: float
     """Time of communication kernels without a known call, over all ranks."""
+    openings: int
+    """Collectives whose waits do not count: see `openings` in `waiting.py`."""
     matched: dict[str, int]
     """What joins calls of several ranks -> number of these calls, the best key first."""
     not_compared: dict[str, int]
@@ -137,6 +140,7 @@ def bandwidth(
         attributed=dict(found.attributed.most_common()),
         unattributed=dict(found.unattributed.most_common()),
         unattributed_ms=round(sum(one.unattributed_ns for one in ranks) / 1e6, 3),
+        openings=openings(found),
         matched=_matched(found),
         not_compared=found.unmatched,
         clocks=found.clocks,

@@ -46,6 +46,8 @@ class Overlap(msgspec.Struct, kw_only=True):
     profiler: float
     memory: float
     idle: float
+    outside_ms: float
+    """Communication in traced windows outside of these steps, over all ranks."""
     of_ranks: int
     ranks: list[Row]
     """The ranks with most exposed communication, sorted by rank."""
@@ -76,11 +78,18 @@ def overlap_of(found: JobTables) -> Overlap | None:
     return Overlap(
         measured_on=sorted(set(rows["measured_on"])),
         windows=len(rows),
-        **{name: round(share, 4) for name, share in shares.items()},
+        **{name: round(share, 6) for name, share in shares.items()},
+        outside_ms=round(_outside_ns(found, rows) / 1e6, 3),
         of_ranks=len(of_rank),
         ranks=ANSWERS["time_of_ranks"].rows(shown),
         steps=ANSWERS["time_of_steps"].rows(of_step),
     )
+
+
+def _outside_ns(found: JobTables, rows: pl.DataFrame) -> int:
+    traced = [one.busy.communication for one in found.job.ranks.values() if one.busy.where]
+    whole = sum(int((spans[:, 1] - spans[:, 0]).sum()) for spans in traced)
+    return whole - int(rows["communication_ns"].sum())
 
 
 def _shares(rows: pl.DataFrame) -> dict[str, float]:

@@ -149,6 +149,7 @@ _COUNTED = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expecte
 
 def latest_of(arrivals: pl.DataFrame) -> str:
     """Return which rank of the table `stragglers` others waited for most, in one sentence."""
+    arrivals = arrivals.drop_nulls("waited_for_ns")
     if not len(arrivals):
         return ""
     most = arrivals.sort("waited_for_ns", "rank", descending=[True, False]).row(0, named=True)
@@ -196,8 +197,10 @@ def _count_arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int32})
     for part in (took_part, earliest, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):
         table = table.join(part, on="rank", how="left", maintain_order="left")
-    names = ("collectives", "first", "last", "waiting_ns", "waited_for_ns")
-    return table.select(pl.col("rank").cast(pl.Int64), *(pl.col(name).fill_null(0).cast(pl.Int64) for name in names))
+    names = ("first", "last", "waiting_ns", "waited_for_ns")
+    was_compared = pl.col("collectives").is_not_null()
+    counts = (pl.when(was_compared).then(pl.col(name).fill_null(0)).cast(pl.Int64).alias(name) for name in names)
+    return table.select(pl.col("rank").cast(pl.Int64), pl.col("collectives").fill_null(0).cast(pl.Int64), *counts)
 
 
 def covered(spans: pl.LazyFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:

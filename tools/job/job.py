@@ -148,10 +148,15 @@ def notes_of(given: Iterable[tuple[int, Iterable[str]]]) -> list[str]:
 
     `given`: (rank, its notes)."""
     ranks: dict[str, list[int]] = {}
+    given = [(rank, list(notes)) for rank, notes in given]
     for rank, notes in given:
         for note in dict.fromkeys(notes):
             ranks.setdefault(note, []).append(rank)
     return [
-        note if len(those) == 1 else f"{note} (each of {plural(len(those), 'rank')}: {rank_ranges(those)})"
+        note
+        if len(given) == 1 or f"rank {those[0]}" in note or f"rank-{those[0]}" in note
+        else f"{note} (rank {those[0]})"
+        if len(those) == 1
+        else f"{note} (each of {plural(len(those), 'rank')}: {rank_ranges(those)})"
         for note, those in ranks.items()
     ]

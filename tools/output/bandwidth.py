@@ -66,10 +66,15 @@ def print_bandwidth(result: Bandwidth) -> None:
         print_fact("time", overlap.text)
         of = f"of {overlap.windows:,} traced steps or windows, all {plural(overlap.of_ranks, 'rank')} together"
         print_fact("", f"{of}, measured on the {' and the '.join(overlap.measured_on)}")
+        if overlap.outside_ms:
+            print_fact("", f"{overlap.outside_ms:,.3f} ms of communication on all ranks is outside of these")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json shows all")
     table.print("Collectives and transfers, most time first")
     if any(row["upper_bounds"] for row in result.rows):
         print(f"  {BOUNDS}")
+    if result.openings:
+        left_out = plural(result.openings, "collective")
+        print(f"  waiting leaves out {left_out} at the start of profiler windows: ranks wait there for other profilers")
     lacking = f", {len(result.missing_ranks)} missing" if result.missing_ranks else ""
     print()
     print_fact("ranks", f"{len(result.ranks)} of {result.world_size}{lacking}")
@@ -78,7 +83,7 @@ def print_bandwidth(result: Bandwidth) -> None:
     print_fact("clocks", alignment_text(result.clocks))
     print_counts("Measured times with a call, by source", result.attributed.items())
     print_counts("Matched across ranks, by", result.matched.items())
-    print_counts("Skipped, by reason", result.unattributed.items())
+    print_counts("Skipped, or not fully known, by reason", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())
     if result.unattributed_ms:
         print(f"  {result.unattributed_ms:,.3f} ms of communication kernels without a call")

@@ -55,7 +55,7 @@ def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
         "lines": (
             "Source lines",
             any(row["source"] != _NO_LINE for row in figures.sources),
-            "source lines of calls (recordings of crossrank and dumps have them)",
+            "source lines of calls (recordings of crossrank have them)",
         ),
         "bandwidth": ("Bandwidth", bool(figures.bandwidth.timed_collectives), "times of communication"),
         "waiting": (

@@ -107,7 +107,11 @@ def _on_device(
             yield number, begin + lag, last if is_cut else end + lag
         return
     moved = np.maximum(first, _first_begins(at, launches, last)[0]).tolist()
-    moved[0] = min(moved[0], max(first, int(_first_begins(at[:1], every, last)[0][0])))
+    of_steps = every[every[:, 0] >= at[0]]
+    if len(of_steps):
+        launched_at, begin = of_steps[of_steps[:, 0].argmin()].tolist()
+        first_step = int(np.searchsorted(at, launched_at, side="right")) - 1
+        moved[first_step] = min(moved[first_step], max(first, begin))
     yield from _seen([(number, begin) for (number, _), begin in zip(steps, moved, strict=True)], first, last)
 
 

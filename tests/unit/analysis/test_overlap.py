@@ -82,6 +82,16 @@ def test_copies_before_the_first_kernel_belong_to_the_first_step() -> None:
         assert rows(frame(trace), "step", "began_ns", "duration_ns") == expected
 
 
+def test_a_step_before_the_first_launch_is_not_a_traced_one() -> None:
+    """A recording knows all steps of the job, a window the activities of some."""
+    steps = [(1, 0), (2, 100), (3, 200), (4, 300), (5, 400)]
+    trace = Rank(0).times
+    computation, copies = spans_of([(240, 290), (350, 480)]), spans_of([(210, 215)])
+    launches = spans_of([(205, 240), (310, 350)])
+    trace.busy.add("device", 0, computation, spans_of(), copies, steps, launches, None, spans_of([(202, 210)]))
+    assert rows(frame(trace), "step", "began_ns", "duration_ns") == [(3, 210, 140), (4, 350, 130)]
+
+
 def test_a_gpu_behind_its_host_has_the_steps_of_the_host() -> None:
     """Each iteration of the host takes 100 ns; the GPU is 55 to 60 behind, and the last ends on the host at 300."""
     launches = [(3, 55), (90, 145), (103, 160), (203, 258)]
