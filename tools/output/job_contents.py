@@ -144,5 +144,5 @@ _OPERATIONS = (
     ("#ranks", itemgetter("size")),
     ("#calls", itemgetter("calls")),
     ("#with a time", itemgetter("timed_calls")),
-    ("#bytes", lambda row: "unknown" if row["bytes"] is None else amount(row["bytes"], row["unsized"])),
+    ("#bytes of all ranks", lambda row: "unknown" if row["bytes"] is None else amount(row["bytes"], row["unsized"])),
 )
