@@ -133,7 +133,7 @@ def _with_entry_field(name: str, value: object) -> Callable[[Content], None]:
     return change
 
 
-_ODD: tuple[object, ...] = (None, "", 0, [])
+_ODD: tuple[object, ...] = (None, 0)
 _ENTRY_FIELDS = tuple(dump_of(0)["entries"][0])
 MISSING_IN_DUMPS: dict[str, Callable[[Content], None]] = {
     **{f"without {name}": _without_entry_field(name) for name in _ENTRY_FIELDS},
