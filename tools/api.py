@@ -223,7 +223,7 @@ class LoadedJob:
 
     def stragglers(self) -> Answer:
         """Return how often each rank arrives first and last, and how long others wait for it."""
-        frame, left_out = count_arrivals(self._tables), openings(self._tables)
+        frame, left_out = self.table("stragglers"), openings(self._tables)
         texts = [f"skipped: {plural(left_out, 'collective')} at the start of a rank's window"] if left_out else []
         texts.insert(0, latest_of(frame))
         if not frame["last"].sum():
@@ -233,7 +233,7 @@ class LoadedJob:
 
     def overlap(self) -> Answer:
         """Return computation, communication, exposed communication and idle time per rank and step in windows."""
-        frame = overlap_frame(self._tables)
+        frame = self.table("overlap")
         why = "no overlap: the recording has no window; record one with TRACING_WINDOW=START:STOP"
         return Answer(frame, plots.overlap, shares_of(frame) if len(frame) else why)
 

@@ -122,7 +122,7 @@ class Windows:
         if session.closing:
             return
         capturing = is_capturing()
-        steps_back = self._wall_clock_steps_back()
+        steps_back = window is not None and self._wall_clock_steps_back()
         if window is not None and recorder.window_open and not window.continues(ended) and not capturing:
             self.close(ended)
         if recorder.window_open:

@@ -228,7 +228,7 @@ def print_probe(report: ProbeReport) -> None:
     if report.noise is None:
         print("One pass does not show how much these times change by chance: no rank or link is judged. Use --repeat 5")
     elif not slow and not report.links:
-        limit = max(report.tolerance, report.noise or 0)
+        limit = max(report.tolerance, report.noise)
         print(f"No compared rank or link is slower than {limit:.4g} x similar ones{others}")
     if report.noise is not None and report.noise > report.tolerance:
         print(

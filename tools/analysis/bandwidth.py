@@ -202,7 +202,7 @@ def bandwidth_rows(
         .agg(
             pl.len().alias("collectives"),
             pl.sum("unsized"),
-            bytes=_known_sum("bytes"),
+            bytes=known_sum("bytes"),
             time_us=_times(pl.col("time_ns")),
             algbw_gb_per_s=_rates(pl.col("algbw_gb_per_s")),
             busbw_gb_per_s=_rates(pl.col("busbw_gb_per_s")),
@@ -267,7 +267,7 @@ def _rates(gb_per_s: pl.Expr) -> pl.Expr:
     return _struct(gb_per_s, {name: one.round_sig_figs(4) for name, one in (spread | {"max": gb_per_s.max()}).items()})
 
 
-def _known_sum(column: str) -> pl.Expr:
+def known_sum(column: str) -> pl.Expr:
     """Return the sum of the known values of a column; null if none is known."""
     return pl.when(pl.count(column) > 0).then(pl.sum(column)).alias(column)
 

@@ -109,11 +109,16 @@ PARTS = {
 """Part of a duration -> its name."""
 
 
+def shown_parts(profiler: float) -> dict[str, str]:
+    """Return `PARTS`, without that of the profilers if no time is of it."""
+    return {part: name for part, name in PARTS.items() if profiler or part != "profiler"}
+
+
 def _shares_text(shares: Mapping[str, float]) -> str:
     """Return the share of each part; that of the profilers only if there is any."""
-    parts = [name for name in PARTS if shares[name] or name != "profiler"]
+    parts = shown_parts(shares["profiler"])
     shown = zip(percents([shares[name] for name in parts]), parts, strict=True)
-    return ", ".join(f"{share} {PARTS[name]}" for share, name in shown)
+    return ", ".join(f"{share} {parts[name]}" for share, name in shown)
 
 
 def shares_of(rows: pl.DataFrame) -> str:

@@ -152,11 +152,12 @@ def notes_of(given: Iterable[tuple[int, Iterable[str]]]) -> list[str]:
     for rank, notes in given:
         for note in dict.fromkeys(notes):
             ranks.setdefault(note, []).append(rank)
-    return [
-        note
-        if len(given) == 1 or f"rank {those[0]}" in note or f"rank-{those[0]}" in note
-        else f"{note} (rank {those[0]})"
-        if len(those) == 1
-        else f"{note} (each of {plural(len(those), 'rank')}: {rank_ranges(those)})"
-        for note, those in ranks.items()
-    ]
+    return [_with_ranks(note, those, len(given)) for note, those in ranks.items()]
+
+
+def _with_ranks(note: str, those: list[int], count: int) -> str:
+    """Return a note that some of `count` ranks have with these ranks, unless it names the only one."""
+    if len(those) > 1:
+        return f"{note} (each of {plural(len(those), 'rank')}: {rank_ranges(those)})"
+    names_it = f"rank {those[0]}" in note or f"rank-{those[0]}" in note
+    return note if count == 1 or names_it else f"{note} (rank {those[0]})"

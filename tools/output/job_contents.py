@@ -78,6 +78,8 @@ def _job(path: str, fleet: Fleet) -> tuple[dict[str, Any] | None, str]:
 def _contents(found: JobTables) -> dict[str, Any]:
     import polars as pl
 
+    from crossrank.tools.analysis.bandwidth import known_sum
+
     ranks = found.job.ranks
     rows = [
         (one.label, found.job.groups[one.group].pg[0], found.job.groups[one.group].size, one.calls)
@@ -90,7 +92,7 @@ def _contents(found: JobTables) -> dict[str, Any]:
     of_op = kinds.group_by("op", "group", "size", maintain_order=True).agg(
         pl.sum("calls"),
         timed_calls=pl.col("calls").filter("is_timed").sum(),
-        bytes=pl.when(pl.col("bytes").is_not_null().any()).then(pl.sum("bytes")),
+        bytes=known_sum("bytes"),
         unsized=pl.col("calls").filter(pl.col("bytes").is_null()).sum(),
     )
     return {
@@ -98,7 +100,7 @@ def _contents(found: JobTables) -> dict[str, Any]:
         "ranks": sorted(ranks),
         "missing_ranks": found.job.missing,
         "measured_by": sorted({one.timed_by for one in ranks.values()}),
-        "steps": max(0, *(len(one.steps) - 1 for one in ranks.values())) or None,  # the last one has no end
+        "steps": max(one.ended_steps for one in ranks.values()) or None,
         "operations": of_op.sort("calls", "op", descending=[True, False]).to_dicts(),
         "notes": found.job.notes,
         "skipped": found.job.skipped,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from crossrank.tools.analysis.overlap import PARTS
+from crossrank.tools.analysis.overlap import shown_parts
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -47,8 +47,7 @@ def stragglers(frame: pl.DataFrame) -> go.Figure:
 
 def overlap(frame: pl.DataFrame) -> go.Figure:
     """Return the time per rank, means over steps."""
-    parts = [part for part in PARTS if part != "profiler" or frame["profiler_ns"].sum()]
-    columns = {PARTS[part]: f"{part}_ns" for part in parts}
+    columns = {name: f"{part}_ns" for part, name in shown_parts(float(frame["profiler_ns"].sum())).items()}
     means = frame.group_by("rank", maintain_order=True).agg(pl.col(*columns.values()).mean()).sort("rank")
     return _figure(_bars(means, means["rank"].to_list(), columns), "rank", "ms per iteration", barmode="stack")
 

@@ -8,7 +8,7 @@ from math import log10
 from crossrank.text import amount, milliseconds, plural, printable
 from crossrank.tools.analysis.bandwidth import Bandwidth
 from crossrank.tools.analysis.figures import Figures, Matrix
-from crossrank.tools.analysis.overlap import PARTS, Overlap
+from crossrank.tools.analysis.overlap import Overlap, shown_parts
 from crossrank.tools.analysis.traffic import Traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting
 from crossrank.tools.output import charts as draw
@@ -172,8 +172,7 @@ def _overlap(overlap: Overlap) -> Chart:
             "hovertemplate": "%{y}: %{x:,.2f} ms<extra>" + name + "</extra>",
             **({"marker": {"color": "rgba(128, 128, 128, 0.4)"}} if name == "idle" else {}),
         }
-        for part, name in PARTS.items()
-        if part != "profiler" or overlap.profiler
+        for part, name in shown_parts(overlap.profiler).items()
     ]
     layout = {
         "barmode": "stack",

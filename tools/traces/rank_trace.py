@@ -380,6 +380,11 @@ class RankTrace:
         is_known = (place >= 0) & (place < len(self.steps) - 1) & self.timed
         return np.where(is_known, numbers[place], UNKNOWN_STEP).astype(np.int32)
 
+    @property
+    def ended_steps(self) -> int:
+        """The number of steps with a start and an end: the last one has no end."""
+        return max(0, len(self.steps) - 1)
+
     def knows_size(self, record: CommRecord) -> bool:
         """Whether the size of a call is known, and from the same step as its time."""
         return has_size(record) and record.op not in self.sizes_of_others

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from crossrank.rank_runs import ranks_in
 from crossrank.text import plural
@@ -28,6 +28,7 @@ from crossrank.tools.traces.rank_trace import RankTrace
 if TYPE_CHECKING:
     from crossrank.tools.analysis.diagnosis.evidence import Evidence
 
+_Value = TypeVar("_Value")
 _WITHOUT_A_LINE = 0.25
 """Share of a group's members up to which several without a line are named: the logs of a node may be missing."""
 _WITHOUT_WAITS = ("network_failed", "log_error")
@@ -179,13 +180,18 @@ def _compared(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
             calls.setdefault(fact.number(name), call)
     if not calls:
         return None
-    usual, many = Counter(calls.values()).most_common(1)[0]
-    odd = sorted(rank for rank, call in calls.items() if call != usual)
+    odd, usual, many = _unlike_most(calls)
     if many * 2 <= len({*ranks, *calls}):
         return None
     (op, number, *_), (usual_op, usual_number, *_) = calls[odd[0]], usual
     text = f"{rank_text(odd)} made {op} #{number}, and most ranks made {usual_op} #{usual_number}"
     return _finding("type_mismatch", {*ranks, *calls}, text, lines, odd, proof="mismatch")
+
+
+def _unlike_most(of_ranks: Mapping[int, _Value]) -> tuple[list[int], _Value, int]:
+    """Return (ranks with another value than the usual one, the usual value, how many ranks have it)."""
+    usual, many = Counter(of_ranks.values()).most_common(1)[0]
+    return sorted(rank for rank, value in of_ranks.items() if value != usual), usual, many
 
 
 def _other_version(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
@@ -195,8 +201,7 @@ def _other_version(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
         versions |= {fact.number("rank"): fact.values["version"], fact.number("other"): fact.values["other_version"]}
     if len(set(versions.values())) < 2:
         return None
-    usual, many = Counter(versions.values()).most_common(1)[0]
-    odd = sorted(rank for rank, version in versions.items() if version != usual)
+    odd, usual, many = _unlike_most(versions)
     text = f"{rank_text(odd)} has NCCL version {versions[odd[0]]}, and other ranks have {usual}"
     return _finding("log_error", versions, text, lines, odd if many > len(odd) else [])
 
@@ -271,8 +276,7 @@ def _in_pairs(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     sizes = {one.origin.rank or 0: one.values["numel_in"] for one in of_pairs}
     if len(sizes) < len(lines) or not lines:
         return None
-    usual, many = Counter(sizes.values()).most_common(1)[0]
-    odd = [rank for rank, size in sizes.items() if size != usual]
+    odd, usual, many = _unlike_most(sizes)
     text = f"{rank_text(sizes)} timed out in sends and receives; the lines do not have their peers"
     if len(odd) != 1 or many < len(lines) - 1 or many < 3:
         return _finding("p2p_unmatched", ranks, text, lines, proof="not_known")

@@ -64,7 +64,7 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
     times = [one for one in every if one.arrivals.shape[1] >= _FEWEST]
     clocks, alignment = _align(job, times)
     found = [_measure(one, clocks) for one in times]
-    unproven = {rank: replace(clock, unknown=clock.unknown_if_contradicted) for rank, clock in clocks.items()}
+    unproven = _contradicted(clocks)
     late = [
         Finding(
             kind="straggler",
@@ -132,7 +132,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, _Clock], Clock
         excess = np.where(one.ends > 0, (one.arrivals + added).max(axis=0) - added - one.ends, 0)
         residual = max(residual, int(excess.max()))
     if residual:
-        clocks = {rank: replace(clock, unknown=clock.unknown_if_contradicted) for rank, clock in clocks.items()}
+        clocks = _contradicted(clocks)
     moved = {str(rank): clock.offset / 1e6 for rank, clock in sorted(clocks.items()) if clock.offset}
     unknown = max((clock.unknown for clock in clocks.values()), default=0)
     within = unknown / 1e6 if unknown < _UNBOUNDED else None
@@ -142,6 +142,11 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, _Clock], Clock
     return clocks, ClockAlignment(
         aligned=True, offset_ms=moved, within_ms=within if moved else None, residual_ms=residual / 1e6, note=note
     )
+
+
+def _contradicted(clocks: dict[int, _Clock]) -> dict[int, _Clock]:
+    """Return the clocks as far as they are known if none of them is taken as right."""
+    return {rank: replace(clock, unknown=clock.unknown_if_contradicted) for rank, clock in clocks.items()}
 
 
 def _clock(times: _Times, anchor: int, at: int, of_anchor: _Clock) -> _Clock:

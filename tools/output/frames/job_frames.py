@@ -47,7 +47,7 @@ def ranks(found: JobTables) -> pl.DataFrame:
     rows = [
         (
             *(rank, *map(printable, (one.host, one.node, one.path)), one.timed_by, len(one)),
-            max(0, len(one.steps) - 1) if one.steps or one.records_steps else None,  # the last one has no end
+            one.ended_steps if one.steps or one.records_steps else None,
             *(found.shift.get(rank), printable(one.ending.reason) or None, len(one.problems)),
         )
         for rank, one in found.job.ranks.items()

@@ -356,9 +356,7 @@ FORMATS = (
         "vllm/v1/executor/multiproc_executor.py",
     ),
     _row(TASK_KILLED, r"srun: error: (?P<host>[\w.-]+): task (?P<rank>\d+): (?P<why>.+)", "slurm/src/srun"),
-    _row(
-        NCCL_FAILED, r"\A\[?E (?:\d.*)?ProcessGroupNCCL\.cpp:\d+\]|\A\[?E\d{3,4} .*ProcessGroupNCCL\.cpp:\d+\]", _NCCL
-    ),
+    _row(NCCL_FAILED, r"\A\[?E(?: (?:\d.*)?|\d{3,4} .*)ProcessGroupNCCL\.cpp:\d+\]", _NCCL),
     _row(PRINTED_RANK, r"\bSLURM_PROCID=(?P<rank>\d{1,7})\b", "scripts"),
     _row(PRINTED_RANK, r"\brank=(?P<rank>\d{1,7}),? local_rank=\d", "scripts"),
     _row(PRINTED_RANK, r"(?:\b[Rr]ank=|\bRANK=|\[rank )(?P<rank>\d{1,7})\]?,? .{0,80}?(?i:world_size)=\d", "scripts"),

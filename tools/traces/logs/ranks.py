@@ -597,8 +597,8 @@ def _add_end(trace: RankTrace, one: RankLog) -> None:
         error = Raised(thread=MAIN_THREAD, error=text, causes=causes, frames=frames)
     elif one.killed is not None:
         error = Raised(thread=MAIN_THREAD, error=one.killed[0])
-    elif gpu := [fact for fact in one.facts if fact.kind == formats.OWN_FAILURE]:
-        error = Raised(thread=MAIN_THREAD, error=gpu[0].values["why"])
+    elif own := [fact for fact in one.facts if fact.kind == formats.OWN_FAILURE]:
+        error = Raised(thread=MAIN_THREAD, error=own[0].values["why"])
     elif failed := [fact for fact in one.facts if fact.kind == formats.ASYNC_ERROR]:
         error = Raised(thread=MAIN_THREAD, error=f"DistBackendError: {failed[0].values['why']}")
     else:
