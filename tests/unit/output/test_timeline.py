@@ -161,6 +161,19 @@ def test_a_recording_without_any_time_is_refused() -> None:
         timeline(rank)
 
 
+def test_a_rank_whose_calls_have_no_times_has_its_steps() -> None:
+    first, second = Rank(0).call(100, 500), Rank(1).call(0, 0)
+    second.times.calls.called[0] = 0
+    second.times.steps = [(1, EPOCH + 100_000), (2, EPOCH + 300_000)]
+    trace = timeline(first, second)
+    assert [event[:3] for event in trace.events["rank 1/steps"]] == [
+        ("step 0", 0, 5_000),
+        ("step 1", 5_000, 205_000),
+        ("step 2", 205_000, 205_000),
+    ]
+
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 2**45), st.integers(0, 3), st.booleans(), st.integers(0, 2**40)),

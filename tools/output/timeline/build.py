@@ -145,7 +145,8 @@ def slots(start: Ints, end: Ints) -> Ints:
 
 def _steps(steps: Sequence[tuple[int, int]], calls: pl.DataFrame, zero: int) -> Events:
     """Return the steps. A step that starts before the timeline is cut at its start."""
-    last = max(zero, *(one for name in ("called_ns", "ended_ns") if (one := calls[name].max()) is not None))
+    latest = (calls[name].max() for name in ("called_ns", "ended_ns"))
+    last = max([zero, *(moment for moment in latest if moment is not None)])
     begins = [max(moment, zero) for _, moment in steps]
     names = [f"step {number}" for number, _ in steps]
     # The first step line of a recording is step 1: step 0 is before it.
