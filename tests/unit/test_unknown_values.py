@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import polars as pl
 import pytest
 
 import crossrank
+from crossrank.errors import CrossrankError
 from tests.unit.traces.flight_entries import flight_dump, flight_entry
+from tests.unit.traces.nsight.exports import ExportFile, changed
 
 Content = dict[str, Any]
 _CALLS = 9
@@ -21,6 +24,8 @@ _SHARED |= {"Process Group Description": "data", "Global rank start": 0, "Global
 _TABLES = ("calls", "collectives", "transfers", "arrivals", "steps", "groups", "ranks", "durations")
 _COUNTED = ("rank", "call", "group", "collective", "row", "problems", "clock_shift_ns", "first", "last", "number")
 """Columns in which 0 is a number, a place or a count of what was seen."""
+_SEEN = {"ranks.calls", "groups.calls", "groups.bytes", "collectives.ranks", "transfers.ranks"}
+"""Counts and sums of what a source has: 0 where it has no call, or no call with a duration."""
 
 
 def trace_of(rank: int) -> Content:
@@ -105,6 +110,11 @@ def test_no_column_is_0_for_a_fact_that_the_trace_lacks(missing: str, tmp_path: 
     assert unknown_as_0(whole, lacking) == []
 
 
+def _tables(folder: Path) -> dict[str, pl.DataFrame]:
+    job = crossrank.load(folder)
+    return {name: job.table(name) for name in _TABLES}
+
+
 def dump_of(rank: int) -> Content:
     """Nine timed all_reduces, of which rank 1 is late in each."""
     entries = []
@@ -160,6 +170,98 @@ def test_no_column_is_0_for_a_fact_that_the_dump_lacks(missing: str, tmp_path: P
     assert unknown_as_0(*found) == []
 
 
+def export_of(rank: int, folder: Path) -> Path:
+    """Nine all_reduces in three steps, of which rank 1 is late in each, and a copy beside them."""
+    export = ExportFile()
+    process = export.process(70 + rank)
+    process.identity(rank)
+    process.group()
+    for number in range(1, _CALLS + 1):
+        start = 1_000_000 * number
+        process.marker(start, start + 9000, number)
+        process.kernel(start + 5000, start + 10_000 + 50_000 * rank, start + 160_000)
+        process.copy(start + 200_000, start + 210_000, start + 250_000)
+    return export.write(folder / f"rank_{rank}.sqlite")
+
+
+_EXPORT_COLUMNS = {
+    "NVTX_EVENTS": ("end", "textId", "globalTid", "domainId", "int64Value"),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": ("end", "globalTid", "correlationId"),
+    "CUPTI_ACTIVITY_KIND_KERNEL": ("correlationId", "globalPid", "graphNodeId", "deviceId", "streamId"),
+    "CUPTI_ACTIVITY_KIND_MEMCPY": ("correlationId", "globalPid", "srcDeviceId", "dstDeviceId", "copyKind"),
+    "TARGET_INFO_SESSION_START_TIME": ("utcEpochNs",),
+}
+_MARKER_FIELDS = ("op", "c10d", "pg", "dtype", "in", "out", "bytes", "locality")
+MISSING_IN_EXPORTS: dict[str, tuple[str, ...]] = {
+    **{f"without {table}": (f"DROP TABLE {table}",) for table in _EXPORT_COLUMNS},
+    **{
+        f"without {table}.{column}": (f"ALTER TABLE {table} DROP COLUMN {column}",)
+        for table, columns in _EXPORT_COLUMNS.items()
+        for column in columns
+    },
+    **{
+        f"{table}.{column} is 0": (f"UPDATE {table} SET {column} = 0",)
+        for table, columns in _EXPORT_COLUMNS.items()
+        for column in columns
+    },
+    **{
+        f"markers without {name}": (
+            f"UPDATE StringIds SET value = json_remove(value, '$.{name}') WHERE json_valid(value)",
+        )
+        for name in (*_MARKER_FIELDS, "group", "rank", "world_size", "host")
+    },
+}
+
+
+@pytest.mark.parametrize("missing", MISSING_IN_EXPORTS)
+def test_no_column_is_0_for_a_fact_that_the_export_lacks(missing: str, tmp_path: Path) -> None:
+    found = []
+    for name, statements in (("whole", ()), ("lacking", MISSING_IN_EXPORTS[missing])):
+        (tmp_path / name).mkdir()
+        for rank in range(2):
+            changed(export_of(rank, tmp_path / name), *statements)
+        with suppress(CrossrankError):  # what is refused says nothing wrong
+            found.append(_tables(tmp_path / name))
+    assert found, "the whole input is read"
+    assert len(found) == 1 or unknown_as_0(*found) == []
+
+
+_INSPECTOR = Path(__file__).parent / "traces/inspector"
+_LINE_FIELDS = {
+    "header": ("id", "comm_name", "rank", "n_ranks", "nnodes"),
+    "metadata": ("dump_timestamp_us", "hostname", "pid", "inspector_output_format_version"),
+    "coll_perf": ("coll", "coll_sn", "coll_msg_size_bytes", "coll_exec_time_us", "coll_timing_source"),
+    "p2p_perf": ("p2p", "p2p_sn", "p2p_peer", "p2p_msg_size_bytes", "p2p_exec_time_us", "p2p_timing_source"),
+}
+MISSING_IN_INSPECTOR = [
+    (part, field, value)
+    for part, fields in _LINE_FIELDS.items()
+    for field in fields
+    for value in (None, 0, "")
+    if (field, value) != ("p2p_peer", 0)  # a rank
+]
+
+
+@pytest.mark.parametrize(("part", "field", "value"), MISSING_IN_INSPECTOR)
+def test_no_column_is_0_for_a_fact_that_nccl_inspector_lacks(
+    part: str, field: str, value: object, tmp_path: Path
+) -> None:
+    found = []
+    for name in ("whole", "lacking"):
+        (tmp_path / name).mkdir()
+        for path in _INSPECTOR.iterdir():
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            for row in rows if name == "lacking" else ():
+                if part in row:
+                    row[part] = {key: one for key, one in row[part].items() if key != field}
+                    row[part] |= {} if value is None else {field: value}
+            (tmp_path / name / path.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with suppress(CrossrankError):  # what is refused says nothing wrong
+            found.append(_tables(tmp_path / name))
+    assert found, "the whole input is read"
+    assert len(found) == 1 or unknown_as_0(*found) == []
+
+
 def unknown_as_0(whole: dict[str, pl.DataFrame], lacking: dict[str, pl.DataFrame]) -> list[str]:
     """Return the columns that are never 0 or empty in the whole tables, and are so where a fact is missing."""
     wrong = []
@@ -167,7 +269,8 @@ def unknown_as_0(whole: dict[str, pl.DataFrame], lacking: dict[str, pl.DataFrame
         for column in set(table.columns) - {*_COUNTED}:
             before, after = whole[name][column], table[column]
             if before.dtype.is_numeric() and before.null_count() < len(before) and (before.drop_nulls() != 0).all():
-                wrong += [f"{name}.{column} is 0"] if (after.drop_nulls() == 0).any() else []
+                is_unknown = f"{name}.{column}" not in _SEEN
+                wrong += [f"{name}.{column} is 0"] if is_unknown and (after.drop_nulls() == 0).any() else []
             if after.dtype == pl.String and (after.drop_nulls() == "").any():
                 wrong.append(f"{name}.{column} is an empty text")
     return wrong

@@ -10,6 +10,7 @@ have start times only with NCCL_INSPECTOR_DUMP_VERBOSE=1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -42,9 +43,9 @@ class _Header(msgspec.Struct):
 
 
 class _Metadata(msgspec.Struct):
+    dump_timestamp_us: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
     hostname: str = ""
     pid: Int = 0
-    dump_timestamp_us: Count = 0
     inspector_output_format_version: str = ""
 
 
@@ -81,7 +82,7 @@ class _Transfer(msgspec.Struct):
 
 class _Line(msgspec.Struct):
     header: _Header
-    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+    metadata: _Metadata
     coll_perf: _Collective | None = None
     p2p_perf: _Transfer | None = None
 

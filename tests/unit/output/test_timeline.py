@@ -173,7 +173,6 @@ def test_a_rank_whose_calls_have_no_times_has_its_steps() -> None:
     ]
 
 
-
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 2**45), st.integers(0, 3), st.booleans(), st.integers(0, 2**40)),

@@ -121,6 +121,8 @@ def meaning_of(text: str) -> Meaning | None:
             pg = name_in_epoch(marked.pg, marked.epoch)
             return Meaning(BATCH, record=msgspec.structs.replace(NO_CALL, op=marked.op, pg=pg))
         same = {name: getattr(marked, name) for name in _OF_CALL}
+        if marked.bytes < 0:  # 0 bytes of a known type are a known size
+            same["dtype"] = None
         record = with_epoch(CommRecord(id=0, t=0, bytes=max(marked.bytes, 0), **same))
         return Meaning(CALL, record=record, sizeless=marked.bytes < 0, left_out=bool(marked.left_out))
     if marked.crossrank is not None and marked.rank is not None and 0 <= marked.rank < MOST_RANKS:
