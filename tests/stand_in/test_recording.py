@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 
@@ -66,6 +66,35 @@ def test_a_window_has_all_kernel_times_and_link_finds_their_launches(
         assert sum("ncclDevKernel" in event["name"] for event in kernels) == 2  # of two iterations
         lasted = Counter(row["end"] - row["begin"] for row in rows(log, "kernel", "communication"))
         assert all(any(abs(event["dur"] * 1e3 - ns) <= 0.01 * ns + 5 for ns in lasted) for event in kernels)
+
+
+_COMMUNICATION = """
+values, both = torch.ones(1000).cuda(), dist.new_group([0, 1])
+for step in range(6):
+    dist.all_reduce(values)
+    dist.all_reduce(values, group=both)
+    dist.broadcast(values, 0)
+    dist.send(values, 1) if rank == 0 else dist.recv(values, 0)
+    crossrank.step()
+torch.cuda.synchronize()
+"""
+
+
+def test_collectives_of_one_number_have_one_id_of_torch(tmp_path: Path) -> None:
+    record(tmp_path, _COMMUNICATION, TRACING_WINDOW="2:4")
+    ids = defaultdict(list)
+    for rank in (0, 1):
+        for event in load(tmp_path / "recording", "kineto", rank)["traceEvents"]:
+            facts = event.get("args", {})
+            if event.get("cat") == "kernel" and facts.get("Collective name") in ("allreduce", "broadcast"):
+                ids[facts["Process Group Name"], facts["Seq"]].append(facts.get("Comms Id"))
+    if not any(map(any, ids.values())):
+        pytest.skip("this PyTorch writes no ids; 2.13 does")
+    assert len(ids) == 6  # three collectives in each of two iterations
+    assert all(len(found) == 2 and len(set(found)) == 1 for found in ids.values())
+    assert len({found[0] for found in ids.values()}) == 6
+    recorded = CommsFile(str(_file(tmp_path, 0, "comms.jsonl"))).records()
+    assert set(ids) <= {(one.pg, one.seq) for one in recorded}
 
 
 def test_timing_records_how_long_each_collective_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
