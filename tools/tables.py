@@ -187,7 +187,14 @@ TABLES = {
     "steps": TableSchema(
         "training steps of every rank; the last one has no end",
         True,
-        {**_RANK, "step": Column(_INT, "training step"), **_SPAN},
+        {
+            **_RANK,
+            "step": Column(_INT, "training step"),
+            **_SPAN,
+            "profiler": Column(
+                _BOOL, "the profiler of a window started or stopped in it on this rank; null if unknown"
+            ),
+        },
     ),
     "overlap": TableSchema(
         "time per rank and step in profiled windows: duration = computation + exposed + profiler + memory + idle",

@@ -15,7 +15,7 @@ import polars as pl
 
 from crossrank.recording import WAITED_IN
 from crossrank.text import plural, printable
-from crossrank.tools.analysis.waiting import Steps, covered, in_ms, over_ranks, with_most
+from crossrank.tools.analysis.waiting import Steps, covered, in_ms, over_ranks, profiler_steps, with_most
 from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
 
@@ -32,9 +32,10 @@ class Exposed(msgspec.Struct, kw_only=True):
     """Calls of these ranks without a recorded wait: C++ waits for them, or no thread does. If there are any, the times
     are lower bounds."""
     per_step_ms: float | None
-    """Median over ranks and steps; None without steps, or if kernels of GPUs measure it. So are the next two."""
+    """Median over ranks and steps in which no profiler started or stopped; None without such steps, or if kernels of
+    GPUs measure it. So are the next two."""
     share: float | None
-    """Exposed time of all steps of all ranks, divided by their duration."""
+    """Exposed time of these steps of all ranks, divided by their duration."""
     steps: Steps | None
     """Waits of several threads at the same time count once. The last step has no end and is skipped."""
     ranks: list[Row]
@@ -51,20 +52,21 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
         return None
     waits = pl.concat(map(_waits, recorded))
     steps = _by_step(waits, pl.concat(map(_iterations, recorded)))
+    undisturbed = steps.filter(~pl.col("step").is_in(profiler_steps(ranks)))
     share = pl.sum("ms") / pl.sum("of_ms")
     # On a GPU the host's waits return at once; `overlap` measures it with the kernels of a window.
-    has_steps = bool(len(steps)) and not any(one.busy.where == "device" for one in recorded)
+    has_steps = bool(len(undisturbed)) and not any(one.busy.where == "device" for one in recorded)
     return Exposed(
         waits=len(waits),
         of_no_call=len(waits.filter(pl.col("source") == _NOT_KNOWN)),
         calls_without=sum(map(_calls_without, recorded)),
-        per_step_ms=round(steps.select(pl.median("ms")).item(), 3) if has_steps else None,
-        share=round(steps.select(share).item(), 4) if has_steps else None,
+        per_step_ms=round(undisturbed.select(pl.median("ms")).item(), 3) if has_steps else None,
+        share=round(undisturbed.select(share).item(), 4) if has_steps else None,
         steps=over_ranks(steps) if has_steps else None,
         ranks=ANSWERS["exposed_ranks"].rows(
             with_most(covered(waits.lazy(), ["rank"], pl.col("begin"), pl.col("end")), "ns")
             .with_columns(exposed_ms=in_ms("ns"))
-            .join(steps.group_by("rank").agg(share=share.round(4)), on="rank", how="left", maintain_order="left")
+            .join(undisturbed.group_by("rank").agg(share=share.round(4)), on="rank", how="left", maintain_order="left")
         ),
         lines=_lines(waits),
         notes=list(_notes(ranks, recorded)),
@@ -152,6 +154,11 @@ def _notes(ranks: Sequence[RankTrace], recorded: Sequence[RankTrace]) -> Iterato
         yield (
             "on a GPU most waits make only the stream wait and return at once; the kernels of a window show the "
             "exposed communication there"
+        )
+    if left_out := {step for one in ranks for step, _ in one.steps[:-1]} & profiler_steps(ranks):
+        yield (
+            f"{plural(len(left_out), 'step')}, in which a profiler started or stopped, "
+            f"{'counts' if len(left_out) == 1 else 'count'} neither in the time per step nor in the shares"
         )
     if len(recorded) < len(ranks):
         yield f"{plural(len(ranks) - len(recorded), 'rank')} of {len(ranks):,} recorded no waits"

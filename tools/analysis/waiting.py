@@ -250,6 +250,11 @@ def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
     return over_ranks(pl.DataFrame(rows, schema={"step": pl.Int64, "ms": pl.Float64}, orient="row"))
 
 
+def profiler_steps(ranks: Sequence[RankTrace]) -> set[int]:
+    """Return the steps in which the profiler of a rank started or stopped: that rank is late, and others wait."""
+    return set().union(*(one.profiler_steps or () for one in ranks))
+
+
 def over_ranks(by_rank: pl.DataFrame) -> Steps:
     """Return statistics over the ranks of the `ms` of each `step`; every n-th step if there are very many."""
     ms = pl.col("ms")

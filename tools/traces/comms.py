@@ -62,6 +62,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
     trace.records_steps = True
     trace.steps = [(line["step"], clock.at(line["t"])) for line in file.steps if "step" in line and "t" in line]
+    trace.profiler_steps = _profiler_steps(trace.steps, [clock.at(line["t"]) for line in file.windows if "t" in line])
     trace.ending.ended, trace.ending.unseen = file.end is not None, file.end is None
     trace.ending.reason = str(end.get("reason") or "")
     trace.ending.take_exceptions(_exceptions(end.get("exceptions")))
@@ -99,6 +100,14 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         ends = [line["wall"] for line in clocks if "wall" in line] + ([clock.at(last.t)] if last else [])
         trace.span = header.clock["wall"], max(ends)
     return trace
+
+
+def _profiler_steps(steps: Sequence[tuple[int, int]], edges: Sequence[int]) -> frozenset[int]:
+    """Return the steps that contain an edge of a window. A window is opened and closed between two steps, by the
+    thread that counts them: it takes its time from the step that begins."""
+    begins = [begin for _, begin in steps]
+    places = [bisect_right(begins, moment) - 1 for moment in edges]
+    return frozenset(steps[place][0] for place in places if place >= 0)
 
 
 class WallClock:

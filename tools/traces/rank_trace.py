@@ -293,6 +293,8 @@ class RankTrace:
     """Versions and settings, as the header has them."""
     steps: list[tuple[int, int]] = field(default_factory=list)
     """(step, its start in ns since 1970), in order. The last one has no end."""
+    profiler_steps: frozenset[int] | None = None
+    """Steps in which the profiler of a window started or stopped on this rank; None = unknown."""
     records_steps: bool = False
     """Whether each call has its step in the file."""
     span: tuple[int, int] | None = None

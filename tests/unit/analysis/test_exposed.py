@@ -112,6 +112,19 @@ def test_a_step_counts_simultaneous_waits_of_threads_once() -> None:
     assert [(one["rank"], one["exposed_ms"], one["share"]) for one in found.ranks] == [(0, 5.0, 0.25), (1, 1.0, 0.05)]
 
 
+def test_steps_in_which_a_profiler_starts_or_stops_count_in_no_share() -> None:
+    waits = (0, 1, 4, "wait"), (0, 11, 12, "wait"), (0, 21, 30, "wait")
+    first, second = rank(0, *waits, steps=3), rank(1, *waits, steps=3)
+    second.profiler_steps = frozenset([0, 2])
+    found = exposed(first, second)
+    assert (found.per_step_ms, found.share) == (1.0, 0.1)
+    assert [one["share"] for one in found.ranks] == [0.1, 0.1]
+    assert found.steps is not None
+    assert found.steps.p50_ms == [3.0, 1.0, 9.0]  # shown, all the same
+    note = "2 steps, in which a profiler started or stopped, count neither in the time per step nor in the shares"
+    assert found.notes == [SEEN, note]
+
+
 def test_a_wait_counts_only_until_the_end_of_the_step_it_starts_in() -> None:
     found = exposed(rank(0, (0, 8, 13, "wait"), (0, 25, 26, "wait"), steps=2))
     assert found.steps is not None

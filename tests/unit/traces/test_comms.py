@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
+from crossrank.tools.output.frames.rank_frames import steps as steps_table
 from crossrank.tools.traces.comms import IMPOSSIBLE_TIMES, WallClock, read_comms, stack_of
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight.dump import Frame, Raised
@@ -41,7 +43,7 @@ def trace(path: str, *ids: int, **differs: Any) -> RankTrace:
     )
     of = {7: (first, 1, -1, 0, RETIRED), 8: (send, 5, 8, 0, RETIRED), 9: (last, 2, -1, 1, RETIRED)}
     found = RankTrace(rank=3, path=path, source="comms", world_size=4, version="crossrank-comms 1", host="h", node="n")
-    found.records_steps = True
+    found.records_steps, found.profiler_steps = True, frozenset()
     found.signatures = [of[one][0] for one in ids]
     for signature, one in enumerate(ids):
         _, number, batch, step, state = of[one]
@@ -66,6 +68,14 @@ def test_a_finished_recording_has_only_finished_calls(tmp_path: Path) -> None:
     assert read_comms(path, 3) == trace(path, 7, 8, 9, **whole, skipped=(0, 0))
     assert read_comms(path, steps=(0, 1)) == trace(path, 7, 8, **whole, skipped=(1, 8), until=WALL + 3000)
     assert read_comms(path, steps=(1, 2)) == trace(path, 9, **whole, skipped=(2, 8))  # sizes below 0 count as none
+
+
+def test_the_steps_in_which_a_window_opens_or_closes_are_those_of_the_profiler(tmp_path: Path) -> None:
+    steps = [{"step": {"step": number, "t": 1000 * number}} for number in range(1, 6)]
+    edges = [{"window": {"window": 1, "edge": edge, "t": t}} for edge, t in (("open", 2900), ("close", 4000))]
+    found = read_comms(write(tmp_path / "c", {"group": GROUP}, REDUCE, *steps, *edges, {"end": ENDED}))
+    assert found.profiler_steps == frozenset([2, 4])
+    assert steps_table(found, pl.DataFrame())["profiler"].to_list() == [False, True, False, True, False]
 
 
 def groups_of_calls(trace: RankTrace) -> list[tuple[str, list[int] | None]]:

@@ -99,9 +99,10 @@ def waits(trace: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
 
 def steps(trace: RankTrace, _: pl.DataFrame) -> pl.DataFrame:
     """Return the table `steps` of a rank."""
+    profiler = None if trace.profiler_steps is None else pl.col("step").is_in(trace.profiler_steps)
     return TABLES["steps"].select(
         pl.DataFrame(trace.steps, schema={"step": pl.Int64, "began_ns": pl.Int64}, orient="row")
-        .with_columns(rank=pl.lit(trace.rank or 0), ended_ns=pl.col("began_ns").shift(-1))
+        .with_columns(rank=pl.lit(trace.rank or 0), ended_ns=pl.col("began_ns").shift(-1), profiler=profiler)
         .with_columns(duration_ns=pl.col("ended_ns") - pl.col("began_ns"))
     )
 
