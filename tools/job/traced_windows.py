@@ -7,15 +7,15 @@ host and the Works of its backend.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from crossrank.text import plural, printable
 from crossrank.tools.graph.linking.communications import COMMUNICATING
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.busy import Spans, difference, spans_of, union
-from crossrank.tools.traces.kernels import COMPUTATION, LOOKS_LIKE_COMMUNICATION, communication_kernel
+from crossrank.tools.traces.kernels import KernelsOfName, communication_kernel, unknown_kernels
 from crossrank.tools.traces.kineto import DeviceEvent, KinetoTrace, profiler_iterations
 from crossrank.tools.traces.param_comms import from_kineto
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -24,9 +24,6 @@ _OPERATION = re.compile(r"[a-z_]\w*::\w+")
 """An operation such as `aten::mm`; not a range of the program such as `FSDP::pre_forward`."""
 _NO_OPERATIONS = ("autograd::", "torch::", *COMMUNICATING)
 """Names of ranges around operations, which include the time between them; and of communication."""
-
-_LARGE_SHARE = 0.1
-"""A kernel of an unknown library with a larger share of the device time is reported."""
 
 _HostRange = tuple[str, int | str | None, int, int]
 """(name, thread, begin, end)"""
@@ -70,30 +67,18 @@ def _communicates(kernel: DeviceEvent) -> bool:
     return communication_kernel(kernel.name) is not None or from_kineto(kernel.args) is not None
 
 
-def _unknown_kernels(kernels: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Yield a note per kernel, given as (name, ns), that takes long and may be communication of an unknown library, and
-    one on kernels whose names say that they are."""
-    spent: Counter[str] = Counter()
-    times: Counter[str] = Counter()
-    for name, ns in kernels:
-        spent[name] += ns
-        times[name] += 1
-    count = Counter({name: many for name, many in times.items() if LOOKS_LIKE_COMMUNICATION.search(name)})
-    if named := [name for name, _ in count.most_common()]:
-        names = ", ".join(printable(name)[:80] for name in named[:3])
-        yield (
-            f"{plural(count.total(), 'kernel')} ({names}) {'has' if count.total() == 1 else 'have'} a name of "
-            "communication and count as computation, because no known library has it; "
-            "--communication-kernels REGEX counts them as communication"
-        )
-    for name, ns in spent.most_common():
-        if ns <= _LARGE_SHARE * spent.total():
-            break
-        if not COMPUTATION.search(name) and name not in count:
-            yield (
-                f"the kernel {printable(name)[:80]} takes more than a tenth of the device time and counts as "
-                "computation; if it communicates, give its name with --communication-kernels REGEX"
-            )
+def _computing(activities: Iterable[_Activity], hosts: Iterable[_HostRange]) -> list[KernelsOfName]:
+    """Return the kernels that count as computation, by name."""
+    ranges = union(spans_of((begin, end) for name, _, begin, end in hosts if name.startswith(COMMUNICATING)))
+    begins, ends = ranges.T.tolist()
+    found: dict[str, KernelsOfName] = {}
+    for name, category, communicates, _, launched, begin, end in activities:
+        if category == "kernel" and not communicates:
+            of_name = found.setdefault(name, KernelsOfName(name))
+            place = -1 if launched is None else bisect_right(begins, launched) - 1
+            is_within = launched is not None and place >= 0 and launched < ends[place]
+            of_name.add(1, end - begin, in_communication=int(is_within))
+    return list(found.values())
 
 
 def _add_window(
@@ -111,9 +96,7 @@ def _add_window(
         return
     kinds: dict[str, list[tuple[int, int]]] = {"computation": [], "communication": [], "memory": []}
     computed: Counter[object] = Counter()
-    trace.notes += _unknown_kernels(
-        (name, end - begin) for name, _, is_comm, *_, begin, end in activities if not is_comm
-    )
+    trace.notes += unknown_kernels(_computing(activities, hosts))
     for _, category, communicates, stream, _, begin, end in activities:
         kind = "communication" if communicates else "computation" if category == "kernel" else "memory"
         kinds[kind].append((begin, end))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
 from crossrank.comm import operation_of
+from crossrank.text import plural, printable
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ FAMILIES = (
     KernelFamily("mscclpp", re.compile(r"\bmscclpp::")),
 )
 COMPUTATION = re.compile(
-    r"gemm|gemv|matmul|cutlass|cublas|cudnn|conv|winograd|flash|fmha|attn|attention|softmax|norm|triton_|\bat::"
+    r"gemm|gemv|bmm_|multi_tensor_apply|matmul|cutlass|cublas|cudnn|conv|winograd|flash|fmha|attn|attention|softmax|norm|triton_|\bat::"
     r"|elementwise|vectorized|reduce_kernel|fbgemm|Cijk_|sm\d\d_|ampere|volta|hopper|aten::|Memset|Memcpy",
     re.IGNORECASE,
 )
@@ -84,6 +85,8 @@ LOOKS_LIKE_COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 """Names of kernels that probably communicate, by libraries of no row."""
+_LARGE_SHARE = 0.1
+"""A kernel of an unknown library with a larger share of the device time is reported."""
 _also: ContextVar[str] = ContextVar("also", default="")
 
 
@@ -118,3 +121,46 @@ def _known(name: str, also: str) -> tuple[str, str | None] | None:
             operation = operation_of(match.groupdict().get("op") or "")
             return family.library, family.op or (operation.name if operation else None)
     return ("selected by the user", None) if also and re.search(also, name) else None
+
+
+@dataclass
+class KernelsOfName:
+    """Kernels of one name. It is no name of a known kernel that communicates."""
+
+    name: str
+    count: int = 0
+    ns: int = 0
+    in_communication: int = 0
+    """Kernels that were launched within a range of communication, such as `c10d::allreduce_`."""
+
+    def add(self, count: int, ns: int, in_communication: int = 0) -> None:
+        self.count += count
+        self.ns += ns
+        self.in_communication += in_communication
+
+
+def unknown_kernels(kernels: Sequence[KernelsOfName]) -> Iterator[str]:
+    """Yield the notes on kernels that count as computation and may communicate: by their name, by the range around
+    all their launches, or because they take long and are of no library that computes."""
+    by_name = [one for one in kernels if LOOKS_LIKE_COMMUNICATION.search(one.name)]
+    rest = [one for one in kernels if one not in by_name and not COMPUTATION.search(one.name)]
+    by_range = [one for one in rest if one.count == one.in_communication]
+    for found, why in (
+        (by_name, "{has} a name of communication"),
+        (by_range, "{was} launched within a range of communication"),
+    ):
+        if count := sum(one.count for one in found):
+            names = ", ".join(printable(one.name)[:80] for one in sorted(found, key=lambda one: -one.count)[:3])
+            verbs = {"has": "has", "was": "was"} if count == 1 else {"has": "have", "was": "were"}
+            yield (
+                f"{plural(count, 'kernel')} ({names}) {why.format(**verbs)} and "
+                f"{'counts' if count == 1 else 'count'} as computation, because no known library has "
+                f"{'it' if count == 1 else 'them'}; --communication-kernels REGEX counts them as communication"
+            )
+    total = sum(one.ns for one in kernels)
+    for one in sorted(rest, key=lambda one: -one.ns):
+        if one.ns > _LARGE_SHARE * total and one not in by_range:
+            yield (
+                f"the kernel {printable(one.name)[:80]} takes more than a tenth of the device time and counts as "
+                "computation; if it communicates, give its name with --communication-kernels REGEX"
+            )

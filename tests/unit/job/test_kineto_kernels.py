@@ -222,6 +222,21 @@ def test_kernels_of_no_known_library_with_a_name_of_communication_are_named(
     assert not any("a name of communication" in one for one in notes)
 
 
+def test_kernels_of_no_known_library_that_a_range_of_communication_launched_are_named(tmp_path: Path) -> None:
+    """A kernel that is launched elsewhere too computes; so does one of a library that computes."""
+    trace = Trace()
+    around = ("record_param_comms",)
+    trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", around, **DESCRIBED)
+    for name in ("exchange_tokens", "exchange_tokens", "pack", "ampere_gemm"):
+        trace.kernel(name, ("c10d::allreduce_",))
+    trace.kernel("pack")
+    trace.write(tmp_path / "rank-0.json")
+    found = [note for note in crossrank.load(tmp_path).notes if "range of communication" in note]
+    assert [note.split(", because")[0].split(": ")[-1] for note in found] == [
+        "2 kernels (exchange_tokens) were launched within a range of communication and count as computation"
+    ]
+
+
 def test_calls_are_counted_on_all_ranks_if_one_has_no_numbers_of_torch(tmp_path: Path) -> None:
     for rank in range(2):
         content = numbered(rank, 1, 4)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossrank.tools.traces.busy import Spans, spans_of
+from crossrank.tools.traces.kernels import KernelsOfName, unknown_kernels
 from crossrank.tools.traces.nsight.export import (
     GRAPH_TRACE,
     KERNEL,
@@ -34,26 +35,31 @@ class DeviceWork(Columns):
     device: Column
     stream: Column
     kind: Column
+    name: Column
+    """Id of a kernel's name in `StringIds`; `NONE` for copies and memsets."""
 
 
-def device_work(export: Export) -> DeviceWork | None:
-    """What ran on GPUs. None if kernels that communicate cannot be separated from those that compute: there are no
-    kernels, they have no names, or CUDA graphs were traced whole."""
+def device_work(export: Export) -> tuple[DeviceWork, dict[int, str]] | None:
+    """What ran on GPUs, and the names of kernels by their ids. None if kernels that communicate cannot be separated
+    from those that compute: there are no kernels, they have no names, or CUDA graphs were traced whole."""
     name, operations = communication_operations(export)
     if name is None or len(export.all(GRAPH_TRACE, ("start",))[0]):
         return None
     columns = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId")
     kernels = export.all(KERNEL, (*columns, name))
-    parts = [[*kernels[:6], np.where(np.isin(kernels[6], list(operations)), _COMMUNICATION, _COMPUTATION)]]
+    kinds = np.where(np.isin(kernels[6], list(operations)), _COMMUNICATION, _COMPUTATION)
+    parts = [[*kernels[:6], kinds, kernels[6]]]
     for table in (MEMCPY, MEMSET):
         rows = export.all(table, columns)
-        parts.append([*rows, np.full(len(rows[0]), _MEMORY)])
+        parts.append([*rows, np.full(len(rows[0]), _MEMORY), np.full(len(rows[0]), NONE)])
     start, end, pid, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
     work = DeviceWork(start, end, np.where(pid == NONE, NONE, pid >> 24), *others)
-    return work.take((start >= 0) & (end > start) & (end < LATEST))
+    return work.take((start >= 0) & (end > start) & (end < LATEST)), export.strings(KERNEL, name)
 
 
-def take_device_work(export: Export, trace: RankTrace, work: DeviceWork, copies: Spans, epoch: int) -> None:
+def take_device_work(
+    export: Export, trace: RankTrace, work: DeviceWork, names: dict[int, str], copies: Spans, epoch: int
+) -> None:
     """Add when a rank's GPU was busy, for the steps that `trace` already has. `work` is that of its process. `copies`
     were launched by its calls, and are communication."""
     spans = np.stack([work.start, work.end], axis=1)
@@ -67,5 +73,15 @@ def take_device_work(export: Export, trace: RankTrace, work: DeviceWork, copies:
         known = (launched != NONE) & (work.kind != _MEMORY)
         spans_of_launches = np.stack([launched, work.start], axis=1)
         begins, of_main = spans_of_launches[known], spans_of_launches[known & (of.ravel() == main)]
+    trace.notes += unknown_kernels(_computing(work, names))
     communication = np.concatenate([communication, copies])
     trace.busy.add("device", epoch, computation, communication, memory, trace.steps, begins, of_main)
+
+
+def _computing(work: DeviceWork, names: dict[int, str]) -> list[KernelsOfName]:
+    """Return the kernels that count as computation, by name."""
+    computes = work.take(work.kind == _COMPUTATION)
+    numbers, of, count = np.unique(computes.name, return_inverse=True, return_counts=True)
+    ns = np.bincount(of.ravel(), computes.end - computes.start, len(numbers))
+    rows = zip(numbers.tolist(), count.tolist(), ns.tolist(), strict=True)
+    return [KernelsOfName(names[number], many, int(took)) for number, many, took in rows if number in names]

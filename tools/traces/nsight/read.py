@@ -74,7 +74,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         with_nccl = {*ranges.of(NCCL).process.tolist()} & {*kernels.process.tolist()}
         work = device_work(export)
         communicating = ours | with_nccl
-        working = set() if work is None else {*work.process.tolist()}
+        working = set() if work is None else {*work[0].process.tolist()}
         processes = [
             _Process(export, process, ranges.take(ranges.process == process), epoch, comms)
             for process in sorted(communicating or working)
@@ -92,13 +92,14 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         else:
             found[0].notes.append(_no_calls(path, len(kernels)))
         if work is not None:
+            of_devices, names = work
             # Other communication, such as gloo's, is not in the export: its time would count as idle.
             communicate = set(kernels.process.tolist())
             for process in processes:
                 if communicating and process.number not in communicate and not len(process.copies):
                     continue
-                own = work.take(work.process == process.number)
-                take_device_work(export, process.times, own, process.copies, epoch)
+                own = of_devices.take(of_devices.process == process.number)
+                take_device_work(export, process.times, own, names, process.copies, epoch)
         strangers = ~np.isin(kernels.process, [process.number for process in processes])
         if strangers.any():
             others = len(np.unique(kernels.process[strangers]))
