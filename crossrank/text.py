@@ -51,14 +51,17 @@ def microseconds(value: float | None) -> str:
 
 
 def percent(share: float | None, *, signed: bool = False) -> str:
-    """Format a share in percent, rounded toward zero.
+    """Format a share in percent, rounded to the nearest tenth. Less than all is never printed as 100 %.
 
-    >>> percent(0.57), percent(0.99999), percent(None), percent(-0.1234, signed=True), percent(-0.0001, signed=True)
-    ('57.0 %', '99.9 %', '-', '-12.3 %', '+0.0 %')
+    >>> percent(0.57), percent(0.99999), percent(None), percent(-0.1236, signed=True), percent(-0.0001, signed=True)
+    ('57.0 %', '99.9 %', '-', '-12.4 %', '+0.0 %')
     """
     if share is None or not math.isfinite(1000 * share):
         return "-"
-    tenths = _floor_tenths(abs(share)) * (1 if share >= 0 else -1)
+    tenths = round(1000 * abs(share))
+    if tenths == 1000 and abs(share) < 1:
+        tenths = 999
+    tenths *= 1 if share >= 0 else -1
     return f"{tenths / 10:{'+' if signed else ''},.1f} %"
 
 

@@ -90,6 +90,11 @@ _SPAN = {
     "ended_ns": Column(_INT, "end time", "ns", privacy=Privacy.WALL),
     "duration_ns": Column(_INT, "duration", "ns"),
 }
+_SPAN_OF_CALL = {
+    "began_ns": Column(_INT, "start time; in a dump, when torch noticed it", "ns", privacy=Privacy.WALL),
+    "ended_ns": Column(_INT, "end time; in a dump, when torch noticed it", "ns", privacy=Privacy.WALL),
+    "duration_ns": Column(_INT, "duration; in a dump that of torch's events, not end - start", "ns"),
+}
 _TIMED_BY = {
     "timed_by": Column(
         _TEXT, "source of the time: kineto, nsight, flight, inspector, work, replay", privacy=Privacy.WORD
@@ -137,7 +142,7 @@ TABLES = {
             "thread": Column(_INT, "id of the thread that made the call, as the operating system numbers it"),
             "state": Column(_TEXT, "scheduled, started, retired or completed", privacy=Privacy.STATE),
             "called_ns": Column(_INT, "when the host made the call", "ns", privacy=Privacy.WALL),
-            **_SPAN,
+            **_SPAN_OF_CALL,
             **_TIMED_BY,
         },
         (
@@ -164,7 +169,7 @@ TABLES = {
             **_OP,
             **_GROUP,
             **_SIZE,
-            **_SPAN,
+            **_SPAN_OF_CALL,
             **_TIMED_BY,
         },
     ),

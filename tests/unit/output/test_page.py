@@ -139,7 +139,7 @@ def test_a_diagnosis_page_has_the_texts_of_the_console() -> None:
         "More calls in which ranks wait as a result: 1",
         "recv p2p #2 world [0] 0 ?",
         "straggler on world [0]: rank 1 comes last",
-        "world [0] 0-1 3 rank 1 in 66.6 % 1 ms 1 ms 1 ms rank 1 1 ms",
+        "world [0] 0-1 3 rank 1 in 66.7 % 1 ms 1 ms 1 ms rank 1 1 ms",
     )
 
 
