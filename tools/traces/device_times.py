@@ -1,4 +1,4 @@
-"""Finds device events whose times cannot be right: torch's profiler sometimes writes 0, or an end that is none.
+"""Finds device events whose times cannot be right: profilers sometimes write 0, or an end that is none.
 
 These are certain, up to the offset between the clocks of device and host, which the trace shows itself:
 
@@ -10,20 +10,18 @@ These are certain, up to the offset between the clocks of device and host, which
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from crossrank.comm import Int
 from crossrank.text import plural
-from crossrank.tools.traces.json_document import parse
 
-if TYPE_CHECKING:
-    from crossrank.tools.traces.kineto import DeviceEvent, Id, RuntimeCall
-
+Column = npt.NDArray[np.int64]
+UNKNOWN = np.iinfo(np.int64).min
+"""In a column: the trace does not say."""
 _SLACK = 1_000_000
 """ns by which clocks may differ that no other event shows."""
 _MOST_OFFSET = 100_000_000
@@ -32,51 +30,56 @@ _FEW, _SHARE = 3, 0.05
 """This number of events, and this share of them, are no accident: they show the offset of the clocks."""
 _LOOKED_AT = 64
 """Later events of a stream that are looked at for each event."""
-_DEVICE_SYNCS = ("cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize")
 BEFORE_LAUNCH = "a start before their launch"
 AFTER_SYNC = "an end after a synchronization that waited for them"
 OUTSIDE = "a time outside of the profiler's window"
 OVERLAPS = "a duration that contains several later ones of their stream"
 
 
-class _Context(msgspec.Struct):
-    context: Int | str | None = None
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Kernels, copies and memsets in columns. Times are in ns, on the clock of the trace."""
+
+    start: Column
+    end: Column
+    device: Column
+    stream: Column
+    """Equal numbers: one stream of one context and process."""
+    correlation: Column
+    """Equal numbers: one launch. `UNKNOWN` = not known, as in the columns that follow."""
+    process: Column
+    """Process of the launch."""
+    launched: Column
+    """When the call began that launched it."""
+    returned: Column
+    """When this call ended."""
 
 
 def impossible_times(
-    device: Sequence[DeviceEvent], calls: Sequence[RuntimeCall], window: tuple[int, int] | None
+    of: DeviceTimes, syncs: Mapping[int, Column] | None = None, window: tuple[int, int] | None = None
 ) -> dict[int, str]:
     """Return the position of each device event with impossible times -> what is wrong with them.
 
-    `window`: start and end of what the profiler recorded, in ns as all times; None = unknown."""
-    launch_of = {one.correlation: one for one in calls if one.correlation is not None}
-    launches = [None if one.correlation is None else launch_of.get(one.correlation) for one in device]
-    early = {
-        index: launch.start - one.start
-        for index, (one, launch) in enumerate(zip(device, launches, strict=True))
-        if launch is not None
-    }
-    wrong = dict.fromkeys(_beyond_offset(early), BEFORE_LAUNCH)
-    for index in _beyond_offset(_late(device, launches, calls)):
+    `syncs`: process -> start and end of each call in it that waited for a device, in order, of shape (calls, 2).
+    `window`: start and end of what the profiler recorded; None = unknown."""
+    wrong = dict.fromkeys(_beyond_offset(of.launched - of.start, of.launched != UNKNOWN), BEFORE_LAUNCH)
+    for index in _beyond_offset(*_late(of, syncs or {})):
         wrong.setdefault(index, AFTER_SYNC)
     if window is not None:
-        first, last = window
-        outside = [index for index, one in enumerate(device) if one.start < first - _SLACK or one.end > last + _SLACK]
-        if len(outside) < _many(len(device)):  # else a trace was cut, or work that was under way is in it too
+        outside = np.flatnonzero((of.start < window[0] - _SLACK) | (of.end > window[1] + _SLACK)).tolist()
+        if len(outside) < _many(len(of.start)):  # else a trace was cut, or work that was under way is in it too
             for index in outside:
                 wrong.setdefault(index, OUTSIDE)
-    for index in _containing(device, launches, wrong):
-        wrong[index] = OVERLAPS
-    return wrong
+    return wrong | dict.fromkeys(_containing(of, list(wrong)), OVERLAPS)
 
 
-def described(device: Sequence[DeviceEvent], wrong: dict[int, str]) -> list[str]:
+def described(wrong: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]:
     """Return one sentence for each kind of impossible times: how many events, and the first one."""
     by_kind: dict[str, list[int]] = defaultdict(list)
     for index, what in sorted(wrong.items()):
         by_kind[what].append(index)
     return [
-        f"left out: {plural(len(those), 'device event')} with {what} (first: {device[those[0]].name!r})"
+        f"left out: {plural(len(those), 'device event')} with {what} (first: {name_of(those[0])!r})"
         for what, those in by_kind.items()
     ]
 
@@ -86,59 +89,44 @@ def _many(events: int) -> int:
     return max(_FEW, int(events * _SHARE))
 
 
-def _beyond_offset(excess: dict[int, int]) -> Iterable[int]:
-    """Yield the events that break a bound by more than the offset of the clocks: what many of them break it by.
+def _beyond_offset(excess: Column, known: npt.NDArray[np.bool_]) -> list[int]:
+    """Return the events that break a bound by more than the offset of the clocks: what many of them break it by.
 
-    `excess`: position of an event -> ns by which it breaks the bound."""
-    largest = sorted(excess.values(), reverse=True)
+    `excess`: ns by which each event breaks the bound, where it is `known`."""
+    largest = np.sort(excess[known])[::-1]
     place = _many(len(largest)) - 1
-    offset = min(max(0, largest[place]), _MOST_OFFSET) if place < len(largest) else 0
-    return (index for index, one in excess.items() if one > offset + _SLACK)
-
-
-def _late(
-    device: Sequence[DeviceEvent], launches: Sequence[RuntimeCall | None], calls: Sequence[RuntimeCall]
-) -> dict[int, int]:
-    """Return for each event that a synchronization of the device waited for: ns by which it ends later than this."""
-    if len({one.device for one in device}) > 1:  # a call waits for one device, and does not say for which
-        return {}
-    syncs: dict[Id, list[tuple[int, int]]] = defaultdict(list)
-    for call in calls:
-        if call.name in _DEVICE_SYNCS:
-            syncs[call.pid].append((call.start, call.end))
-    for those in syncs.values():
-        those.sort()
-    found: dict[int, int] = {}
-    for index, (one, launch) in enumerate(zip(device, launches, strict=True)):
-        waits = syncs.get(launch.pid, ()) if launch is not None else ()
-        if launch is not None and (place := bisect_left(waits, (launch.end, 0))) < len(waits):
-            found[index] = one.end - waits[place][1]
+    offset = min(max(0, int(largest[place])), _MOST_OFFSET) if place < len(largest) else 0
+    found: list[int] = np.flatnonzero(known & (excess > offset + _SLACK)).tolist()
     return found
 
 
-def _containing(
-    device: Sequence[DeviceEvent], launches: Sequence[RuntimeCall | None], wrong: dict[int, str]
-) -> Iterable[int]:
-    """Yield the events that contain two whole later ones of the same stream, launched by other calls."""
-    streams: dict[tuple[Id, Id, Id], list[int]] = defaultdict(list)
-    for index, (one, launch) in enumerate(zip(device, launches, strict=True)):
-        if index not in wrong and one.end > one.start:
-            streams[one.device, one.stream, launch.pid if launch is not None else None].append(index)
-    for those in streams.values():
-        those.sort(key=lambda index: (device[index].start, -device[index].end))
-        for place, index in enumerate(those):
-            one, inside = device[index], 0
-            for other in those[place + 1 : place + 1 + _LOOKED_AT]:
-                if device[other].start >= one.end:
-                    break
-                is_other = device[other].correlation != one.correlation or one.correlation is None
-                inside += device[other].end <= one.end and is_other and _context(device[other]) == _context(one)
-                if inside > 1:
-                    yield index
-                    break
+def _late(of: DeviceTimes, syncs: Mapping[int, Column]) -> tuple[Column, npt.NDArray[np.bool_]]:
+    """Return (ns by which each event ends after a synchronization of the device that waited for it, where known)."""
+    late, known = np.zeros(len(of.end), np.int64), np.zeros(len(of.end), bool)
+    if len(np.unique(of.device)) > 1:  # a call waits for one device, and does not say for which
+        return late, known
+    for process, spans in syncs.items():
+        begins, ends = spans.T
+        own = np.flatnonzero((of.process == process) & (of.returned != UNKNOWN))
+        place = np.searchsorted(begins, of.returned[own])
+        own, place = own[place < len(ends)], place[place < len(ends)]
+        late[own], known[own] = of.end[own] - ends[place], True
+    return late, known
 
 
-def _context(event: DeviceEvent) -> Id:
-    """Return the context of an event: streams of several may have the same number."""
-    args = parse(event.args, _Context)
-    return args.context if args is not None else None
+def _containing(of: DeviceTimes, wrong: list[int]) -> list[int]:
+    """Return the events that contain two whole later ones of the same stream, launched by other calls."""
+    usable = of.end > of.start
+    usable[wrong] = False
+    rows = np.flatnonzero(usable)
+    rows = rows[np.lexsort((-of.end[rows], of.start[rows], of.stream[rows]))]
+    start, end, stream, correlation = (column[rows] for column in (of.start, of.end, of.stream, of.correlation))
+    inside = np.zeros(len(rows), np.int64)
+    for later in range(1, min(_LOOKED_AT, len(rows) - 1) + 1):
+        overlaps = (stream[later:] == stream[:-later]) & (start[later:] < end[:-later])
+        if not overlaps.any():
+            break
+        is_other = (correlation[later:] != correlation[:-later]) | (correlation[:-later] == UNKNOWN)
+        inside[:-later] += overlaps & is_other & (end[later:] <= end[:-later])
+    found: list[int] = rows[inside > 1].tolist()
+    return found

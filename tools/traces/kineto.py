@@ -8,18 +8,19 @@ quarter of a microsecond.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from crossrank.comm import Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.privacy import Privacy
-from crossrank.tools.traces.device_times import described, impossible_times
+from crossrank.tools.traces.device_times import UNKNOWN, Column, DeviceTimes, described, impossible_times
 from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Document, Shape
 
@@ -80,6 +81,8 @@ class DeviceEvent(msgspec.Struct, gc=False):
     end: int
     correlation: int | None
     external_id: int | None
+    context: Id
+    """Streams of several contexts may have the same number."""
     args: msgspec.Raw
 
 
@@ -176,7 +179,7 @@ class KinetoTrace:
             category = category if category in ACTIVITY_CATEGORIES else "kernel"
             device = event.pid if of.device is None else of.device
             stream = event.tid if of.stream is None else of.stream
-            ids = of.correlation, of.external_id
+            ids = of.correlation, of.external_id, of.context
             args = event.args.copy()
             self.device.append(DeviceEvent(name, category, device, stream, start, end, *ids, args))
         else:
@@ -184,10 +187,32 @@ class KinetoTrace:
 
     def leave_out_impossible(self) -> None:
         """Take the device events away whose times cannot be right; `damage` says how many."""
-        wrong = impossible_times(self.device, self.calls, self.window or self._widest_window())
+        wrong = impossible_times(*self._device_times(), self.window or self._widest_window())
         if wrong:
-            self.damage += described(self.device, wrong)
+            self.damage += described(wrong, lambda index: self.device[index].name)
             self.device = [one for index, one in enumerate(self.device) if index not in wrong]
+
+    def _device_times(self) -> tuple[DeviceTimes, dict[int, Column]]:
+        """Return (the device events, the synchronizations of each process), as `impossible_times` takes them."""
+        launch_of = {one.correlation: one for one in self.calls if one.correlation is not None}
+        streams: dict[tuple[Id, ...], int] = {}
+        devices: dict[Id, int] = {}
+        processes = {pid: number for number, pid in enumerate(dict.fromkeys(one.pid for one in self.calls))}
+        rows: list[tuple[int, ...]] = []
+        for one in self.device:
+            launch = None if one.correlation is None else launch_of.get(one.correlation)
+            pid = None if launch is None else launch.pid
+            stream = streams.setdefault((one.device, one.stream, one.context, pid), len(streams))
+            device = devices.setdefault(one.device, len(devices))
+            correlation = UNKNOWN if one.correlation is None else one.correlation
+            of_launch = (UNKNOWN,) * 3 if launch is None else (processes[pid], launch.start, launch.end)
+            rows.append((one.start, one.end, device, stream, correlation, *of_launch))
+        syncs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for call in self.calls:
+            if call.name in _DEVICE_SYNCS:
+                syncs[processes[call.pid]].append((call.start, call.end))
+        columns = np.array(rows, np.int64).reshape(-1, 8).T
+        return DeviceTimes(*columns), {number: np.array(sorted(spans), np.int64) for number, spans in syncs.items()}
 
     def _widest_window(self) -> tuple[int, int] | None:
         """Return a window for a trace that lacks its own. It is three times as long as what the host did: the profiler
@@ -249,6 +274,7 @@ class HostArgs(msgspec.Struct, gc=False):
 class DeviceArgs(msgspec.Struct, gc=False):
     device: Annotated[Id, Privacy.NUMBER] = None
     stream: Annotated[Id, Privacy.NUMBER] = None
+    context: Annotated[Id, Privacy.NUMBER] = None
     correlation: Number | None = None
     external_id: Number | None = msgspec.field(name="External id", default=None)
     kind: Annotated[str, Privacy.SYNC] = msgspec.field(name="cuda_sync_kind", default="")
@@ -259,6 +285,7 @@ class DeviceArgs(msgspec.Struct, gc=False):
 _SHAPE = Shape(what="a Kineto trace", content=KinetoFile, rows="traceEvents", row=Event, bare_list=True)
 _MOST_US = float(1 << 53)
 """285 years."""
+_DEVICE_SYNCS = ("cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize")
 
 _host_args = msgspec.json.Decoder(HostArgs, strict=False).decode
 _device_args = msgspec.json.Decoder(DeviceArgs, strict=False).decode

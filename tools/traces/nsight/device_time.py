@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossrank.tools.traces.busy import Spans, spans_of
+from crossrank.tools.traces.device_times import UNKNOWN, DeviceTimes, described, impossible_times
 from crossrank.tools.traces.kernels import KernelsOfName, unknown_kernels
 from crossrank.tools.traces.nsight.export import (
     GRAPH_TRACE,
@@ -15,6 +16,7 @@ from crossrank.tools.traces.nsight.export import (
     MEMCPY,
     MEMSET,
     NONE,
+    RUNTIME,
     Column,
     Columns,
     Export,
@@ -23,6 +25,7 @@ from crossrank.tools.traces.nsight.kernel_launches import communication_operatio
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _COMPUTATION, _COMMUNICATION, _MEMORY = range(3)
+_TABLES = (KERNEL, MEMCPY, MEMSET)
 
 
 @dataclass
@@ -34,9 +37,15 @@ class DeviceWork(Columns):
     correlation: Column
     device: Column
     stream: Column
+    context: Column
+    row: Column
+    """Number of the row in its table, which is `table` in `_TABLES`."""
+    table: Column
     kind: Column
     name: Column
     """Id of a kernel's name in `StringIds`; `NONE` for copies and memsets."""
+    launched: Column
+    """Time of the launch; `NONE` if it was not recorded."""
 
 
 def device_work(export: Export) -> tuple[DeviceWork, dict[int, str]] | None:
@@ -45,33 +54,52 @@ def device_work(export: Export) -> tuple[DeviceWork, dict[int, str]] | None:
     name, operations = communication_operations(export)
     if name is None or len(export.all(GRAPH_TRACE, ("start",))[0]):
         return None
-    columns = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId")
+    columns = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "contextId", "rowid")
     kernels = export.all(KERNEL, (*columns, name))
-    kinds = np.where(np.isin(kernels[6], list(operations)), _COMMUNICATION, _COMPUTATION)
-    parts = [[*kernels[:6], kinds, kernels[6]]]
-    for table in (MEMCPY, MEMSET):
+    kinds = np.where(np.isin(kernels[-1], list(operations)), _COMMUNICATION, _COMPUTATION)
+    parts = [[*kernels[:-1], np.zeros_like(kinds), kinds, kernels[-1]]]
+    for number, table in enumerate(_TABLES[1:], 1):
         rows = export.all(table, columns)
-        parts.append([*rows, np.full(len(rows[0]), _MEMORY), np.full(len(rows[0]), NONE)])
+        parts.append([*rows, *(np.full(len(rows[0]), value) for value in (number, _MEMORY, NONE))])
     start, end, pid, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
-    work = DeviceWork(start, end, np.where(pid == NONE, NONE, pid >> 24), *others)
-    return work.take((start >= 0) & (end > start) & (end < LATEST)), export.strings(KERNEL, name)
+    process = np.where(pid == NONE, NONE, pid >> 24)
+    others.append(launches(export, process, others[0])[1])
+    work = DeviceWork(start, end, process, *others)
+    work = work.take((start >= 0) & (end > start) & (end < LATEST))
+    names = export.strings(KERNEL, name)
+    return _without_impossible_times(export, work, names), names
 
 
-def take_device_work(
-    export: Export, trace: RankTrace, work: DeviceWork, names: dict[int, str], copies: Spans, epoch: int
-) -> None:
+def _without_impossible_times(export: Export, work: DeviceWork, names: dict[int, str]) -> DeviceWork:
+    """Leave out what `impossible_times` finds. The export says when, and the reader of calls leaves it out too."""
+    keys = np.stack([work.process, work.device, work.stream, work.context])
+    stream = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
+    launched = np.where(work.launched == NONE, UNKNOWN, work.launched)
+    correlation = np.where(work.correlation == NONE, UNKNOWN, work.correlation)
+    times = DeviceTimes(work.start, work.end, work.device, stream, correlation, work.process, launched, launched)
+    host = [export.value(RUNTIME, "start", select=f"{edge}(start)") for edge in ("MIN", "MAX")]
+    first, last = (one if isinstance(one, int) else None for one in host)
+    window = None if first is None or last is None else (2 * first - last, 2 * last - first)
+    wrong = impossible_times(times, window=window)
+    export.notes += described(wrong, lambda index: names.get(int(work.name[index])) or _TABLES[int(work.table[index])])
+    is_wrong = np.isin(np.arange(len(work)), list(wrong))
+    for number, table in enumerate(_TABLES):
+        export.left_out[table] = work.row[is_wrong & (work.table == number)]
+    return work.take(~is_wrong)
+
+
+def take_device_work(trace: RankTrace, work: DeviceWork, names: dict[int, str], copies: Spans, epoch: int) -> None:
     """Add when a rank's GPU was busy, for the steps that `trace` already has. `work` is that of its process. `copies`
     were launched by its calls, and are communication."""
     spans = np.stack([work.start, work.end], axis=1)
     computation, communication, memory = (spans[work.kind == kind] for kind in (_COMPUTATION, _COMMUNICATION, _MEMORY))
     begins = of_main = spans_of()
     if trace.steps and len(work):
-        _, launched = launches(export, work.process, work.correlation)
         streams, of = np.unique(np.stack([work.device, work.stream]), axis=1, return_inverse=True)
         computed = np.where(work.kind == _COMPUTATION, work.end - work.start, 0)
         main = np.bincount(of.ravel(), computed, streams.shape[1]).argmax()
-        known = (launched != NONE) & (work.kind != _MEMORY)
-        spans_of_launches = np.stack([launched, work.start], axis=1)
+        known = (work.launched != NONE) & (work.kind != _MEMORY)
+        spans_of_launches = np.stack([work.launched, work.start], axis=1)
         begins, of_main = spans_of_launches[known], spans_of_launches[known & (of.ravel() == main)]
     trace.notes += unknown_kernels(_computing(work, names))
     communication = np.concatenate([communication, copies])

@@ -65,13 +65,14 @@ NONE = -1
 
 class Export:
     """One export, opened read-only. Only tables are read, because a view or a virtual table runs code of the file.
-    `notes` has what the export lacks."""
+    `notes` has what the export lacks, and `left_out` the numbers of rows with impossible times, by table."""
 
     def __init__(self, path: str, connection: sqlite3.Connection, budget: Budget) -> None:
         self.path = path
         self._connection = connection
         self._budget = budget
         self.notes: list[str] = []
+        self.left_out: dict[str, Column] = {}
         # A virtual table has no page of its own.
         query = "SELECT name, type = 'table' AND rootpage > 0 FROM sqlite_master WHERE type IN ('table', 'view')"
         kinds = {str(name): bool(is_table) for name, is_table in self.rows(query)}

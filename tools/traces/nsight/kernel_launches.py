@@ -51,7 +51,7 @@ class Activities(Columns):
     """Time of the launch, on the clock of `start`."""
 
 
-_ACTIVITY = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "graphNodeId")
+_ACTIVITY = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "graphNodeId", "rowid")
 
 
 def communication_operations(export: Export) -> tuple[str | None, dict[int, str | None]]:
@@ -68,12 +68,12 @@ def communication_kernels(export: Export) -> Activities:
     """The kernels that communicate, by their names."""
     name, op_of = communication_operations(export)
     if name is None:
-        return _activities(export, [np.empty(0, np.int64)] * 8, [])
+        return _activities(export, KERNEL, [np.empty(0, np.int64)] * 9, [])
     ops = list(dict.fromkeys(op_of.values()))
     names = np.array(list(op_of), np.int64)
     columns = export.all(KERNEL, (*_ACTIVITY, name), keep=lambda part: lookup(names, part[-1]) != NONE)
     columns[-1] = at(np.array([ops.index(op) for op in op_of.values()], np.int64), lookup(names, columns[-1]))
-    return _activities(export, columns, ops)
+    return _activities(export, KERNEL, columns, ops)
 
 
 def peer_copies(export: Export) -> Activities:
@@ -83,13 +83,14 @@ def peer_copies(export: Export) -> Activities:
     if {"srcDeviceId", "dstDeviceId"} <= there:
         where.append("(srcDeviceId IS NOT NULL AND dstDeviceId IS NOT NULL AND srcDeviceId != dstDeviceId)")
     columns = export.all(MEMCPY, _ACTIVITY, f"WHERE {' OR '.join(where) or 'FALSE'}")
-    return _activities(export, [*columns, np.zeros(len(columns[0]), np.int64)], [None])
+    return _activities(export, MEMCPY, [*columns, np.zeros(len(columns[0]), np.int64)], [None])
 
 
-def _activities(export: Export, columns: list[Column], ops: list[str | None]) -> Activities:
+def _activities(export: Export, table: str, columns: list[Column], ops: list[str | None]) -> Activities:
     possible = (columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < LATEST)
     if lost := int((~possible).sum()):
         export.notes.append(f"{lost} communication kernels end before they start, or at impossible times")
+    possible &= ~np.isin(columns.pop(7), export.left_out.get(table, np.empty(0, np.int64)))
     start, end, pid, correlation, device, stream, node, op = (column[possible] for column in columns)
     process = np.where(pid == NONE, NONE, pid >> 24)
     thread, launched = launches(export, process, correlation)

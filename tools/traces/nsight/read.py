@@ -68,11 +68,11 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
     with open_export(path) as export:
         require_tables(export)
         ranges = read_ranges(export)
+        work = device_work(export)
         kernels = communication_kernels(export)
         epoch = export.epoch_ns()
         ours = set(ranges.of(CALL, BATCH).process.tolist())
         with_nccl = {*ranges.of(NCCL).process.tolist()} & {*kernels.process.tolist()}
-        work = device_work(export)
         communicating = ours | with_nccl
         working = set() if work is None else {*work[0].process.tolist()}
         processes = [
@@ -99,7 +99,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
                 if communicating and process.number not in communicate and not len(process.copies):
                     continue
                 own = of_devices.take(of_devices.process == process.number)
-                take_device_work(export, process.times, own, names, process.copies, epoch)
+                take_device_work(process.times, own, names, process.copies, epoch)
         strangers = ~np.isin(kernels.process, [process.number for process in processes])
         if strangers.any():
             others = len(np.unique(kernels.process[strangers]))

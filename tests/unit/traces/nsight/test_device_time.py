@@ -7,6 +7,8 @@ from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.busy_time import busy_ns
@@ -62,6 +64,38 @@ def test_steps_come_from_the_comms_file_and_start_at_their_first_launched_kernel
     assert times.steps == [(7, EPOCH + 1100), (8, EPOCH + 2150)]
     # The product that the host launched at 1200 ran from 1600 on, that of 2200 from 2300 on.
     assert [(step, one - EPOCH, two - EPOCH) for step, one, two in times.busy.iterations] == [(7, 1600, 2300)]
+
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "said"),
+    [
+        (0, 1, "a start before their launch"),
+        (104 * MS, 9_000 * MS, "a time outside of the profiler's window"),
+        (104 * MS, 124 * MS, "a duration that contains several later ones of their stream"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gemm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"])
+def test_a_kernel_with_impossible_times_is_left_out(
+    start: int, end: int, said: str, name: str, tmp_path: Path, process: Process
+) -> None:
+    for number in range(1, 11):
+        at = (95 + 5 * number) * MS
+        is_wrong = number == 2
+        if is_wrong and name != "gemm":
+            process.marker(at - MS, at, 1)
+        span = (start, end) if is_wrong else (at, at + 2 * MS)
+        process.kernel(at - MS // 2, *span, name=name if is_wrong else "gemm", stream=7)
+    process.marker(199 * MS, 200 * MS + 5, 2)
+    process.kernel(200 * MS, 201 * MS, 202 * MS)
+    times = read(process, tmp_path)
+    assert spans(times)[0] == [((95 + 5 * number) * MS, (97 + 5 * number) * MS) for number in (1, *range(3, 11))]
+    assert spans(times)[1] == [(201 * MS, 202 * MS)]
+    assert list(times.calls.ended) == [*([0] if name != "gemm" else []), EPOCH + 202 * MS]
+    (note,) = (one for one in times.notes if "left out" in one)
+    assert note.endswith(f"left out: 1 device event with {said} (first: {name!r})")
 
 
 def test_each_process_has_its_own_time(tmp_path: Path) -> None:
