@@ -35,6 +35,8 @@ from crossrank.tools.job.matching import match_calls, part_lanes
 from crossrank.tools.traces.rank_trace import Interned
 
 _PROFILERS = ("kineto", "nsight")
+_EXPLAINS = 0.5
+"""Share of a wait in the first collective of a window from which on the profilers' starts explain it."""
 _COLLECTIVE_COLUMNS = (
     *("kind", "number", "step", "calls", "bytes", "exchanged", "ranks", "expected", "called_ns", "arrived_ns"),
     *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank", "opens"),
@@ -60,7 +62,7 @@ class JobTables(Launches):
     """One row per collective or transfer, with `number`, `step` and the measured columns of the tables `collectives`
     and `transfers` in `crossrank.tools.tables`. More columns: `kind` of its first rank; `launches`, their number;
     `exchanged`, the bytes that the busiest rank exchanges in an uneven all_to_all or a batch; `opens`, whether it is
-    the first collective of one of its ranks in a profiler window."""
+    the first collective of one of its ranks in a profiler window and the profilers explain the waits in it."""
     clocks: Clocks
     shift: dict[int, int]
     """Rank -> offset in ns that was added to its times to align them."""
@@ -108,13 +110,13 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
         if parted is calls:
             break
         calls = parted
-    opens = _window_openers(job, calls)  # before the shift: it compares times of one rank
+    openers = _window_openers(job, calls)  # before the shift: it compares times of one rank
     if shift.any():
         _note_large_shifts(calls, unmatched)
         calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
     found = replace(found, calls=calls.drop("lane", "clock", "shift", *(["id"] if release else [])))
     del calls, parted, ends, clock_of_end, collective, ended, of_call  # several columns as long as the calls
-    calls, collectives = _measure(found, clocks, opens)
+    calls, collectives = _measure(found, clocks, openers)
     return JobTables(
         job=job,
         kinds=found.kinds,
@@ -138,18 +140,30 @@ def _drop_impossible_times(calls: pl.DataFrame, unmatched: Counter[str]) -> pl.D
     return calls.with_columns(pl.when(~impossible).then(pl.col("began_ns", "ended_ns")))
 
 
-def _window_openers(job: Job, calls: pl.DataFrame) -> pl.Series:
-    """Return the collectives that are the first of a rank in a profiler window."""
-    opening = [pl.Series(dtype=pl.UInt32)]
+def _window_openers(job: Job, calls: pl.DataFrame) -> pl.DataFrame:
+    """Return the collectives that are the first of a rank in a profiler window, with `windows_apart_ns`: how long after
+    the first window of their members the last one begins, on the job's clock; null if the clocks are not aligned."""
+    of_ranks = [pl.DataFrame(schema={"collective": pl.UInt32, "opens": pl.Boolean, "begins": pl.Int64})]
     rank_of_row = calls["rank"].to_numpy()
     for rank, trace in job.ranks.items():
         if trace.timed_by not in _PROFILERS or not trace.busy.where:
             continue
         first, behind = np.searchsorted(rank_of_row, (rank, rank + 1))  # ranks follow each other
         own = calls.slice(first, behind - first).drop_nulls("began_ns").sort("began_ns", maintain_order=True)
-        window = np.searchsorted(trace.busy.observed[:, 0], own["began_ns"].to_numpy(), side="right")
-        opening.append(own["collective"].filter(pl.Series(np.diff(window, prepend=-1) != 0)))
-    return pl.concat(opening)
+        begins = trace.busy.observed[:, 0]
+        window = np.searchsorted(begins, own["began_ns"].to_numpy(), side="right")
+        of_call = own.select("collective", "shift", "comparable").with_columns(
+            opens=np.diff(window, prepend=-1) != 0, begins=begins[np.maximum(window - 1, 0)]
+        )
+        moment = pl.when("comparable").then(pl.col("begins") + pl.col("shift"))
+        of_ranks.append(of_call.select("collective", "opens", begins=moment))
+    known = pl.col("begins").is_not_null().all()
+    return (
+        pl.concat(of_ranks)
+        .group_by("collective")
+        .agg(pl.any("opens"), windows_apart_ns=pl.when(known).then(pl.max("begins") - pl.min("begins")))
+        .filter("opens")
+    )
 
 
 def _note_large_shifts(calls: pl.DataFrame, unmatched: Counter[str]) -> None:
@@ -162,7 +176,7 @@ def _note_large_shifts(calls: pl.DataFrame, unmatched: Counter[str]) -> None:
         unmatched[MOVED] += len(moved)
 
 
-def _measure(found: Launches, clocks: Clocks, opens: pl.Series) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _measure(found: Launches, clocks: Clocks, openers: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return (the launches with `waiting_ns` and `profiler_ns`, the collectives with their measured columns)."""
     began, ended = pl.col("began_ns"), pl.col("ended_ns")
     duration = ended - began
@@ -182,6 +196,7 @@ def _measure(found: Launches, clocks: Clocks, opens: pl.Series) -> tuple[pl.Data
             launches=pl.len(),
             ranks=ended.count(),
             called_ns=pl.min("called_ns"),
+            first_ns=began.min(),
             arrived_ns=began.max(),
             ended_ns=ended.max(),
             shortest=duration.min(),
@@ -195,7 +210,7 @@ def _measure(found: Launches, clocks: Clocks, opens: pl.Series) -> tuple[pl.Data
         .hstack(of_kinds.drop("collective"))
     )
     collectives = _with_times(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
-    collectives = collectives.with_columns(opens=pl.int_range(pl.len()).is_in(opens.to_list()))
+    collectives = _with_openers(collectives, openers)
     of_call = collectives.select("released", "shortest", "by_begin", "compared", "opens", last_begin="arrived_ns")[
         found.calls["collective"]
     ]
@@ -217,6 +232,17 @@ def _measure(found: Launches, clocks: Clocks, opens: pl.Series) -> tuple[pl.Data
     last = last.filter(pl.col("exact") | is_late).group_by("collective").agg(last_rank=pl.last("rank"))
     collectives = collectives.hstack(waits.select("longest_wait_ns")).join(last, on="collective", how="left")
     return calls, with_rates(found, collectives.sort("collective").select(_COLLECTIVE_COLUMNS))
+
+
+def _with_openers(collectives: pl.DataFrame, openers: pl.DataFrame) -> pl.DataFrame:
+    """Return `collectives` with `opens`, whether a rank may have waited in it because the profiler of another one
+    started later. It did not if the windows began much closer together than the ranks arrived."""
+    longest, shortest, last, first = map(pl.col, ("longest", "shortest", "arrived_ns", "first_ns"))
+    longest_wait = pl.when("released").then(longest - shortest).otherwise(last - first)
+    apart = pl.col("windows_apart_ns")
+    explains = apart.is_null() | (apart > _EXPLAINS * longest_wait)
+    joined = collectives.join(openers, on="collective", how="left", maintain_order="left")
+    return joined.with_columns(opens=pl.col("opens").fill_null(value=False) & explains.fill_null(value=True))
 
 
 def with_rates(found: Launches, collectives: pl.DataFrame) -> pl.DataFrame:

@@ -135,26 +135,41 @@ def test_the_rank_that_was_waited_for_longest_is_named() -> None:
     assert waited == [(0, 200 * US, 1, 200 * US), (1, 100 * US, 0, 100 * US)]
 
 
-def test_waits_in_the_first_collective_of_a_window_are_for_profilers() -> None:
-    """Rank 1 comes 150 us late to the first call, of which computation hides 30 us on rank 0, and 20 to the second."""
+def two_calls_of_which_rank_1_is_late(begins_us: int) -> list[RankTrace]:
+    """Rank 1 comes 150 us late to the first call, of which computation hides 30 us on rank 0, and 20 to the second.
+
+    `begins_us`: when rank 1 begins to compute, and with it its window."""
     first = Rank(0).call(50, 240).call(300, 330, number=2)
     ranks = [first.times, Rank(1).call(200, 240).call(320, 330, number=2).times]
-    for one, spans in zip(ranks, ([(0, 80), (250, 300)], [(0, 200), (250, 320)]), strict=True):
+    for one, spans in zip(ranks, ([(0, 80), (250, 300)], [(begins_us, 200), (250, 320)]), strict=True):
         calls = [(50, 240), (300, 330)] if one is ranks[0] else [(200, 240), (320, 330)]
         in_us = [[(begin * US, end * US) for begin, end in those] for those in (spans, calls)]
         one.busy = busy("device", *in_us, base=EPOCH)
-    found = frame(*ranks)
-    parts = rows(found, "rank", "computation_ns", "profiler_ns", "exposed_ns", "idle_ns", "waiting_ns", "waits_for")
-    assert parts == [
+    return ranks
+
+
+_PARTS = ("rank", "computation_ns", "profiler_ns", "exposed_ns", "idle_ns", "waiting_ns", "waits_for")
+
+
+def test_waits_in_the_first_collective_of_a_window_are_for_profilers_that_started_late() -> None:
+    ranks = two_calls_of_which_rank_1_is_late(120)
+    assert rows(frame(*ranks), *_PARTS) == [
         (0, 130 * US, 120 * US, 70 * US, 10 * US, 20 * US, 1),
-        (1, 270 * US, 0, 50 * US, 10 * US, 0, None),
+        (1, 150 * US, 0, 50 * US, 10 * US, 0, None),
     ]
     shares = overlap_of(match_collectives(Job.match(ranks)))
     assert shares is not None
     assert shares.text == (
-        "60.6 % computation, 18.2 % exposed communication, 18.2 % waiting for other profilers to start, 0.0 % copies, "
-        "3.0 % idle"
+        "51.9 % computation, 22.2 % exposed communication, 22.2 % waiting for other profilers to start, 0.0 % copies, "
+        "3.7 % idle"
     )
+
+
+def test_a_rank_that_computes_longer_in_the_first_step_of_a_window_is_waited_for() -> None:
+    assert rows(frame(*two_calls_of_which_rank_1_is_late(0)), *_PARTS) == [
+        (0, 130 * US, 0, 190 * US, 10 * US, 170 * US, 1),
+        (1, 270 * US, 0, 50 * US, 10 * US, 0, None),
+    ]
 
 
 def test_shares_cover_all_ranks_and_each_rank_has_means() -> None:

@@ -195,7 +195,7 @@ def test_a_poor_match_exits_1_with_its_main_reason(folder: Path, capsys: pytest.
     trace.write(folder, 0)
     assert run(folder, "--ranks", "0") == 1
     assert capsys.readouterr().err == (
-        "crossrank: rank 0: matched 41.6 %, less than --min-match 95.0 %; 7 operations: outside the Kineto trace\n"
+        "crossrank: rank 0: matched 41.7 %, less than --min-match 95.0 %; 7 operations: outside the Kineto trace\n"
     )
     assert run(folder, "--ranks", "0", "--min-match", "0.41") == 0
 
