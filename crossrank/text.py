@@ -53,35 +53,17 @@ def microseconds(value: float | None) -> str:
 def percent(share: float | None, *, signed: bool = False) -> str:
     """Format a share in percent, rounded to the nearest tenth. Less than all is never printed as 100 %.
 
-    >>> percent(0.57), percent(0.99999), percent(None), percent(-0.1236, signed=True), percent(-0.0001, signed=True)
-    ('57.0 %', '99.9 %', '-', '-12.4 %', '+0.0 %')
+    >>> percent(0.57), percent(0.99977), percent(0.999999), percent(None)
+    ('57.0 %', '99.98 %', '> 99.99 %', '-')
+    >>> percent(-0.1236, signed=True), percent(-0.0001, signed=True)
+    ('-12.4 %', '+0.0 %')
     """
     if share is None or not math.isfinite(1000 * share):
         return "-"
-    tenths = round(1000 * abs(share))
-    if tenths == 1000 and abs(share) < 1:
-        tenths = 999
-    tenths *= 1 if share >= 0 else -1
-    return f"{tenths / 10:{'+' if signed else ''},.1f} %"
-
-
-def percents(shares: Sequence[float]) -> list[str]:
-    """Format the parts of a whole so that the printed values add up. What rounding down leaves goes to the parts that
-    lost most.
-
-    >>> percents([1 / 3, 1 / 3, 1 / 3]), percents([0.8676, 0.1324, 0])
-    (['33.4 %', '33.3 %', '33.3 %'], ['86.8 %', '13.2 %', '0.0 %'])
-    """
-    rounded_down = list(map(_floor_tenths, shares))
-    left = round(1000 * sum(shares)) - sum(rounded_down)
-    order = sorted(range(len(shares)), key=lambda index: rounded_down[index] - 1000 * shares[index])
-    rounded_up = set(order[: max(0, left)])
-    return [f"{(tenths + (index in rounded_up)) / 10:,.1f} %" for index, tenths in enumerate(rounded_down)]
-
-
-def _floor_tenths(share: float) -> int:
-    """Return whole tenths of a percent, rounded down. The 1e-9 absorbs floating-point error."""
-    return math.floor(1000 * share + 1e-9)
+    tenths = round(1000 * share)
+    if tenths == 1000 and 0 < share < 1:
+        return f"{100 * share:.2f} %" if share < 0.99995 else "> 99.99 %"
+    return f"{(tenths or 0) / 10:{'+' if signed else ''},.1f} %"
 
 
 def size_text(size_to: int | None) -> str:

@@ -259,7 +259,7 @@ def test_each_answer_has_a_sentence_and_notes_have_the_ranks_that_they_are_about
     )
     shares = (
         "6.6 % computation, 16.1 % exposed communication, 20.5 % waiting for other profilers to start, 0.1 % copies, "
-        "56.7 % idle"
+        "56.6 % idle"
     )
     assert job.overlap().text == f"of 8 traced steps or windows: {shares}"
     skipped = "64 GPU activities launched before the Kineto trace are skipped (each of 2 ranks: 1,3)"

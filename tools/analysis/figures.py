@@ -10,7 +10,7 @@ import polars as pl
 
 import crossrank
 from crossrank.text import plural, printable, rank_ranges
-from crossrank.tools.analysis.bandwidth import Bandwidth, bandwidth
+from crossrank.tools.analysis.bandwidth import Bandwidth, bandwidth, known_sum
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.exposed import Exposed, exposed_of
 from crossrank.tools.analysis.traffic import Traffic, traffic
@@ -35,10 +35,10 @@ class Matrix(msgspec.Struct, kw_only=True):
     """Calls with unknown bytes."""
     calls: list[list[int]]
     """Summed over ranks."""
-    time_ms: list[list[float]]
-    """Time from the last arrival, over the collectives with times."""
-    waiting_ms: list[list[float]]
-    """Summed over ranks."""
+    time_ms: list[list[float | None]]
+    """Time from the last arrival, over the collectives with times; null if none has one."""
+    waiting_ms: list[list[float | None]]
+    """Summed over ranks; null if no waiting time is known."""
 
 
 class Figures(msgspec.Struct, kw_only=True):
@@ -60,6 +60,9 @@ class Figures(msgspec.Struct, kw_only=True):
     matrix: Matrix
     traffic: Traffic
     sources: list[Row]
+    """The source lines with most time."""
+    source_lines: int
+    """Number of all source lines."""
     bandwidth: Bandwidth
     waiting: Waiting | None
     steps: Steps | None
@@ -99,6 +102,7 @@ def figures(
             f"has {size:,}; give a replay of this recording with --replay"
         )
         replay = None
+    sources, source_lines = _sources(found, kinds)
     return Figures(
         inputs=table.inputs,
         world_size=size,
@@ -112,7 +116,8 @@ def figures(
         by_locality=_by_locality(found),
         matrix=_matrix(kinds),
         traffic=traffic(found),
-        sources=_sources(found, kinds),
+        sources=sources,
+        source_lines=source_lines,
         bandwidth=table,
         waiting=waiting_of(found),
         steps=steps_of(ranks),
@@ -143,14 +148,14 @@ def _kinds(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
     ]
     names = ("op", "group", "source", "bytes", "calls", "unsized")
     schema = dict.fromkeys(names[:3], pl.String) | dict.fromkeys(names[3:], pl.Int64)
-    made = found.calls.group_by("kind").agg(times=pl.len(), waiting_ms=pl.sum("waiting_ns") / 1e6)
-    took = found.collectives.group_by("kind").agg(time_ms=pl.sum("time_ns") / 1e6)
+    made = found.calls.group_by("kind").agg(times=pl.len(), waiting_ms=known_sum("waiting_ns") / 1e6)
+    took = found.collectives.group_by("kind").agg(time_ms=known_sum("time_ns") / 1e6)
     return (
         pl.DataFrame(rows, schema=schema, orient="row")
         .with_row_index("kind")
         .join(made, on="kind", how="left", maintain_order="left")
         .join(took, on="kind", how="left", maintain_order="left")
-        .with_columns(pl.col("time_ms", "waiting_ms", "times").fill_null(0))
+        .with_columns(pl.col("times").fill_null(0))
         .with_columns(pl.col("bytes", "calls", "unsized") * pl.col("times"))
     )
 
@@ -198,25 +203,25 @@ def _matrix(kinds: pl.DataFrame) -> Matrix:
         groups = [*shown, "others"]
     ops = kinds["op"].unique(maintain_order=True).to_list()
     names = ("bytes", "unsized", "calls", "time_ms", "waiting_ms")
-    cells = kinds.group_by("op", "group").agg(pl.sum(*names)).rows_by_key(("op", "group"), named=True, unique=True)
-    none = dict.fromkeys(names, 0)
+    sums = kinds.group_by("op", "group").agg(pl.sum(*names[:3]), *(known_sum(name).round(3) for name in names[3:]))
+    cells = sums.rows_by_key(("op", "group"), named=True, unique=True)
+    none = dict.fromkeys(names[:3], 0) | dict.fromkeys(names[3:])
     columns = {name: [[cells.get((op, group), none)[name] for group in groups] for op in ops] for name in names}
-    for name in names[3:]:
-        columns[name] = [[round(float(value), 3) for value in row] for row in columns[name]]
     return Matrix(ops=ops, groups=groups, **columns)
 
 
-def _sources(found: JobTables, kinds: pl.DataFrame) -> list[Row]:
-    """Return source lines by their time. A collective that ranks call from several lines counts for each of them."""
+def _sources(found: JobTables, kinds: pl.DataFrame) -> tuple[list[Row], int]:
+    """Return (the source lines with most time, the number of all). A collective that ranks call from several lines
+    counts for each of them."""
     line = ("source", "op")
     calls = found.calls.select("collective", "kind").hstack(found.of_collective("time_ns")).drop_nulls("time_ns")
     calls = calls.join(kinds.select("kind", *line), on="kind").unique(("collective", *line))
     times = calls.group_by(line).agg(time_ms=pl.sum("time_ns") / 1e6)
-    lines = kinds.group_by(line, maintain_order=True).agg(pl.sum("calls", "bytes", "unsized", "waiting_ms"))
-    lines = lines.join(times, on=line, how="left", maintain_order="left").fill_null(0)
+    lines = kinds.group_by(line, maintain_order=True).agg(pl.sum("calls", "bytes", "unsized"), known_sum("waiting_ms"))
+    lines = lines.join(times, on=line, how="left", maintain_order="left")
     lines = lines.with_columns(bytes=pl.when(pl.col("unsized") < pl.col("calls")).then("bytes"))
     lines = lines.with_columns(pl.col("time_ms", "waiting_ms").round(3))
-    lines = lines.sort(["time_ms", "bytes", "source"], descending=[True, True, False], maintain_order=True)
-    no_time = [pl.when(pl.col(name) != 0).then(name).alias(name) for name in ("time_ms", "waiting_ms")]
-    shown = lines.head(_MOST_SOURCES).with_columns(no_time)
-    return [row | {"source": printable(row["source"])} for row in ANSWERS["sources"].rows(shown)]
+    order = [pl.col(name).fill_null(0) for name in ("time_ms", "bytes")]
+    lines = lines.sort([*order, pl.col("source")], descending=[True, True, False], maintain_order=True)
+    shown = ANSWERS["sources"].rows(lines.head(_MOST_SOURCES))
+    return [row | {"source": printable(row["source"])} for row in shown], len(lines)

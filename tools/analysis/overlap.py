@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from crossrank.text import percents, plural
+from crossrank.text import percent, plural
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.tables import ANSWERS, TABLES, Row
 from crossrank.tools.traces.busy import Ints, Spans, covered, difference, spans_of, union
@@ -117,8 +117,7 @@ def shown_parts(profiler: float) -> dict[str, str]:
 def _shares_text(shares: Mapping[str, float]) -> str:
     """Return the share of each part; that of the profilers only if there is any."""
     parts = shown_parts(shares["profiler"])
-    shown = zip(percents([shares[name] for name in parts]), parts, strict=True)
-    return ", ".join(f"{share} {parts[name]}" for share, name in shown)
+    return ", ".join(f"{percent(shares[name])} {text}" for name, text in parts.items())
 
 
 def shares_of(rows: pl.DataFrame) -> str:

@@ -165,6 +165,8 @@ def _print(output: str, size: int, found: Figures) -> None:
         shown = plural(exposed.waits, "wait")
         if exposed.steps:
             shown = f"{milliseconds(exposed.per_step_ms)} per step (median), {percent(exposed.share)} of step time"
-        print_fact("exposed", f"{shown}: the time that hosts waited, over all recorded steps")
+        print_fact(
+            "exposed", f"{shown}: the time that hosts waited, over the steps without start or stop of a profiler"
+        )
         if exposed.calls_without:
             print_fact("", f"a lower bound: {plural(exposed.calls_without, 'call')} without a recorded wait")

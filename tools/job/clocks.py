@@ -82,7 +82,7 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints) -> t
     elif not aligned.all():
         note += f"; {int((~aligned).sum())} of them are not aligned: they share no collective with the others"
     if not len(ended):
-        note = f"{len(names)} clocks, not compared: the end times of collectives are unknown"
+        note = f"{len(names)} clocks, not compared: exact end times of collectives are unknown"
     return (
         offsets,
         aligned,

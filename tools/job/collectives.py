@@ -116,7 +116,7 @@ def match_collectives(job: Job, *, batches_apart: bool = False, release: bool = 
         calls = calls.with_columns(pl.col("called_ns", "began_ns", "ended_ns") + pl.col("shift"))
     found = replace(found, calls=calls.drop("lane", "clock", "shift", *(["id"] if release else [])))
     del calls, parted, ends, clock_of_end, collective, ended, of_call  # several columns as long as the calls
-    calls, collectives = _measure(found, clocks, openers)
+    calls, collectives = _measure(found, clocks, openers, all(one.busy.where != "device" for one in job.ranks.values()))
     return JobTables(
         job=job,
         kinds=found.kinds,
@@ -176,7 +176,9 @@ def _note_large_shifts(calls: pl.DataFrame, unmatched: Counter[str]) -> None:
         unmatched[MOVED] += len(moved)
 
 
-def _measure(found: Launches, clocks: Clocks, openers: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _measure(
+    found: Launches, clocks: Clocks, openers: pl.DataFrame, on_host: bool
+) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return (the launches with `waiting_ns` and `profiler_ns`, the collectives with their measured columns)."""
     began, ended = pl.col("began_ns"), pl.col("ended_ns")
     duration = ended - began
@@ -209,13 +211,16 @@ def _measure(found: Launches, clocks: Clocks, openers: pl.DataFrame) -> tuple[pl
         .collect()
         .hstack(of_kinds.drop("collective"))
     )
-    collectives = _with_times(found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks)
+    collectives = _with_times(
+        found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks, on_host
+    )
     collectives = _with_openers(collectives, openers)
     of_call = collectives.select("released", "shortest", "by_begin", "compared", "opens", last_begin="arrived_ns")[
         found.calls["collective"]
     ]
     lateness, longer = pl.col("last_begin") - began, duration - pl.col("shortest")
-    wait = pl.when("released").then(longer).otherwise(pl.min_horizontal(lateness, duration))
+    by_duration = pl.col("released") & ~pl.col("by_begin")
+    wait = pl.when(by_duration).then(longer).otherwise(pl.min_horizontal(lateness, duration))
     # The last rank: between clocks, the shortest duration is more exact than start times on aligned clocks.
     is_last = pl.col("compared") & ~pl.col("opens") & (pl.when("by_begin").then(lateness).otherwise(longer) == 0)
     of_call = found.calls.hstack(of_call)
@@ -255,8 +260,9 @@ def with_rates(found: Launches, collectives: pl.DataFrame) -> pl.DataFrame:
     return collectives.with_columns(rates)
 
 
-def _with_times(collectives: pl.DataFrame, clocks: Clocks) -> pl.DataFrame:
-    """Return `collectives` with `time_ns` and how exact it is."""
+def _with_times(collectives: pl.DataFrame, clocks: Clocks, on_host: bool) -> pl.DataFrame:
+    """Return `collectives` with `time_ns` and how exact it is. `on_host`: hosts measured all times. On one host, starts
+    are then more exact than durations; on GPUs it is the other way round, as each has a clock of its own."""
     seen, time, size = map(pl.col, ("ranks", "time_ns", "bytes"))
     apart, released, placed = map(pl.col, ("apart", "released", "placed"))
     span = pl.col("ended_ns") - pl.col("arrived_ns")
@@ -273,6 +279,6 @@ def _with_times(collectives: pl.DataFrame, clocks: Clocks) -> pl.DataFrame:
             is_upper_bound=(seen > 0) & ((seen < pl.col("expected")) | apart | uncertain | vague),
             # A launch of several transfers works with one peer while it waits for another.
             compared=(seen > 1) & (released | placed) & ~pl.col("shares_launch"),
-            by_begin=placed & (pl.lit(value=clocks.count == 1) | ~released),
+            by_begin=placed & (pl.lit(value=on_host and clocks.count == 1) | ~released),
         )
     )

@@ -53,9 +53,9 @@ def heatmap(x: Sequence[object], y: Sequence[str], hover: str, **more: Any) -> T
     return {"type": "heatmap", "x": x, "y": labels(y), "hovertemplate": f"{hover}<extra></extra>", **gaps, **more}
 
 
-def from_zero(values: Sequence[Sequence[float]]) -> Trace:
-    """Return the values of a map with colors from 0, so that a map of zeros is empty."""
-    return {"z": values, "zmin": 0, "zmax": max((one for row in values for one in row), default=0) or 1}
+def from_zero(values: Sequence[Sequence[float | None]]) -> Trace:
+    """Return the values of a map with colors from 0, so that a map of zeros is empty. None leaves a gap."""
+    return {"z": values, "zmin": 0, "zmax": max((one or 0 for row in values for one in row), default=0) or 1}
 
 
 CATEGORIES = {"xaxis": axis(type="category"), "yaxis": axis(type="category", autorange="reversed")}

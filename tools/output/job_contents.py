@@ -82,7 +82,7 @@ def _contents(found: JobTables) -> dict[str, Any]:
 
     ranks = found.job.ranks
     rows = [
-        (one.label, found.job.groups[one.group].pg[0], found.job.groups[one.group].size, one.calls)
+        (one.label, found.job.groups[one.group].pg[0], found.job.groups[one.group].known_size, one.calls)
         + (one.recorded if one.sized else None,)
         for one in found.kinds
     ]
@@ -125,7 +125,7 @@ def _print(job: dict[str, Any], top: int) -> None:
     lacking = f", missing: {rank_ranges(job['missing_ranks'])}" if job["missing_ranks"] else ""
     print_fact("ranks", f"{len(job['ranks'])} of {job['world_size']} ({rank_ranges(job['ranks'])}){lacking}")
     print_fact("times", "; ".join(TIMED_BY[one] for one in job["measured_by"]))
-    print_fact("steps", "unknown" if job["steps"] is None else str(job["steps"]))
+    print_fact("steps", "unknown" if job["steps"] is None else f"{job['steps']:,} complete ones on the rank with most")
     if job["operations"]:
         table_of(job["operations"], _OPERATIONS, limit=top, more="--top").print("Operations")
     else:
@@ -143,8 +143,11 @@ _FILES = (
 _OPERATIONS = (
     ("operation", itemgetter("op")),
     ("group", itemgetter("group")),
-    ("#ranks", itemgetter("size")),
+    ("#ranks", lambda row: "unknown" if row["size"] is None else f"{row['size']:,}"),
     ("#calls", itemgetter("calls")),
     ("#with a time", itemgetter("timed_calls")),
-    ("#bytes of all ranks", lambda row: "unknown" if row["bytes"] is None else amount(row["bytes"], row["unsized"])),
+    (
+        "#bytes, sum of\nthese ranks",
+        lambda row: "unknown" if row["bytes"] is None else amount(row["bytes"], row["unsized"]),
+    ),
 )

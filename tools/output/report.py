@@ -61,7 +61,7 @@ def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
         "waiting": (
             "Waiting time",
             figures.waiting is not None,
-            "times of a collective on several ranks",
+            "start times of a collective on several ranks",
         ),
         "overlap": ("Overlap", figures.bandwidth.overlap is not None, "a profiled window"),
         "exposed": (
@@ -92,8 +92,9 @@ def _charts(figures: Figures) -> Iterator[Chart]:
 
 
 def _matrix(matrix: Matrix, is_timed: bool) -> Chart:
-    def in_ms(values: list[list[float]]) -> draw.Trace:
-        return from_zero(values) | {"text": [[milliseconds(one) if one else "" for one in row] for row in values]}
+    def in_ms(values: list[list[float | None]]) -> draw.Trace:
+        texts = [["" if one is None else milliseconds(one) for one in row] for row in values]
+        return from_zero(values) | {"text": texts}
 
     sizes = [
         [amount(size, unsized) if size or unsized else "" for size, unsized in zip(*rows, strict=True)]

@@ -37,7 +37,7 @@ OVERLAPS = "a duration that contains several later ones of their stream"
 
 
 @dataclass(frozen=True)
-class DeviceTimes:
+class EventTimes:
     """Kernels, copies and memsets in columns. Times are in ns, on the clock of the trace."""
 
     start: Column
@@ -56,7 +56,7 @@ class DeviceTimes:
 
 
 def impossible_times(
-    of: DeviceTimes, syncs: Mapping[int, Column] | None = None, window: tuple[int, int] | None = None
+    of: EventTimes, syncs: Mapping[int, Column] | None = None, window: tuple[int, int] | None = None
 ) -> dict[int, str]:
     """Return the position of each device event with impossible times -> what is wrong with them.
 
@@ -100,7 +100,7 @@ def _beyond_offset(excess: Column, known: npt.NDArray[np.bool_]) -> list[int]:
     return found
 
 
-def _late(of: DeviceTimes, syncs: Mapping[int, Column]) -> tuple[Column, npt.NDArray[np.bool_]]:
+def _late(of: EventTimes, syncs: Mapping[int, Column]) -> tuple[Column, npt.NDArray[np.bool_]]:
     """Return (ns by which each event ends after a synchronization of the device that waited for it, where known)."""
     late, known = np.zeros(len(of.end), np.int64), np.zeros(len(of.end), bool)
     if len(np.unique(of.device)) > 1:  # a call waits for one device, and does not say for which
@@ -114,7 +114,7 @@ def _late(of: DeviceTimes, syncs: Mapping[int, Column]) -> tuple[Column, npt.NDA
     return late, known
 
 
-def _containing(of: DeviceTimes, wrong: list[int]) -> list[int]:
+def _containing(of: EventTimes, wrong: list[int]) -> list[int]:
     """Return the events that contain two whole later ones of the same stream, launched by other calls."""
     usable = of.end > of.start
     usable[wrong] = False

@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from crossrank.comm import Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.privacy import Privacy
-from crossrank.tools.traces.device_times import UNKNOWN, Column, DeviceTimes, described, impossible_times
+from crossrank.tools.traces.device_times import UNKNOWN, Column, EventTimes, described, impossible_times
 from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Document, Shape
 
@@ -192,7 +192,7 @@ class KinetoTrace:
             self.damage += described(wrong, lambda index: self.device[index].name)
             self.device = [one for index, one in enumerate(self.device) if index not in wrong]
 
-    def _device_times(self) -> tuple[DeviceTimes, dict[int, Column]]:
+    def _device_times(self) -> tuple[EventTimes, dict[int, Column]]:
         """Return (the device events, the synchronizations of each process), as `impossible_times` takes them."""
         launch_of = {one.correlation: one for one in self.calls if one.correlation is not None}
         streams: dict[tuple[Id, ...], int] = {}
@@ -212,7 +212,7 @@ class KinetoTrace:
             if call.name in _DEVICE_SYNCS:
                 syncs[processes[call.pid]].append((call.start, call.end))
         columns = np.array(rows, np.int64).reshape(-1, 8).T
-        return DeviceTimes(*columns), {number: np.array(sorted(spans), np.int64) for number, spans in syncs.items()}
+        return EventTimes(*columns), {number: np.array(sorted(spans), np.int64) for number, spans in syncs.items()}
 
     def _widest_window(self) -> tuple[int, int] | None:
         """Return a window for a trace that lacks its own. It is three times as long as what the host did: the profiler

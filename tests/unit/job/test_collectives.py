@@ -387,3 +387,23 @@ def test_rows_have_the_figures_of_their_collectives() -> None:
 def test_a_line_rate_without_unit_or_known_locality_is_refused(text: str) -> None:
     with pytest.raises(CrossrankError, match=r"is not \[LOCALITY=\]RATE, for example 400Gbps"):
         line_rates([text])
+
+
+def test_the_rank_that_starts_last_on_one_host_waits_for_no_other_although_it_ends_later() -> None:
+    found = together(Rank(0).call(100, 450), Rank(1).call(110, 500))
+    assert found.collectives["last_rank"].to_list() == [1]
+    assert waits_us(found) == {0: 10.0, 1: 0.0}
+
+
+def test_no_rank_that_is_last_has_waited() -> None:
+    rng = random.Random(1)
+    ranks = [Rank(number) for number in range(4)]
+    for call in range(1, 40):
+        for one in ranks:
+            begin = 1000 * call + rng.randrange(300)
+            one.call(begin, begin + 50 + rng.randrange(400), number=call)
+    found = together(*ranks)
+    last = found.calls.join(
+        found.collectives.with_row_index("collective").cast({"collective": pl.UInt32}), on="collective"
+    )
+    assert last.filter(pl.col("rank") == pl.col("last_rank"))["waiting_ns"].to_list() == [0] * 39

@@ -153,7 +153,7 @@ def test_host_ranges_give_the_operations_of_kernels(tmp_path: Path, capsys: pyte
 def test_dumps_with_timing_give_durations_without_clocks(capsys: pytest.CaptureFixture[str]) -> None:
     found = bandwidth_of("flight/clean", capsys)
     assert (found["sources"], found["calls"], found["timed_calls"]) == ({"flight": 4}, 80, 80)
-    assert found["clocks"]["note"] == "4 clocks, not compared: the end times of collectives are unknown"
+    assert found["clocks"]["note"] == "4 clocks, not compared: exact end times of collectives are unknown"
 
 
 def test_a_real_export_of_two_gpus_gives_its_kernel_times(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,8 +171,7 @@ def _measure(times: _Times, clocks: dict[int, _Clock]) -> GroupStragglers:
     waits = arrivals.max(axis=0) - first
     last = arrivals.argmax(axis=0)
     often = np.bincount(last[waits > 0], minlength=len(times.ranks))
-    ordered = np.sort(waits)
-    middle, high = len(ordered) // 2, len(ordered) * 95 // 100
+    middle, high = np.percentile(waits, (50, 95))
     late = np.median(arrivals - first, axis=1)
     return GroupStragglers(
         pg=times.group.pg,
@@ -182,9 +181,9 @@ def _measure(times: _Times, clocks: dict[int, _Clock]) -> GroupStragglers:
         last_share=int(often.max()) / len(waits),
         max_rank=times.ranks[last[waits.argmax()]],
         wait_ms={
-            "p50": int(ordered[middle]) / 1e6,
-            "p95": int(ordered[high]) / 1e6,
-            "max": int(ordered[-1]) / 1e6,
+            "p50": round(float(middle)) / 1e6,
+            "p95": round(float(high)) / 1e6,
+            "max": int(waits.max()) / 1e6,
             "total": float(waits.sum(dtype=np.float64)) / 1e6,
         },
         late_ms={str(rank): float(one) / 1e6 for rank, one in zip(times.ranks, late, strict=True)},

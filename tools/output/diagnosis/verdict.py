@@ -148,7 +148,9 @@ def clocks_text(diagnosis: Diagnosis) -> str:
     if diagnosis.clocks is None:
         return "unknown"
     residual = diagnosis.clocks.residual_ms
-    return diagnosis.clocks.note + (f"; remaining difference up to {milliseconds(residual)}" if residual else "")
+    return diagnosis.clocks.note + (
+        f"; calls seem to end up to {milliseconds(residual)} before another rank starts them" if residual else ""
+    )
 
 
 def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:

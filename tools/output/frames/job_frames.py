@@ -35,7 +35,7 @@ def groups(found: JobTables) -> pl.DataFrame:
     is_unknown = any(calls[one.index] and (one.guessed or not one.name) for one in job.groups)
     idle = {one.index for one in job.groups if not calls[one.index]} if is_unknown else set()
     rows = [
-        (one.index, *_name(one), printable(one.desc), None if one.guessed else one.size, one.backend, one.locality)
+        (one.index, *_name(one), printable(one.desc), one.known_size, one.backend, one.locality)
         + (None if one.index in idle else calls[one.index], None if one.index in unsized | idle else size[one.index])
         for one in job.groups
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossrank.tools.traces.busy import Spans, spans_of
-from crossrank.tools.traces.device_times import UNKNOWN, DeviceTimes, described, impossible_times
+from crossrank.tools.traces.device_times import UNKNOWN, EventTimes, described, impossible_times
 from crossrank.tools.traces.kernels import KernelsOfName, unknown_kernels
 from crossrank.tools.traces.nsight.export import (
     GRAPH_TRACE,
@@ -76,7 +76,7 @@ def _without_impossible_times(export: Export, work: DeviceWork, names: dict[int,
     stream = np.unique(keys, axis=1, return_inverse=True)[1].ravel()
     launched = np.where(work.launched == NONE, UNKNOWN, work.launched)
     correlation = np.where(work.correlation == NONE, UNKNOWN, work.correlation)
-    times = DeviceTimes(work.start, work.end, work.device, stream, correlation, work.process, launched, launched)
+    times = EventTimes(work.start, work.end, work.device, stream, correlation, work.process, launched, launched)
     host = [export.value(RUNTIME, "start", select=f"{edge}(start)") for edge in ("MIN", "MAX")]
     first, last = (one if isinstance(one, int) else None for one in host)
     window = None if first is None or last is None else (2 * first - last, 2 * last - first)

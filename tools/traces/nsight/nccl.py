@@ -19,7 +19,7 @@ from crossrank.privacy import Privacy
 from crossrank.tools.traces.nsight.export import NVTX, STRINGS, Column, Export
 from crossrank.tools.traces.nsight.markers import Ranges
 
-NO_PAYLOAD = "calls in NCCL's own ranges without payload: their bytes are unknown"
+NO_PAYLOAD = "functions of NCCL in ranges without payload (an all_to_all has several): their bytes are unknown"
 """`nsys export --include-json true` writes payloads, in versions that have the option (2022.4 and 2023.4 refuse it)."""
 _GROUP_START, _GROUP_END = "ncclGroupStart", "ncclGroupEnd"
 _PER_MEMBER = ("all_gather", "reduce_scatter", "all_to_all")
