@@ -82,7 +82,7 @@ def print_bandwidth(result: Bandwidth) -> None:
         print_fact("measured", f"{TIMED_BY[source]}; {plural(count, 'rank')}")
     print_fact("clocks", alignment_text(result.clocks))
     print_counts("Measured times with a call, by source", result.attributed.items())
-    print_counts("Matched across ranks, by", result.matched.items())
+    print_counts("Launches matched across ranks, by", result.matched.items())
     print_counts("Skipped, or not fully known, by reason", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())
     if result.unattributed_ms:

@@ -44,7 +44,10 @@ _WITHOUT_CULPRIT = (
     "printed_verdict",
 )
 """Kinds of findings that need no culprit."""
-WAITS = "from the first rank's call to the last rank's, over all recorded collectives of groups with at least 5"
+WAITS = (
+    "from the first rank's call to the last rank's, as the dumps have them, else the recording; over all recorded "
+    "collectives of groups with at least 5"
+)
 """What the waits in the table of stragglers are."""
 _VERDICTS = {
     "ok": "no fault found",
