@@ -252,8 +252,8 @@ TABLES = {
         ),
     ),
     "transfers": TableSchema(
-        "sends matched with their receives, also each of a batch, whose times are bounds (`bandwidth` has a batch as one "
-        "launch); a batch is a row of its own if its calls have no numbers",
+        "sends matched with their receives, also those of a batch, with times that are bounds (`bandwidth` has a batch "
+        "as one launch); a batch is a row of its own if its calls have no numbers",
         False,
         {
             **KEYS,
