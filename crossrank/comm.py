@@ -134,8 +134,8 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     """Running number of this rank's calls; also the NVTX payload and N of the range `crossrank#N` in ET and Kineto."""
     op: Annotated[str, Privacy.API]
     """A key of `OPERATIONS`, or the c10d op's own name if the table lacks the operation."""
-    c10d: Annotated[str, Privacy.API]
-    """The c10d op as the dispatcher calls it, for example `_allgather_base_`."""
+    c10d: Annotated[str, Privacy.API] = ""
+    """The c10d op as the dispatcher calls it, for example `_allgather_base_`; empty if unknown."""
     pg: Annotated[str, Privacy.GROUP]
     """Name of the process group. Its `group` line is earlier in the file."""
     bytes: Annotated[int, msgspec.Meta(ge=-1, le=MOST), Privacy.SIZE]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from crossrank.budget import BYTES, LINES, MEMBERS, Budget, BudgetError
 from crossrank.comm import MOST, CommRecord, Count, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.privacy import Privacy
+from crossrank.unknown_values import Decoder, unknown_text
 
 SCHEMA = "crossrank-comms 1"
 """First word and version of a comms header. The number rises if an old reader would misread the file."""
@@ -369,9 +371,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: Annotated[str, Privacy.SCHEMA]
     rank: Number
-    world_size: Number
-    host: Annotated[str, Privacy.HOST]
-    node: Annotated[str, Privacy.NODE]
+    world_size: Number = 0
+    """0 = unknown."""
+    host: Annotated[str, Privacy.HOST] = ""
+    node: Annotated[str, Privacy.NODE] = ""
     boot_id: Annotated[str, Privacy.BOOT] | None = None
     local_rank: Number | None = None
     pid: Number | None = None
@@ -403,6 +406,8 @@ WAITED_IN = ("wait", "wait_tensor", "launch", "backward")
 """Where a thread waited: in `Work.wait`; in `wait_tensor` of a functional collective; in the launch of a blocking call,
 or in one of over 1 ms, such as the first one of a communicator; or at the end of a backward pass in which C++ made
 calls, such as DDP's reducer. This last wait names the last of these calls."""
+READ_WAITS = (*WAITED_IN, "unknown")
+"""`WAITED_IN`, and a way to wait that this version does not know."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
@@ -420,7 +425,9 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
     """The operating system's id of the thread."""
     id: Number | None = None
     """Id of the call's record; None if the call was not recorded, or if its Work could not be kept."""
-    waited_in: Literal["wait", "wait_tensor", "launch", "backward"] = msgspec.field(name="in", default="wait")
+    waited_in: Literal["wait", "wait_tensor", "launch", "backward", "unknown"] = msgspec.field(
+        name="in", default="wait"
+    )
     """See `WAITED_IN`. Other waits in C++ are not recorded."""
     raised: bool = False
     """Whether it ended with an exception, such as a timeout."""
@@ -462,6 +469,7 @@ def _is_impossible(value: object) -> bool:
 
 
 T = TypeVar("T", Group, CommRecord)
+Span = TypeVar("Span", Wait, Ran)
 
 
 def with_epoch(one: T) -> T:
@@ -493,13 +501,20 @@ class CommsFile:
         self.waits: list[Wait] = []
         self.ran: list[Ran] = []
         self.end: dict[str, Any] | None = None
+        self.unknown = Counter[str]()
+        """Name of a field -> number of its values that this version does not know."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What the file has and this version does not know."""
+        return [f"{self.path}: {unknown_text(self.unknown)}"] if self.unknown else []
 
     def records(self) -> Iterator[CommRecord]:
         """Yield the records in the order of the file."""
-        decode_record = msgspec.json.Decoder(CommRecord).decode
-        decode_line = msgspec.json.Decoder(Line).decode
-        decode_wait = msgspec.json.Decoder(dict[str, Wait]).decode
-        decode_ran = msgspec.json.Decoder(dict[str, Ran]).decode
+        decode_record = Decoder(CommRecord, self.unknown).decode
+        decode_line = Decoder(Line, self.unknown).decode
+        decode_wait = Decoder(dict[str, Wait], self.unknown, {"wait.in": "unknown"}).decode
+        decode_ran = Decoder(dict[str, Ran], self.unknown).decode
         number = more = 0
         for number, line in enumerate(read_lines(self.path, self.issues), 1):
             try:
@@ -507,10 +522,10 @@ class CommsFile:
                     yield with_epoch(decode_record(line))
                     continue
                 if line.startswith(b'{"wait":'):
-                    self.waits.append(decode_wait(line)["wait"])
+                    self._add_span("wait", decode_wait, line, self.waits)
                     continue
                 if line.startswith(b'{"ran":'):
-                    self.ran.append(decode_ran(line)["ran"])
+                    self._add_span("ran", decode_ran, line, self.ran)
                     continue
                 other = decode_line(line)
             except BROKEN as error:
@@ -535,6 +550,12 @@ class CommsFile:
             self.issues.problems.append(f"{more} more lines are not comms records")
         if number == 0 and not self.issues.problems:
             self.issues.problems.append("the file is empty")
+
+    def _add_span(self, kind: str, decode: Callable[[bytes], dict[str, Span]], line: bytes, spans: list[Span]) -> None:
+        try:
+            spans.append(decode(line)[kind])
+        except msgspec.ValidationError:  # nothing else in the file depends on it
+            self.unknown[kind] += 1
 
     def _add_line(self, line: Line) -> None:
         if line.header is not None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from crossrank.recording import WAITED_IN
+from crossrank.recording import READ_WAITS
 from crossrank.text import plural, printable
 from crossrank.tools.analysis.waiting import Steps, covered, in_ms, over_ranks, profiler_steps, with_most
 from crossrank.tools.tables import ANSWERS, Row
@@ -74,7 +74,7 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
 
 
 _NOT_KNOWN = "(not known)"
-_BACKWARD = WAITED_IN.index("backward")
+_BACKWARD = READ_WAITS.index("backward")
 
 
 def _calls_without(one: RankTrace) -> int:
@@ -113,7 +113,7 @@ def _waits(one: RankTrace) -> pl.DataFrame:
             "end": np.frombuffer(host.ended, np.int64),
             "source": pl.Series(sources, dtype=pl.String).gather(kinds),
             "op": pl.Series(ops, dtype=pl.String).gather(kinds),
-            "waited_in": pl.Series(WAITED_IN).gather(np.frombuffer(host.waited_in, np.uint8)),
+            "waited_in": pl.Series(READ_WAITS).gather(np.frombuffer(host.waited_in, np.uint8)),
         }
     )
 

@@ -54,6 +54,8 @@ class RankSummary(msgspec.Struct):
     ended_by: str | None = None
     """What ended the process other than a normal exit."""
     counts: Counter[str] = msgspec.field(default_factory=Counter)
+    notes: list[str] = []
+    """What the file has and this version does not know."""
     blind_spots: set[str] = msgspec.field(default_factory=set)
 
 
@@ -141,6 +143,7 @@ def summarise_rank(file: FoundFile) -> RankSummary:
         finished=comms.end is not None,
         ended_by=_ended_by(end),
         counts=Counter(numbers),
+        notes=comms.notes,
         blind_spots={*(header.blind_spots if header else ()), *_list_of(str, end.get("blind_spots"))},
     )
 
@@ -229,6 +232,7 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         other_jobs=other_jobs(path),
         problems=problems + [f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
         warnings=_warnings(headers, counts, ranks)
+        + [note for rank in ranks for note in rank.notes]
         + [f"{file.path}: {file.problem}" for file in found if file.left_out],
     )
 

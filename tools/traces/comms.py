@@ -15,7 +15,7 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
-from crossrank.recording import ANSWERS, WAITED_IN, CommsFile, Ran, Wait
+from crossrank.recording import ANSWERS, READ_WAITS, CommsFile, Ran, Wait
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.kept import shared
@@ -59,10 +59,13 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.about = {name: version for name, version in header.versions.items() if version}
     trace.about["TRACING"] = str(header.config.get("emit", ""))
     trace.problems = file.issues.problems
+    trace.notes += file.notes
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
     trace.records_steps = True
     trace.steps = [(line["step"], clock.at(line["t"])) for line in file.steps if "step" in line and "t" in line]
-    trace.profiler_steps = _profiler_steps(trace.steps, [clock.at(line["t"]) for line in file.windows if "t" in line])
+    trace.profiler_steps = _profiler_steps(
+        trace.steps, [clock.at(line["t"]) for line in file.windows if isinstance(line.get("t"), int)]
+    )
     trace.ending.ended, trace.ending.unseen = file.end is not None, file.end is None
     trace.ending.reason = str(end.get("reason") or "")
     trace.ending.take_exceptions(_exceptions(end.get("exceptions")))
@@ -184,7 +187,7 @@ def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of
         host.row.append(row)
         host.began.append(began)
         host.ended.append(ended)
-        host.waited_in.append(WAITED_IN.index(wait.waited_in))
+        host.waited_in.append(READ_WAITS.index(wait.waited_in))
         # Another thread may have made calls during this wait: they come before its end.
         if row >= 0 and places.before[row] < 0 and wait.waited_in in ("wait", "wait_tensor"):
             places.before[row] = max(row + 1, bisect_right(calls.called, ended))

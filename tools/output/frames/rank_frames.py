@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import polars as pl
 
-from crossrank.recording import WAITED_IN
+from crossrank.recording import READ_WAITS
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.tables import KEYS, TABLES
 from crossrank.tools.traces.rank_trace import STATES, UNKNOWN_STEP, RankTrace
@@ -87,7 +87,7 @@ def waits(trace: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
             {
                 "rank": np.full(len(host), trace.rank or 0),
                 "row": _column(host.row),
-                "waited_in": pl.Series(WAITED_IN).gather(_column(host.waited_in)),
+                "waited_in": pl.Series(READ_WAITS).gather(_column(host.waited_in)),
                 "began_ns": _column(host.began),
                 "ended_ns": _column(host.ended),
             }
