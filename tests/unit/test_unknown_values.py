@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ _SHARED |= {"Process Group Description": "data", "Global rank start": 0, "Global
 _TABLES = ("calls", "collectives", "transfers", "arrivals", "steps", "groups", "ranks", "durations")
 _COUNTED = ("rank", "call", "group", "collective", "row", "problems", "clock_shift_ns", "first", "last", "number")
 """Columns in which 0 is a number, a place or a count of what was seen."""
-_SEEN = {"ranks.calls", "groups.calls", "groups.bytes", "collectives.ranks", "transfers.ranks"}
+_SEEN = {"ranks.calls", "groups.calls", "groups.bytes", "collectives.ranks", "transfers.ranks", "overlap.memory_ns"}
 """Counts and sums of what a source has: 0 where it has no call, or no call with a duration."""
 
 
@@ -93,26 +95,31 @@ MISSING: dict[str, Callable[[Content], None]] = {
 }
 
 
-def tables_of(folder: Path, change: Callable[[Content], None] | None = None) -> dict[str, pl.DataFrame]:
-    folder.mkdir(exist_ok=True)
+def write_traces(folder: Path, change: Callable[[Content], None] | None = None) -> Path:
     for rank in range(2):
         content = trace_of(rank)
         if change is not None:
             change(content)
         (folder / f"rank-{rank}.json").write_text(json.dumps(content))
+    return folder
+
+
+def tables_of(folder: Path) -> dict[str, pl.DataFrame]:
     job = crossrank.load(folder)
-    return {name: job.table(name) for name in _TABLES} | {"overlap": job.overlap().frame}
+    found = {name: job.table(name) for name in _TABLES}
+    return found if job.overlap().frame.is_empty() else found | {"overlap": job.overlap().frame}
+
+
+@cache
+def whole_tables(write: Callable[[Path], Path]) -> dict[str, pl.DataFrame]:
+    """Return the tables of an input that lacks nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tables_of(write(Path(folder)))
 
 
 @pytest.mark.parametrize("missing", MISSING)
 def test_no_column_is_0_for_a_fact_that_the_trace_lacks(missing: str, tmp_path: Path) -> None:
-    whole, lacking = tables_of(tmp_path / "whole"), tables_of(tmp_path / "lacking", MISSING[missing])
-    assert unknown_as_0(whole, lacking) == []
-
-
-def _tables(folder: Path) -> dict[str, pl.DataFrame]:
-    job = crossrank.load(folder)
-    return {name: job.table(name) for name in _TABLES}
+    assert unknown_as_0(whole_tables(write_traces), tables_of(write_traces(tmp_path, MISSING[missing]))) == []
 
 
 def dump_of(rank: int) -> Content:
@@ -152,22 +159,23 @@ MISSING_IN_DUMPS: dict[str, Callable[[Content], None]] = {
 }
 
 
+def write_dumps(folder: Path, change: Callable[[Content], None] | None = None) -> Path:
+    for rank in range(2):
+        content = dump_of(rank)
+        if change is not None:
+            change(content)
+        (folder / f"rank_{rank}.json").write_text(json.dumps(content))
+    return folder
+
+
 @pytest.mark.parametrize("missing", MISSING_IN_DUMPS)
 def test_no_column_is_0_for_a_fact_that_the_dump_lacks(missing: str, tmp_path: Path) -> None:
-    found = []
-    for name, change in (("whole", None), ("lacking", MISSING_IN_DUMPS[missing])):
-        (tmp_path / name).mkdir()
-        for rank in range(2):
-            content = dump_of(rank)
-            if change is not None:
-                change(content)
-            (tmp_path / name / f"rank_{rank}.json").write_text(json.dumps(content))
-        job = crossrank.load(tmp_path / name)
-        found.append({table: job.table(table) for table in _TABLES})
+    write_dumps(tmp_path, MISSING_IN_DUMPS[missing])
+    job = crossrank.load(tmp_path)
     if not len(job.calls):  # entries that are none are refused, and counted
         assert job.notes[0].startswith(f"{_CALLS} of {_CALLS} entries are unusable")
         return
-    assert unknown_as_0(*found) == []
+    assert unknown_as_0(whole_tables(write_dumps), {table: job.table(table) for table in _TABLES}) == []
 
 
 def export_of(rank: int, folder: Path) -> Path:
@@ -213,17 +221,17 @@ MISSING_IN_EXPORTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def write_exports(folder: Path, *statements: str) -> Path:
+    for rank in range(2):
+        changed(export_of(rank, folder), *statements)
+    return folder
+
+
 @pytest.mark.parametrize("missing", MISSING_IN_EXPORTS)
 def test_no_column_is_0_for_a_fact_that_the_export_lacks(missing: str, tmp_path: Path) -> None:
-    found = []
-    for name, statements in (("whole", ()), ("lacking", MISSING_IN_EXPORTS[missing])):
-        (tmp_path / name).mkdir()
-        for rank in range(2):
-            changed(export_of(rank, tmp_path / name), *statements)
-        with suppress(CrossrankError):  # what is refused says nothing wrong
-            found.append(_tables(tmp_path / name))
-    assert found, "the whole input is read"
-    assert len(found) == 1 or unknown_as_0(*found) == []
+    with suppress(CrossrankError):  # what is refused says nothing wrong
+        tables = tables_of(write_exports(tmp_path, *MISSING_IN_EXPORTS[missing]))
+        assert unknown_as_0(whole_tables(write_exports), tables) == []
 
 
 _INSPECTOR = Path(__file__).parent / "traces/inspector"
@@ -242,24 +250,25 @@ MISSING_IN_INSPECTOR = [
 ]
 
 
+def write_inspector(folder: Path, part: str = "", field: str = "", value: object = None) -> Path:
+    """Write the lines of NCCL Inspector; with `field` without it, or with this value."""
+    for path in _INSPECTOR.iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            if part in row:
+                row[part] = {key: one for key, one in row[part].items() if key != field}
+                row[part] |= {} if value is None else {field: value}
+        (folder / path.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 @pytest.mark.parametrize(("part", "field", "value"), MISSING_IN_INSPECTOR)
 def test_no_column_is_0_for_a_fact_that_nccl_inspector_lacks(
     part: str, field: str, value: object, tmp_path: Path
 ) -> None:
-    found = []
-    for name in ("whole", "lacking"):
-        (tmp_path / name).mkdir()
-        for path in _INSPECTOR.iterdir():
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            for row in rows if name == "lacking" else ():
-                if part in row:
-                    row[part] = {key: one for key, one in row[part].items() if key != field}
-                    row[part] |= {} if value is None else {field: value}
-            (tmp_path / name / path.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with suppress(CrossrankError):  # what is refused says nothing wrong
-            found.append(_tables(tmp_path / name))
-    assert found, "the whole input is read"
-    assert len(found) == 1 or unknown_as_0(*found) == []
+    with suppress(CrossrankError):  # what is refused says nothing wrong
+        tables = tables_of(write_inspector(tmp_path, part, field, value))
+        assert unknown_as_0(whole_tables(write_inspector), tables) == []
 
 
 def unknown_as_0(whole: dict[str, pl.DataFrame], lacking: dict[str, pl.DataFrame]) -> list[str]:
@@ -277,6 +286,6 @@ def unknown_as_0(whole: dict[str, pl.DataFrame], lacking: dict[str, pl.DataFrame
 
 
 def test_the_steps_of_calls_are_those_of_the_profiler(tmp_path: Path) -> None:
-    calls = tables_of(tmp_path)["calls"]
+    calls = whole_tables(write_traces)["calls"]
     assert calls.filter(pl.col("rank") == 1)["step"].to_list() == [5, 5, 5, 6, 6, 6, 7, 7, 7]
-    assert tables_of(tmp_path, MISSING["without steps"])["calls"]["step"].null_count() == 2 * _CALLS
+    assert tables_of(write_traces(tmp_path, MISSING["without steps"]))["calls"]["step"].null_count() == 2 * _CALLS

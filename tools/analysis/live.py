@@ -20,6 +20,7 @@ from crossrank.errors import BROKEN
 from crossrank.recording import Header, Ran, Wait, name_in_epoch, with_epoch
 from crossrank.text import plural
 from crossrank.tools.traces.growing import Growth
+from crossrank.unknown_values import Decoder
 
 if TYPE_CHECKING:
     from crossrank.tools.tables import Row
@@ -56,7 +57,7 @@ class LiveLine(msgspec.Struct):
     end: dict[str, Any] | None = None
 
 
-_decoder = msgspec.json.Decoder(LiveLine)
+_decode_lines = msgspec.json.Decoder(LiveLine).decode_lines
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -99,6 +100,8 @@ class LiveContent:
         self.clock: dict[str, int] | None = None
         self.end: dict[str, Any] | None = None
         self.problems = 0
+        self.unknown = Counter[str]()
+        """Name of a field -> number of its values that this version does not know."""
 
     def add(self, content: bytes) -> None:
         for line in self._decode(content):
@@ -124,11 +127,12 @@ class LiveContent:
 
     def _decode(self, content: bytes) -> Iterator[LiveLine]:
         try:
-            yield from _decoder.decode_lines(content)
+            yield from _decode_lines(content)
         except BROKEN:
+            decode = Decoder(LiveLine, self.unknown, {"wait.in": "unknown"}).decode
             for line in content.splitlines():
                 try:
-                    yield _decoder.decode(line)
+                    yield decode(line)
                 except BROKEN:
                     self.problems += 1
 
