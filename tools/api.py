@@ -19,7 +19,7 @@ from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_ev
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.analysis.overlap import overlap_frame, shares_of
 from crossrank.tools.analysis.waiting import count_arrivals, latest_of, openings
-from crossrank.tools.graph.linking.link import link
+from crossrank.tools.graph.linking.current import read_current
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
 from crossrank.tools.job.collectives import JobTables
@@ -247,7 +247,7 @@ class LoadedJob:
                 continue
             for pair in one.pairs:
                 if pair.window == window:
-                    return link(pair.et, pair.kineto, pair.comms, rank=rank)
+                    return read_current(pair)
             linked = one.linked or ((one.path,) if one.kind == "linked" else ())
             if len(linked) >= window > 0:
                 return read_linked(linked[window - 1])

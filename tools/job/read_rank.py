@@ -18,6 +18,7 @@ from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.communications import ADDRESS_AS_NAME, OURS
+from crossrank.tools.graph.linking.current import read_current
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, LinkedTrace
@@ -42,8 +43,9 @@ class RankSources:
     path: str
     rank: int | None
     linked: tuple[str, ...] = ()
+    """Linked traces of windows without both traces."""
     pairs: tuple[RankInput, ...] = ()
-    """Windows that are not linked yet; linked here, in memory."""
+    """Windows with both traces. They are linked in memory, unless there is a linked trace of them."""
     flight: str | None = None
     comms: tuple[tuple[int, str], ...] = ()
     """(rank, comms file) for an export of Nsight Systems, which may have several ranks."""
@@ -56,19 +58,27 @@ class RankSources:
 
 def comms_with_times(rank: int | None, files: Files) -> RankSources:
     """The comms file of a rank, with the files next to it that have the durations of its calls."""
-    linked = tuple(one.path for one in files.get(LINKED, ()))
     flight = files[FLIGHT][0].path if FLIGHT in files else None
     pairs = pairs_of_rank(rank, files)
+    paired = {one.window for one in pairs}
+    linked = tuple(one.path for one in files.get(LINKED, ()) if one.window not in paired)
     return RankSources(kind=COMMS, path=files[COMMS][0].path, rank=rank, linked=linked, pairs=pairs, flight=flight)
 
 
 def pairs_of_rank(rank: int | None, files: Files) -> tuple[RankInput, ...]:
-    """The windows of a rank that are not linked yet."""
-    linked = {one.window for one in files.get(LINKED, ())}
-    kinetos = {one.window: one.path for one in files.get(KINETO, ()) if one.window not in linked}
+    """The windows of a rank that have both traces, with their linked traces."""
+    linked = {one.window: one.path for one in files.get(LINKED, ())}
+    kinetos = {one.window: one.path for one in files.get(KINETO, ())}
     comms = files[COMMS][0].path if COMMS in files else None
     return tuple(
-        RankInput(rank=rank, window=one.window, et=one.path, kineto=kinetos[one.window], comms=comms)
+        RankInput(
+            rank=rank,
+            window=one.window,
+            et=one.path,
+            kineto=kinetos[one.window],
+            comms=comms,
+            linked=linked.get(one.window),
+        )
         for one in files.get(EXECUTION_TRACE, ())
         if one.window in kinetos
     )
@@ -125,7 +135,7 @@ def _count_matched(window: LinkedTrace, trace: RankTrace) -> None:
 def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
     """The linked traces of a rank's windows; one that cannot be used, or that lost a part, is noted."""
     windows: list[Callable[[], LinkedTrace]] = [partial(read_linked, path) for path in given.linked]
-    windows += [partial(link, pair.et, pair.kineto, pair.comms, rank=pair.rank) for pair in given.pairs]
+    windows += [partial(read_current, pair) for pair in given.pairs]
     for window in windows:
         try:
             linked = window()
@@ -297,7 +307,7 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     COMMS: read_comms_and_times,
-    LINKED: lambda given: of_linked(read_linked(given.path), given),
+    LINKED: lambda given: of_linked(read_current(given.pairs[0]) if given.pairs else read_linked(given.path), given),
     EXECUTION_TRACE: read_execution_trace_alone,
     KINETO: read_kineto_with_pair,
     FLIGHT: lambda given: read_flight(given.path, given.rank, own_calls=True),

@@ -162,10 +162,13 @@ def _choose_files(rank: int | None, files: Files, skipped: list[str]) -> RankSou
     skipped += [
         f"{path}: is a later window of rank {rank} without a comms file; give this file alone" for path in later
     ]
-    pairs = () if LINKED in files else pairs_of_rank(rank, files)
+    pairs = pairs_of_rank(rank, files)
+    if LINKED in files:
+        path = files[LINKED][0].path
+        return RankSources(kind=LINKED, path=path, rank=rank, pairs=tuple(one for one in pairs if one.linked == path))
     if pairs:
         return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, pairs=pairs[:1])
-    for kind in (LINKED, KINETO, FLIGHT):
+    for kind in (KINETO, FLIGHT):
         if kind in files:
             return RankSources(kind=kind, path=files[kind][0].path, rank=rank)
     return None

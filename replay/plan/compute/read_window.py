@@ -27,8 +27,7 @@ from crossrank.replay.plan.compute.step_times import StepTimes, step_times
 from crossrank.replay.plan.compute.streams import place_on_streams
 from crossrank.replay.plan.compute.tensors import StandInError, Storage, Tensors
 from crossrank.replay.plan.schedule import returns_early
-from crossrank.tools.graph.linking.link import link
-from crossrank.tools.graph.linking.linked_file import read_linked
+from crossrank.tools.graph.linking.current import read_current
 from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import RankSources, of_linked
@@ -58,10 +57,7 @@ class RankWindow:
 @paused_gc()
 def read_window(given: RankInput) -> RankWindow:
     """Read the window of one rank. Raises `CrossrankError` if its files cannot be used."""
-    if given.linked is not None:
-        window = read_linked(given.linked)
-    else:
-        window = link(given.et, given.kineto, given.comms, rank=given.rank)
+    window = read_current(given)
     communications = _with_unique_ids(window.communications)
     window.communications = communications
     source = RankSources(kind="linked", path=given.linked or given.et, rank=given.rank)

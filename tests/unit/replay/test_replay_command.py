@@ -14,7 +14,7 @@ from crossrank.errors import CrossrankError
 from crossrank.replay import replay_options
 from crossrank.replay.plan.plan import save_plan
 from crossrank.replay.sweep import parse_sweeps, with_values
-from crossrank.tools.job import read_rank
+from crossrank.tools.graph.linking import current
 from tests.unit.command import Command
 from tests.unit.replay.plans import built, record
 
@@ -48,7 +48,7 @@ def test_a_dry_run_links_windows_only_if_times_are_requested(run: Command, monke
     def link(*files: str, rank: int) -> object:
         raise CrossrankError(f"rank {rank} is linked")
 
-    monkeypatch.setattr(read_rank, "link", link)
+    monkeypatch.setattr(current, "link", link)
     for words, ranks in (([], ()), (["--pace", "recorded"], (0, 1)), (["--pace", "1", "--one-trace"], (0,))):
         code, out, err = run(str(RECORDING), "--dry-run", *words)
         assert (code, err) == (0, "")

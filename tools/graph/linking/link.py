@@ -110,7 +110,7 @@ class _Linking:
             *draw.work_waits(self.host, ordered, found.communications, waits.unresolved),
         ]
         inputs = {self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256}
-        inputs |= {self.comms.path: _sha256(self.comms.path)} if self.comms else {}
+        inputs |= {self.comms.path: content_hash(self.comms.path)} if self.comms else {}
         return LinkedTrace(
             rank=next((r for r in (rank, header.rank if header else None, self.kineto.rank) if r is not None), None),
             kineto_rank=self.kineto.rank,
@@ -229,7 +229,8 @@ class _Linking:
         return report
 
 
-def _sha256(path: str) -> str:
+def content_hash(path: str) -> str:
+    """Return the SHA-256 of the uncompressed content of a file."""
     digest = hashlib.sha256()
     for chunk in read_chunks(path, ReadIssues(path)):
         digest.update(chunk)

@@ -25,7 +25,7 @@ class RankInput:
     kineto: str
     comms: str | None = None
     linked: str | None = None
-    """A linked trace, which replaces the other files."""
+    """A linked trace of this window. It replaces the other files, if it is of them or there are none."""
 
 
 @dataclass(kw_only=True)
