@@ -278,12 +278,11 @@ def test_a_foreign_file_is_reported_and_the_rest_is_shown(folder: Path, inspect:
     ("line", "problem"),
     [
         (b'{"later":' + b"[" * 100_000 + b"\n", "line 3 is not a comms record: "),
-        (b'{"step":{"step":"one"}}\n', "line 3 is not a comms record: "),
         (b'{"id":"one"}\n', "line 3 is not a comms record: "),
         (b"\xff\n", "line 3 is not a comms record: "),
         (b'{"end":{"reason":"exit","blind_spots":5,"exceptions":5}}\n', None),
     ],
-    ids=["nested", "type", "record", "bytes", "end"],
+    ids=["nested", "record", "bytes", "end"],
 )
 def test_a_bad_line_of_one_rank_does_not_end_the_others(
     folder: Path, inspect: Command, line: bytes, problem: str | None
