@@ -460,6 +460,8 @@ class Line(msgspec.Struct):
     gpu: Annotated[dict[str, Any], Privacy.MIXED] | None = None
 
 
+IDENTITY = ("seq", "p2p_seq", "peer", "batch", "epoch")
+"""Fields that say which call a record is of. A call without its number would count as another one."""
 _LISTS_BY_KIND = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
 """Kind of line -> attribute of `CommsFile` that collects such lines."""
 
@@ -511,7 +513,7 @@ class CommsFile:
 
     def records(self) -> Iterator[CommRecord]:
         """Yield the records in the order of the file."""
-        decode_record = Decoder(CommRecord, self.unknown).decode
+        decode_record = Decoder(CommRecord, self.unknown, needed=IDENTITY).decode
         decode_line = Decoder(Line, self.unknown).decode
         decode_wait = Decoder(dict[str, Wait], self.unknown, {"wait.in": "unknown"}).decode
         decode_ran = Decoder(dict[str, Ran], self.unknown).decode

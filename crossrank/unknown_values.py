@@ -7,7 +7,7 @@ without a default must have a known value: without it nothing is left to read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import UnionType
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 
@@ -22,9 +22,16 @@ _MOST_NAMED = 5
 class Decoder(Generic[T]):
     """Decodes JSON as `kind`. What it does not know is in `unknown`: name of the field -> number of values."""
 
-    def __init__(self, kind: type[T], unknown: Counter[str], instead: Mapping[str, object] | None = None) -> None:
-        """`instead`: name of a field -> its value if the file has an unknown one, where that is not its default."""
-        self._kind, self.unknown, self._instead = kind, unknown, instead or {}
+    def __init__(
+        self,
+        kind: type[T],
+        unknown: Counter[str],
+        instead: Mapping[str, object] | None = None,
+        needed: Collection[str] = (),
+    ) -> None:
+        """`instead`: name of a field -> its value if the file has an unknown one, where that is not its default.
+        `needed`: fields that must have a known value if they are there, although they have a default."""
+        self._kind, self.unknown, self._instead, self._needed = kind, unknown, instead or {}, needed
         self._decode = msgspec.json.Decoder(kind).decode
 
     def decode(self, data: bytes) -> T:
@@ -58,7 +65,7 @@ class Decoder(Generic[T]):
             try:
                 known[one.name] = self._fitted(one.type, value[one.encode_name], path)
             except msgspec.ValidationError:
-                if one.required:
+                if one.required or path in self._needed:
                     raise
                 self.unknown[path] += 1
                 if path in self._instead:

@@ -57,6 +57,7 @@ class LiveLine(msgspec.Struct):
     end: dict[str, Any] | None = None
 
 
+_NEEDED = ("id", "seq", "epoch", "bytes", "t")
 _decode_lines = msgspec.json.Decoder(LiveLine).decode_lines
 
 
@@ -129,7 +130,7 @@ class LiveContent:
         try:
             yield from _decode_lines(content)
         except BROKEN:
-            decode = Decoder(LiveLine, self.unknown, {"wait.in": "unknown"}).decode
+            decode = Decoder(LiveLine, self.unknown, {"wait.in": "unknown"}, _NEEDED).decode
             for line in content.splitlines():
                 try:
                     yield decode(line)
