@@ -29,8 +29,8 @@ class Decoder(Generic[T]):
         instead: Mapping[str, object] | None = None,
         needed: Collection[str] = (),
     ) -> None:
-        """`instead`: name of a field -> its value if the file has an unknown one, where that is not its default.
-        `needed`: fields that must have a known value if they are there, although they have a default."""
+        """`instead`: what a field gets for an unknown value, if that is not its default. `needed`: fields with a default
+        that must have a known value all the same."""
         self._kind, self.unknown, self._instead, self._needed = kind, unknown, instead or {}, needed
         self._decode = msgspec.json.Decoder(kind).decode
 
@@ -38,8 +38,11 @@ class Decoder(Generic[T]):
         """Return what the JSON says. Raises what `msgspec` raises if it is broken, or lacks what it must have."""
         try:
             return self._decode(data)
-        except msgspec.ValidationError:
-            made: T = self._fitted(self._kind, msgspec.json.decode(data), "")
+        except msgspec.ValidationError as error:
+            try:
+                made: T = self._fitted(self._kind, msgspec.json.decode(data), "")
+            except msgspec.ValidationError:
+                raise error from None  # it has the place
             return made
 
     def _fitted(self, kind: Any, value: object, name: str) -> Any:
