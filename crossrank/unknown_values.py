@@ -29,8 +29,8 @@ class Decoder(Generic[T]):
         instead: Mapping[str, object] | None = None,
         needed: Collection[str] = (),
     ) -> None:
-        """`instead`: what a field gets for an unknown value, if that is not its default. `needed`: fields with a default
-        that must have a known value all the same."""
+        """`instead`: what a field gets for an unknown value, if that is not its default. `needed`: fields with
+        a default that must have a known value all the same."""
         self._kind, self.unknown, self._instead, self._needed = kind, unknown, instead or {}, needed
         self._decode = msgspec.json.Decoder(kind).decode
 
