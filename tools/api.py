@@ -20,7 +20,6 @@ from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.analysis.overlap import overlap_frame, shares_of
 from crossrank.tools.analysis.waiting import count_arrivals, latest_of, openings
 from crossrank.tools.graph.linking.current import read_current
-from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.job.job import notes_of
@@ -240,17 +239,14 @@ class LoadedJob:
     def graph(self, rank: int, window: int = 1) -> LinkedTrace:
         """Return the operations, kernels and communications of a rank in a window, with their dependencies.
 
-        Links the traces if `crossrank link` has not done so. The result is empty if the window was not recorded: then
-        its `text` says so."""
+        Links the traces if `crossrank link` has not done so. A rank with one window needs no number. The result is
+        empty if the window was not recorded: then its `text` says so."""
         for one in self._found.tasks:
             if one.rank != rank:
                 continue
-            for pair in one.pairs:
-                if pair.window == window:
-                    return read_current(pair)
-            linked = one.linked or ((one.path,) if one.kind == "linked" else ())
-            if len(linked) >= window > 0:
-                return read_linked(linked[window - 1])
+            for found in one.windows:
+                if found.window == window or (window == 1 and len(one.windows) == 1):
+                    return read_current(found)
         why = (
             f"no graph: rank {rank} has no execution trace with a Kineto trace of window {window}; record one with "
             "TRACING_WINDOW=START:STOP"

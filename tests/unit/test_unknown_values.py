@@ -95,13 +95,19 @@ MISSING: dict[str, Callable[[Content], None]] = {
 }
 
 
-def write_traces(folder: Path, change: Callable[[Content], None] | None = None) -> Path:
+def write_ranks(
+    folder: Path, name: str, make: Callable[[int], Content], change: Callable[[Content], None] | None
+) -> Path:
     for rank in range(2):
-        content = trace_of(rank)
+        content = make(rank)
         if change is not None:
             change(content)
-        (folder / f"rank-{rank}.json").write_text(json.dumps(content))
+        (folder / name.format(rank)).write_text(json.dumps(content))
     return folder
+
+
+def write_traces(folder: Path, change: Callable[[Content], None] | None = None) -> Path:
+    return write_ranks(folder, "rank-{}.json", trace_of, change)
 
 
 def tables_of(folder: Path) -> dict[str, pl.DataFrame]:
@@ -160,12 +166,7 @@ MISSING_IN_DUMPS: dict[str, Callable[[Content], None]] = {
 
 
 def write_dumps(folder: Path, change: Callable[[Content], None] | None = None) -> Path:
-    for rank in range(2):
-        content = dump_of(rank)
-        if change is not None:
-            change(content)
-        (folder / f"rank_{rank}.json").write_text(json.dumps(content))
-    return folder
+    return write_ranks(folder, "rank_{}.json", dump_of, change)
 
 
 @pytest.mark.parametrize("missing", MISSING_IN_DUMPS)

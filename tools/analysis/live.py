@@ -101,8 +101,6 @@ class LiveContent:
         self.clock: dict[str, int] | None = None
         self.end: dict[str, Any] | None = None
         self.problems = 0
-        self.unknown = Counter[str]()
-        """Name of a field -> number of its values that this version does not know."""
 
     def add(self, content: bytes) -> None:
         for line in self._decode(content):
@@ -130,7 +128,7 @@ class LiveContent:
         try:
             yield from _decode_lines(content)
         except BROKEN:
-            decode = Decoder(LiveLine, self.unknown, {"wait.in": "unknown"}, _NEEDED).decode
+            decode = Decoder(LiveLine, Counter(), {"wait.in": "unknown"}, _NEEDED).decode
             for line in content.splitlines():
                 try:
                     yield decode(line)

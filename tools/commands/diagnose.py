@@ -85,6 +85,11 @@ _NO_LOGS = (".csv", ".tsv", ".json", ".yaml", ".yml", ".toml", ".ini", ".md", ".
 """Ends of names of texts that a process wrote or read, but did not print. In a folder they are not taken as logs."""
 
 
+def _as_log(one: FoundFile, left_out: tuple[str, ...]) -> FoundFile:
+    is_log = one.is_text and not one.kind and not one.path.lower().endswith(left_out)
+    return replace(one, kind=LOG) if is_log else one
+
+
 def _read(arguments: argparse.Namespace, logs: Sequence[FoundFile]) -> Evidence:
     paths: list[str] = arguments.path
     where = ", ".join(paths)
@@ -93,12 +98,8 @@ def _read(arguments: argparse.Namespace, logs: Sequence[FoundFile]) -> Evidence:
     named = not any(is_folder(path) for path in others)
     # A text of an unknown kind is what a process printed, also if a folder has nothing else.
     if named or not any(one.kind for one in candidates):
-        candidates = [
-            replace(one, kind=LOG)
-            if one.is_text and not one.kind and (named or not one.path.lower().endswith(_NO_LOGS))
-            else one
-            for one in candidates
-        ]
+        left_out = () if named else _NO_LOGS
+        candidates = [_as_log(one, left_out) for one in candidates]
     if not candidates:
         raise CrossrankError(f"{where}: has no dumps and no comms files; give the folder of the dumps or a recording")
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))

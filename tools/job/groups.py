@@ -73,13 +73,12 @@ class ProcessGroup:
     """Rank -> index of the group in the list of this rank."""
     lanes: dict[int, Lane] = field(default_factory=dict)
     """Rank -> its collectives."""
+    has_p2p: bool = False
 
     @property
     def known_size(self) -> int | None:
         """The number of members; None if it is a guess."""
         return None if self.guessed else self.size
-
-    has_p2p: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
@@ -19,7 +18,6 @@ from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.communications import ADDRESS_AS_NAME, OURS
 from crossrank.tools.graph.linking.current import read_current
-from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.window_files import RankInput
@@ -33,6 +31,8 @@ from crossrank.tools.traces.nccl_inspector import read_inspector
 from crossrank.tools.traces.param_comms import ParamComms, from_node
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, waits_of
 
+_OF_WINDOW = (LINKED, EXECUTION_TRACE, KINETO)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankSources:
@@ -42,10 +42,8 @@ class RankSources:
     """A key of `READERS`, or `NSIGHT`."""
     path: str
     rank: int | None
-    linked: tuple[str, ...] = ()
-    """Linked traces of windows without both traces."""
-    pairs: tuple[RankInput, ...] = ()
-    """Windows with both traces. They are linked in memory, unless there is a linked trace of them."""
+    windows: tuple[RankInput, ...] = ()
+    """Windows with both traces, a linked trace, or all three."""
     flight: str | None = None
     comms: tuple[tuple[int, str], ...] = ()
     """(rank, comms file) for an export of Nsight Systems, which may have several ranks."""
@@ -59,28 +57,25 @@ class RankSources:
 def comms_with_times(rank: int | None, files: Files) -> RankSources:
     """The comms file of a rank, with the files next to it that have the durations of its calls."""
     flight = files[FLIGHT][0].path if FLIGHT in files else None
-    pairs = pairs_of_rank(rank, files)
-    paired = {one.window for one in pairs}
-    linked = tuple(one.path for one in files.get(LINKED, ()) if one.window not in paired)
-    return RankSources(kind=COMMS, path=files[COMMS][0].path, rank=rank, linked=linked, pairs=pairs, flight=flight)
+    windows = windows_of_rank(rank, files)
+    return RankSources(kind=COMMS, path=files[COMMS][0].path, rank=rank, windows=windows, flight=flight)
 
 
-def pairs_of_rank(rank: int | None, files: Files) -> tuple[RankInput, ...]:
-    """The windows of a rank that have both traces, with their linked traces."""
-    linked = {one.window: one.path for one in files.get(LINKED, ())}
-    kinetos = {one.window: one.path for one in files.get(KINETO, ())}
+def windows_of_rank(rank: int | None, files: Files) -> tuple[RankInput, ...]:
+    """The windows of a rank that have both traces, or a linked trace."""
+    linked, ets, kinetos = ({one.window: one.path for one in files.get(kind, ())} for kind in _OF_WINDOW)
     comms = files[COMMS][0].path if COMMS in files else None
+    both = ets.keys() & kinetos.keys()
     return tuple(
         RankInput(
             rank=rank,
-            window=one.window,
-            et=one.path,
-            kineto=kinetos[one.window],
+            window=one,
+            et=ets[one] if one in both else "",
+            kineto=kinetos[one] if one in both else "",
             comms=comms,
-            linked=linked.get(one.window),
+            linked=linked.get(one),
         )
-        for one in files.get(EXECUTION_TRACE, ())
-        if one.window in kinetos
+        for one in sorted(both | linked.keys())
     )
 
 
@@ -134,11 +129,9 @@ def _count_matched(window: LinkedTrace, trace: RankTrace) -> None:
 
 def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
     """The linked traces of a rank's windows; one that cannot be used, or that lost a part, is noted."""
-    windows: list[Callable[[], LinkedTrace]] = [partial(read_linked, path) for path in given.linked]
-    windows += [partial(read_current, pair) for pair in given.pairs]
-    for window in windows:
+    for window in given.windows:
         try:
-            linked = window()
+            linked = read_current(window)
         except CrossrankError as error:
             trace.notes.append(f"its durations are not used: {error}")
         else:
@@ -177,11 +170,14 @@ def _hosts(window: LinkedTrace) -> dict[int | None, HostOp]:
 
 
 def read_kineto_with_pair(given: RankSources) -> RankTrace:
-    """A Kineto trace: calls with the times of their kernels; linked in memory with the execution trace of `pairs`."""
-    if not given.pairs:
-        return read_kineto_trace(given.path, given.rank)
-    (pair,) = given.pairs
-    return of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
+    """A Kineto trace: calls with the times of their kernels. It is linked in memory if it has an execution trace."""
+    return read_linked_window(given) if given.windows else read_kineto_trace(given.path, given.rank)
+
+
+def read_linked_window(given: RankSources) -> RankTrace:
+    """The chosen window of a rank, linked in memory if it is not; without one, the linked trace at `path`."""
+    window = next(iter(given.windows), None)
+    return of_linked(read_linked(given.path) if window is None else read_current(window), given)
 
 
 def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
@@ -307,7 +303,7 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     COMMS: read_comms_and_times,
-    LINKED: lambda given: of_linked(read_current(given.pairs[0]) if given.pairs else read_linked(given.path), given),
+    LINKED: read_linked_window,
     EXECUTION_TRACE: read_execution_trace_alone,
     KINETO: read_kineto_with_pair,
     FLIGHT: lambda given: read_flight(given.path, given.rank, own_calls=True),

@@ -24,7 +24,7 @@ from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.one_run import problems
-from crossrank.tools.job.read_rank import READERS, RankSources, comms_with_times, pairs_of_rank
+from crossrank.tools.job.read_rank import READERS, RankSources, comms_with_times, windows_of_rank
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import (
     INSPECTOR,
@@ -162,12 +162,11 @@ def _choose_files(rank: int | None, files: Files, skipped: list[str]) -> RankSou
     skipped += [
         f"{path}: is a later window of rank {rank} without a comms file; give this file alone" for path in later
     ]
-    pairs = pairs_of_rank(rank, files)
-    if LINKED in files:
-        path = files[LINKED][0].path
-        return RankSources(kind=LINKED, path=path, rank=rank, pairs=tuple(one for one in pairs if one.linked == path))
-    if pairs:
-        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, pairs=pairs[:1])
+    windows = windows_of_rank(rank, files)
+    chosen = next((one for one in windows if one.linked is not None), next(iter(windows), None))
+    if chosen is not None:
+        kind, path = (KINETO, chosen.kineto) if chosen.linked is None else (LINKED, chosen.linked)
+        return RankSources(kind=kind, path=path, rank=rank, windows=(chosen,))
     for kind in (KINETO, FLIGHT):
         if kind in files:
             return RankSources(kind=kind, path=files[kind][0].path, rank=rank)

@@ -85,6 +85,7 @@ LOOKS_LIKE_COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 """Names of kernels that probably communicate, by libraries of no row."""
+_EXPECTED = (LOOKS_LIKE_COMMUNICATION, COMPUTATION)
 _LARGE_SHARE = 0.1
 """A kernel of an unknown library with a larger share of the device time is reported."""
 _also: ContextVar[str] = ContextVar("also", default="")
@@ -143,23 +144,23 @@ def unknown_kernels(kernels: Sequence[KernelsOfName]) -> Iterator[str]:
     """Yield the notes on kernels that count as computation and may communicate: by their name, by the range around
     all their launches, or because they take long and are of no library that computes."""
     by_name = [one for one in kernels if LOOKS_LIKE_COMMUNICATION.search(one.name)]
-    rest = [one for one in kernels if one not in by_name and not COMPUTATION.search(one.name)]
-    by_range = [one for one in rest if one.count == one.in_communication]
-    for found, why in (
-        (by_name, "{has} a name of communication"),
-        (by_range, "{was} launched within a range of communication"),
+    others = [one for one in kernels if not any(one_of.search(one.name) for one_of in _EXPECTED)]
+    by_range = [one for one in others if one.count == one.in_communication]
+    rest = [one for one in others if one.count > one.in_communication]
+    for found, verbs, why in (
+        (by_name, ("has", "have"), "a name of communication"),
+        (by_range, ("was", "were"), "launched within a range of communication"),
     ):
         if count := sum(one.count for one in found):
             names = ", ".join(printable(one.name)[:80] for one in sorted(found, key=lambda one: -one.count)[:3])
-            verbs = {"has": "has", "was": "was"} if count == 1 else {"has": "have", "was": "were"}
             yield (
-                f"{plural(count, 'kernel')} ({names}) {why.format(**verbs)} and "
+                f"{plural(count, 'kernel')} ({names}) {verbs[count > 1]} {why} and "
                 f"{'counts' if count == 1 else 'count'} as computation, because no known library has "
                 f"{'it' if count == 1 else 'them'}; --communication-kernels REGEX counts them as communication"
             )
     total = sum(one.ns for one in kernels)
     for one in sorted(rest, key=lambda one: -one.ns):
-        if one.ns > _LARGE_SHARE * total and one not in by_range:
+        if one.ns > _LARGE_SHARE * total:
             yield (
                 f"the kernel {printable(one.name)[:80]} takes more than a tenth of the device time and counts as "
                 "computation; if it communicates, give its name with --communication-kernels REGEX"

@@ -61,7 +61,7 @@ def test_a_linked_window_gives_times_and_waits(tmp_path: Path) -> None:
     linked = tmp_path / "linked.json"
     write_linked(link(et, kineto, None, rank=3), str(linked))
     for given in (
-        RankSources(kind=KINETO, path=kineto, rank=3, pairs=(pair,)),
+        RankSources(kind=KINETO, path=kineto, rank=3, windows=(pair,)),
         RankSources(kind=LINKED, path=str(linked), rank=None),
     ):
         trace = READERS[given.kind](given)
@@ -92,7 +92,8 @@ def test_windows_give_times_to_the_calls_of_a_comms_file(tmp_path: Path) -> None
         et, kineto = small.write(tmp_path / str(number))
         comms_file = str(tmp_path / "rank-0.comms.jsonl")
         pairs.append(RankInput(rank=0, window=number, et=et, kineto=kineto, comms=comms_file))
-    given = RankSources(kind=COMMS, path=comms_file, rank=0, pairs=tuple(pairs), linked=(str(tmp_path / "none.json"),))
+    missing = RankInput(rank=0, window=3, et="", kineto="", linked=str(tmp_path / "none.json"))
+    given = RankSources(kind=COMMS, path=comms_file, rank=0, windows=(missing, *pairs))
     trace = READERS[COMMS](given)
     times = [(began - BASE, ended - BASE) if ended else None for _, began, ended in
              zip(trace.calls.id, trace.calls.began, trace.calls.ended, strict=True)]  # fmt: skip

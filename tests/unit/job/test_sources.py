@@ -136,6 +136,7 @@ def pair(rank: int | None, window: int, comms: str | None = None, linked: str | 
 
 BOTH = [file("et"), file("kineto")]
 EVERY = [*BOTH, file("comms"), file("flight"), file("linked", window=2), file("et", window=2), file("kineto", window=2)]
+LINKED_ALONE = RankInput(rank=0, window=1, et="", kineto="", linked="linked-0.1")
 PAIRS = pair(0, 1, "comms-0.1"), pair(0, 2, "comms-0.1", "linked-0.2")
 EXPORTED = RankSources(kind="nsight", path="nsight-0.1", rank=0, comms=((0, "comms-0.1"), (2, "comms-2.1")))
 RUN_EXPORT = "run: nsys export --type sqlite --output nsight-1.sqlite nsight-1.nsys-rep"
@@ -148,19 +149,19 @@ LATER = "kineto-0.2: is a later window of rank 0 without a comms file; give this
         (
             EVERY,
             {},
-            Measurements([comms_of(pairs=PAIRS, flight="flight-0.1")]),
+            Measurements([comms_of(windows=PAIRS, flight="flight-0.1")]),
         ),
         (
             EVERY,
             {"source": "kineto"},
-            Measurements([comms_of(pairs=PAIRS)]),
+            Measurements([comms_of(windows=PAIRS)]),
         ),
         (EVERY, {"source": "flight"}, Measurements([comms_of(flight="flight-0.1")])),
         (EVERY, {"source": "comms"}, Measurements([comms_of()])),
-        ([*BOTH, file("flight")], {}, Measurements([alone("kineto", pairs=(pair(0, 1),))])),
-        ([*BOTH, file("linked")], {}, Measurements([alone("linked", pairs=(pair(0, 1, linked="linked-0.1"),))])),
-        ([file("linked"), file("et")], {}, Measurements([alone("linked")])),
-        ([*BOTH, file("kineto", window=2)], {}, Measurements([alone("kineto", pairs=(pair(0, 1),))], [LATER])),
+        ([*BOTH, file("flight")], {}, Measurements([alone("kineto", windows=(pair(0, 1),))])),
+        ([*BOTH, file("linked")], {}, Measurements([alone("linked", windows=(pair(0, 1, linked="linked-0.1"),))])),
+        ([file("linked"), file("et")], {}, Measurements([alone("linked", windows=(LINKED_ALONE,))])),
+        ([*BOTH, file("kineto", window=2)], {}, Measurements([alone("kineto", windows=(pair(0, 1),))], [LATER])),
         ([file("kineto", window=2)], {}, Measurements([alone("kineto", window=2)], [LATER])),
         ([file("flight"), file("et")], {}, Measurements([alone("flight")])),
         ([file("flight", None)], {}, Measurements([alone("flight", None)])),

@@ -143,7 +143,7 @@ def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:
             trace.op("gloo:all_reduce", ts + 100, 170_000, call)
     et, kineto = trace.write(folder)
     calls = read_kineto_with_pair(
-        RankSources(kind="kineto", path=kineto, rank=0, pairs=(RankInput(rank=0, window=1, et=et, kineto=kineto),))
+        RankSources(kind="kineto", path=kineto, rank=0, windows=(RankInput(rank=0, window=1, et=et, kineto=kineto),))
     )
     (rank,) = build([calls], str(folder), "linked", world_size=1).ranks
     return [(call.gap_ns, call.gap_from_return) for call in rank.calls]

@@ -22,8 +22,8 @@ from crossrank.tools.graph.chakra.grow import CopiesOf, JobGrowth, plan_growth, 
 from crossrank.tools.graph.chakra.mesh import find_mesh
 from crossrank.tools.graph.chakra.simulate import offsets
 from crossrank.tools.graph.chakra.write import chakra_name, delay_start
-from crossrank.tools.graph.linking import link
-from crossrank.tools.graph.linking.linked_file import read_linked, write_linked
+from crossrank.tools.graph.linking.current import read_current
+from crossrank.tools.graph.linking.linked_file import write_linked
 from crossrank.tools.graph.linking.window_files import RankInput, RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 
@@ -134,10 +134,7 @@ def _convert_rank(
     keep_graph: bool,
     copies: Mapping[tuple[int | None, int], CopiesOf],
 ) -> ConvertedRank:
-    if given.linked is not None:
-        trace = read_linked(given.linked)
-    else:
-        trace = link(given.et, given.kineto, given.comms, rank=given.rank)
+    trace = read_current(given)
     rank = trace.rank if trace.rank is not None else 0
     if given.rank is not None and given.rank != rank:
         raise CrossrankError(

@@ -13,13 +13,17 @@ def read_current(given: RankInput) -> LinkedTrace:
     others: a new run may have written them next to the linked trace of an earlier one.
 
     Raises `CrossrankError` if its files cannot be used."""
-    if given.linked is None:
-        return link(given.et, given.kineto, given.comms, rank=given.rank)
-    linked = read_linked(given.linked)
-    if not (given.et and given.kineto) or {*map(content_hash, (given.et, given.kineto))} <= {*linked.inputs.values()}:
+    linked = None if given.linked is None else read_linked(given.linked)
+    if linked is not None and (not given.et or _is_of(linked, given)):
         return linked
     made = link(given.et, given.kineto, given.comms, rank=given.rank)
-    made.report.doubts.append(
-        f"{given.linked}: is left out, because it is of other traces than those next to it; run `crossrank link` again"
-    )
+    if linked is not None:
+        made.report.doubts.append(
+            f"{given.linked}: is left out, because it is of other traces than those next to it; run `crossrank link` "
+            "again"
+        )
     return made
+
+
+def _is_of(linked: LinkedTrace, given: RankInput) -> bool:
+    return {content_hash(given.et), content_hash(given.kineto)} <= {*linked.inputs.values()}

@@ -21,7 +21,7 @@ from crossrank.tools.traces.nsight.export import (
     Columns,
     Export,
 )
-from crossrank.tools.traces.nsight.kernel_launches import communication_operations, launches
+from crossrank.tools.traces.nsight.kernel_launches import kernel_names, launches, operations_of
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _COMPUTATION, _COMMUNICATION, _MEMORY = range(3)
@@ -51,12 +51,12 @@ class DeviceWork(Columns):
 def device_work(export: Export) -> tuple[DeviceWork, dict[int, str]] | None:
     """What ran on GPUs, and the names of kernels by their ids. None if kernels that communicate cannot be separated
     from those that compute: there are no kernels, they have no names, or CUDA graphs were traced whole."""
-    name, operations = communication_operations(export)
+    name, names = kernel_names(export)
     if name is None or len(export.all(GRAPH_TRACE, ("start",))[0]):
         return None
     columns = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "contextId", "rowid")
     kernels = export.all(KERNEL, (*columns, name))
-    kinds = np.where(np.isin(kernels[-1], list(operations)), _COMMUNICATION, _COMPUTATION)
+    kinds = np.where(np.isin(kernels[-1], list(operations_of(names))), _COMMUNICATION, _COMPUTATION)
     parts = [[*kernels[:-1], np.zeros_like(kinds), kinds, kernels[-1]]]
     for number, table in enumerate(_TABLES[1:], 1):
         rows = export.all(table, columns)
@@ -66,7 +66,6 @@ def device_work(export: Export) -> tuple[DeviceWork, dict[int, str]] | None:
     others.append(launches(export, process, others[0])[1])
     work = DeviceWork(start, end, process, *others)
     work = work.take((start >= 0) & (end > start) & (end < LATEST))
-    names = export.strings(KERNEL, name)
     return _without_impossible_times(export, work, names), names
 
 

@@ -54,19 +54,23 @@ class Activities(Columns):
 _ACTIVITY = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "graphNodeId", "rowid")
 
 
-def communication_operations(export: Export) -> tuple[str | None, dict[int, str | None]]:
-    """(column with kernel names, or None; id of the name of a communication kernel -> operation in the name)."""
+def kernel_names(export: Export) -> tuple[str | None, dict[int, str]]:
+    """(column with kernel names, or None; the names by their ids)."""
     there = export.columns(KERNEL)
     column = next((name for name in ("demangledName", "shortName", "mangledName") if name in there), None)
-    if column is None:
-        return None, {}
-    known = {number: communication_kernel(text) for number, text in export.strings(KERNEL, column).items()}
-    return column, {number: kernel[1] for number, kernel in known.items() if kernel is not None}
+    return column, {} if column is None else export.strings(KERNEL, column)
+
+
+def operations_of(names: dict[int, str]) -> dict[int, str | None]:
+    """Id of the name of a communication kernel -> operation in the name."""
+    known = {number: communication_kernel(text) for number, text in names.items()}
+    return {number: kernel[1] for number, kernel in known.items() if kernel is not None}
 
 
 def communication_kernels(export: Export) -> Activities:
     """The kernels that communicate, by their names."""
-    name, op_of = communication_operations(export)
+    name, texts = kernel_names(export)
+    op_of = operations_of(texts)
     if name is None:
         return _activities(export, KERNEL, [np.empty(0, np.int64)] * 9, [])
     ops = list(dict.fromkeys(op_of.values()))
