@@ -102,7 +102,7 @@ _NAME = re.compile(
     r"rank-(?P<rank>\d{1,18})\.(?:w(?P<window>\d{1,18})\.)?"
     rf"(?P<suffix>{'|'.join(map(re.escape, _KIND_OF))})(?:\.zst|\.gz|)"
 )
-_TEMPORARY = re.compile(r"\.(?P<name>rank-\d{1,18}\..*)\.part(\.zst)?")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.part(\.zst)?")
 
 _CHUNK = 1 << 20
 _LONGEST_LINE = 16 << 20

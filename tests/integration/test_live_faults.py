@@ -218,7 +218,8 @@ def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int], owed
     if overlooked := sorted(set(fault.involved) - standing):
         yield f"says nothing of rank {overlooked}: {roots}"
     if strange := sorted({kind for kind, *_ in roots} - set(fault.kinds)):
-        yield f"finds {', '.join(strange)}, which it is not"
+        said = [finding["text"] for finding in diagnosis["findings"] if finding["kind"] in strange]
+        yield f"finds {', '.join(strange)}, which it is not: {said}"
 
 
 def not_shown(fault: Fault, diagnosis: dict[str, Any], text: str) -> Iterator[str]:

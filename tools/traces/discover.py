@@ -29,6 +29,7 @@ from crossrank.recording import (
     ReadIssues,
     is_folder,
     list_recording,
+    rank_of,
     read_chunks,
 )
 from crossrank.tools.traces.file_ranks import named_rank, numbered_rank, rank_in_name, ranks_of, valid_rank, worded_rank
@@ -245,9 +246,10 @@ def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:
         yield replace(look(whole), size=os.path.getsize(whole) if os.path.isfile(whole) else 0, depth=depth)
     useless = FoundFile(path="", kind="", rank=None, depth=depth, problem="is neither a file nor a folder")
     partial = replace(useless, problem="was cut off during writing", partial=True)
-    for like, names in ((partial, listing.partial), (useless, listing.special)):
-        for name in names:
-            yield replace(like, path=folder + name, rank=rank_in_name(name))
+    for name in listing.partial:
+        yield replace(partial, path=folder + name, rank=rank_of(name))
+    for name in listing.special:
+        yield replace(useless, path=folder + name, rank=rank_in_name(name))
     if level < _DEEPEST:
         for name in listing.folders:
             if not _OTHER_JOBS.fullmatch(name) and not name.startswith("."):

@@ -268,6 +268,17 @@ def test_one_bad_file_is_named_and_the_others_are_analysed(
     assert not Path("should-not-exist").exists()
 
 
+@pytest.mark.parametrize("name", [".verdict.json.0a5f3c7788990011.part", ".verdict.json.5.part", ".plan.json.77.part"])
+@pytest.mark.parametrize("content", [b"", b'{"verdict": "ha'])
+def test_a_file_that_was_cut_off_during_writing_is_no_dump(
+    content: bytes, name: str, stuck: Path, diagnose: Command
+) -> None:
+    (stuck / name).write_bytes(content)
+    code, found, err = diagnose.json(stuck)
+    assert (code, found["suspect_ranks"], err) == (1, [2], "")
+    assert {one["kind"] for one in found["findings"]} == {"missing_rank"}
+
+
 def test_the_newer_of_two_files_of_a_rank_counts(stuck: Path, diagnose: Command) -> None:
     early = SimulatedJob(*training(4, 1))
     early.run()
