@@ -270,7 +270,7 @@ def test_one_bad_file_is_named_and_the_others_are_analysed(
 
 @pytest.mark.parametrize("name", [".verdict.json.0a5f3c7788990011.part", ".verdict.json.5.part", ".plan.json.77.part"])
 @pytest.mark.parametrize("content", [b"", b'{"verdict": "ha'])
-def test_a_file_that_was_cut_off_during_writing_is_no_dump(
+def test_a_file_that_was_cut_off_during_writing_is_not_a_dump(
     content: bytes, name: str, stuck: Path, diagnose: Command
 ) -> None:
     (stuck / name).write_bytes(content)
