@@ -226,7 +226,6 @@ class LoadedJob:
         texts = [f"skipped: {plural(left_out, 'collective')} at the start of a rank's window"] if left_out else []
         texts.insert(0, latest_of(frame))
         if not frame["last"].sum():
-            frame = frame.clear()
             texts[0] = "no stragglers: ranks cannot be compared, or no rank was later than the error of the clocks"
         return Answer(frame, plots.stragglers, "; ".join(texts))
 
@@ -262,8 +261,9 @@ class LoadedJob:
             lines.append(f"  ranks       {rank_ranges(known)}")
         if "_traces" in self.__dict__:
             calls = sum(map(len, self._traces))
-            groups = {(one.group.pg, tuple(one.group.ranks or ())) for trace in self._traces for one in trace.groups}
-            counts = plural(len(self._traces), "rank"), plural(calls, "call"), plural(len(groups), "group")
+            counts = [plural(len(self._traces), "rank"), plural(calls, "call")]
+            if "_tables" in self.__dict__:  # only matched ranks show which groups are the same
+                counts.append(plural(len(self._tables.job.groups), "group"))
             lines.append(f"  read        {', '.join(counts)}")
             lines.append(f"  timed by    {', '.join(sorted({one.timed_by for one in self._traces}))}")
         else:

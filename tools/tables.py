@@ -86,8 +86,8 @@ _PLACE = {
     "step": Column(_INT, "training step; null if unknown"),
 }
 _SPAN = {
-    "began_ns": Column(_INT, "start time", "ns", privacy=Privacy.WALL),
-    "ended_ns": Column(_INT, "end time", "ns", privacy=Privacy.WALL),
+    "began_ns": Column(_INT, "start time on the host", "ns", privacy=Privacy.WALL),
+    "ended_ns": Column(_INT, "end time on the host", "ns", privacy=Privacy.WALL),
     "duration_ns": Column(_INT, "duration", "ns"),
 }
 _SPAN_OF_CALL = {
@@ -102,15 +102,20 @@ _TIMED_BY = {
 }
 _MEASURED = {
     "ranks": Column(_INT, "ranks with a measured time"),
-    "expected": Column(_INT, "ranks of the group, or 2 for a transfer"),
+    "expected": Column(_INT, "ranks of the group, or 2 for a transfer; null if unknown"),
     "called_ns": Column(_INT, "when the host of the first rank made the call", "ns", privacy=Privacy.WALL),
     "arrived_ns": Column(_INT, "last arrival: when communication started on the last rank", "ns", privacy=Privacy.WALL),
     "ended_ns": Column(_INT, "when communication ended on the last rank", "ns", privacy=Privacy.WALL),
-    "time_ns": Column(_INT, "time from the last arrival to the end", "ns"),
-    "is_upper_bound": Column(_BOOL, "time_ns is an upper bound: ranks are missing, or clocks differ too much"),
+    "time_ns": Column(
+        _INT, "time without waiting: of the rank with the shortest duration, or from the last arrival to the end", "ns"
+    ),
+    "is_upper_bound": Column(
+        _BOOL,
+        "time_ns is an upper bound: ranks or members are unknown, calls share a launch, or clocks differ too much",
+    ),
     "algbw_gb_per_s": Column(_FLOAT, "bytes / time", "GB/s"),
     "busbw_gb_per_s": Column(_FLOAT, "algbw x the factor of nccl-tests", "GB/s"),
-    "longest_wait_ns": Column(_INT, "waiting time of the first rank to arrive", "ns"),
+    "longest_wait_ns": Column(_INT, "longest waiting time of a rank", "ns"),
     "last_rank": Column(_INT, "rank that arrived last"),
 }
 
@@ -207,7 +212,12 @@ TABLES = {
         {
             **_RANK,
             "step": Column(_INT, "training step; null if unknown: the row is the whole window"),
-            "began_ns": Column(_INT, "start time", "ns", privacy=Privacy.WALL),
+            "began_ns": Column(
+                _INT,
+                "start time on the rank's own clock: of the first kernel on a GPU, else on the host",
+                "ns",
+                privacy=Privacy.WALL,
+            ),
             "duration_ns": Column(_INT, "duration", "ns"),
             "computation_ns": Column(_INT, "a kernel ran that computes (without a GPU: an operation)", "ns"),
             "communication_ns": Column(_INT, "a kernel ran that communicates (without a GPU: a Work)", "ns"),
@@ -293,8 +303,13 @@ TABLES = {
             **KEYS,
             **_OP,
             "step": Column(_INT, "training step"),
-            "late_ns": Column(_INT, "time between the first rank's arrival and this one", "ns"),
-            "waiting_ns": Column(_INT, "waiting time: from this arrival to the last one", "ns"),
+            "late_ns": Column(_INT, "how much later than the first rank this rank arrived", "ns"),
+            "waiting_ns": Column(
+                _INT,
+                "waiting time: how much longer the call took than on the last rank to arrive, or from this arrival to "
+                "the last one",
+                "ns",
+            ),
             "opens_window": Column(
                 _BOOL, "first call in the window of a rank; the start of the profiler may have delayed it"
             ),
@@ -350,11 +365,19 @@ TABLES = {
         False,
         {
             **_RANK,
-            "collectives": Column(_INT, "number of collectives and transfers of the rank"),
+            "collectives": Column(
+                _INT, "number of collectives and transfers in which the arrival of the rank is known"
+            ),
             "first": Column(_INT, "how often the rank arrived first"),
             "last": Column(_INT, "how often the rank arrived last"),
-            "waiting_ns": Column(_INT, "time in which a call of this rank waited for another rank", "ns"),
-            "waited_for_ns": Column(_INT, "time in which another rank waited for this rank", "ns"),
+            "waiting_ns": Column(
+                _INT,
+                "time in which a call of this rank waited for another rank; waits at the same time count once",
+                "ns",
+            ),
+            "waited_for_ns": Column(
+                _INT, "time in which another rank waited for this rank; waits at the same time count once", "ns"
+            ),
         },
     ),
 }
@@ -377,14 +400,16 @@ ANSWERS = {
             "op": Column(_TEXT, "operation; sends and receives are send/recv", privacy=Privacy.API),
             "pg": _GROUP["pg"],
             "desc": _DESC,
-            "ranks": Column(_INT, "number of ranks of the group"),
+            "ranks": Column(_INT, "number of ranks of the group; null if unknown"),
             "size_from": Column(_INT, "smallest size of the bucket, S of nccl-tests", "B", privacy=Privacy.SIZE),
             "size_to": Column(_INT, "largest size of the bucket", "B", privacy=Privacy.SIZE),
             "locality": _PLACE["locality"],
             "source": _PLACE["source"],
-            "collectives": Column(_INT, "number of collectives"),
+            "collectives": Column(_INT, "number of collectives and transfers; a batch of transfers is one"),
             "calls": Column(_INT, "calls with a measured time, over all ranks"),
-            "bytes": Column(_INT, "sum of the known sizes S; null if none is known", "B", privacy=Privacy.SIZE),
+            "bytes": Column(
+                _INT, "sum of the known sizes S, once per collective; null if none is known", "B", privacy=Privacy.SIZE
+            ),
             "unsized": Column(_INT, "collectives with an unknown size"),
             "time_us": Column(_TIMES, "time of the collectives, from the last arrival", "us"),
             "kernel_us": Column(_TIMES, "duration on each rank, with waiting time", "us"),
@@ -420,7 +445,7 @@ ANSWERS = {
         {
             **_RANK,
             "last": Column(_INT, "collectives in which the rank arrived last"),
-            "of": Column(_INT, "collectives of the rank"),
+            "of": Column(_INT, "collectives and transfers in which the arrival of the rank is known"),
             "cost_ms": Column(
                 _FLOAT, "time in which any rank waited for this rank; simultaneous waits count once", "ms"
             ),
@@ -433,7 +458,7 @@ ANSWERS = {
             **_RANK,
             "waiting_ms": Column(_FLOAT, "time in which a call of the rank waited", "ms"),
             "first": Column(_INT, "collectives in which the rank arrived first"),
-            "of": Column(_INT, "collectives of the rank"),
+            "of": Column(_INT, "collectives and transfers in which the arrival of the rank is known"),
         },
     ),
     "exposed_ranks": TableSchema(

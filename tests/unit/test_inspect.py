@@ -63,7 +63,7 @@ complete   every rank is there, and ended properly
 recording  {folder}
 ranks      2 of 2 on 2 nodes (alpha: 0, beta: 1)
 versions   crossrank 0.1.0, torch 2.13.0
-steps      1
+steps      1 ended, 0 with a recorded start
 calls      4, 8 kB (size S of nccl-tests, summed over ranks)
            2 more inside nodes, not recorded (TRACING=CROSSNODE)
 cross-node 75.0 % of the bytes

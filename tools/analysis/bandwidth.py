@@ -250,7 +250,7 @@ def _groups(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:
     for number in counts_as:
         group = found.job.groups[number]
         name, desc = (classes[number], "") if classes else (group.name, group.desc)
-        rows.append((number, name, desc, group.size))
+        rows.append((number, name, desc, group.known_size))
     schema = {"group": pl.Int64, "pg": pl.String, "desc": pl.String, "ranks": pl.Int64}
     return pl.DataFrame(rows, schema=schema, orient="row")
 

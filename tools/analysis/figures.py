@@ -178,15 +178,17 @@ def _classes(found: JobTables) -> list[str]:
     keys = []
     for number, group in enumerate(found.job.groups):
         desc = "" if group.desc == "undefined" else group.desc
-        keys.append((desc, group.size, "" if desc else locality_of.get(number, "")))
+        keys.append((desc, group.known_size, "" if desc else locality_of.get(number, "")))
     count = Counter(keys)
     names = []
     for key, group in zip(keys, found.job.groups, strict=True):
         desc, size, where = key
+        ranks = "number of ranks unknown" if size is None else plural(size, "rank")
         if count[key] > 1:
-            names.append(f"{desc or f'groups {where}'.strip()}: {count[key]:,} of {size:,} ranks")
+            named, placed = (f"{desc}: " if desc else ""), f", {where}" if where and where != "unknown" else ""
+            names.append(f"{named}{count[key]:,} groups of {ranks}{placed}")
         elif desc or group.name:
-            names.append(f"{desc or f'group {group.name}'}: {plural(size, 'rank')}")
+            names.append(f"{desc or f'group {group.name}'}: {ranks}")
         else:
             names.append("unknown group")
     return [printable(name) for name in names]

@@ -49,6 +49,8 @@ class RankSummary(msgspec.Struct):
     calls: Counter[CallKey] = msgspec.field(default_factory=Counter)
     steps: int = 0
     """Steps that ended."""
+    timed_steps: int = 0
+    """Steps with a recorded start and end: those that ended, without the first one of the recording."""
     finished: bool = False
     """The file has an `end` line."""
     ended_by: str | None = None
@@ -70,6 +72,9 @@ class Summary(msgspec.Struct):
     versions: dict[str, str | None]
     emit: str | None
     steps: int
+    """Steps that ended, of the rank with most; so is the next."""
+    timed_steps: int
+    """Steps with a recorded start and end."""
     parts: list[tuple[int, int]]
     """(START, STOP): the recording is a part of a longer one, with the steps START to STOP-1."""
     calls: Tally
@@ -140,6 +145,7 @@ def summarise_rank(file: FoundFile) -> RankSummary:
         groups=comms.groups,
         calls=calls,
         steps=comms.steps[-1].get("step", 0) if comms.steps else 0,
+        timed_steps=max(0, len(comms.steps) - 1),
         finished=comms.end is not None,
         ended_by=_ended_by(end),
         counts=Counter(numbers),
@@ -217,6 +223,7 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         versions=headers[0].versions if headers else {},
         emit=headers[0].config.get("emit") if headers else None,
         steps=max(rank.steps for rank in ranks),
+        timed_steps=max(rank.timed_steps for rank in ranks),
         parts=sorted({header.part for header in headers if header.part is not None}),
         calls=_tallies(calls)[()],
         counts=dict(counts),

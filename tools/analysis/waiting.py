@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import polars as pl
 
-from crossrank.text import plural
 from crossrank.tools.job.collectives import JobTables
 from crossrank.tools.tables import ANSWERS, Row
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -154,8 +153,9 @@ def latest_of(arrivals: pl.DataFrame) -> str:
         return ""
     most = arrivals.sort("waited_for_ns", "rank", descending=[True, False]).row(0, named=True)
     return (
-        f"others waited most for rank {most['rank']}: {most['waited_for_ns'] / 1e6:,.3f} ms; it was last in "
-        f"{most['last']:,} of {plural(most['collectives'], 'collective or transfer', 'collectives and transfers')}"
+        f"others waited most for rank {most['rank']}: {most['waited_for_ns'] / 1e6:,.3f} ms (waits at the same time "
+        f"count once); it was last in {most['last']:,} of the {most['collectives']:,} collectives and transfers in "
+        "which its arrival is known"
     )
 
 
@@ -168,18 +168,22 @@ def count_arrivals(found: JobTables) -> pl.DataFrame:
 
 
 def measure_lateness(found: JobTables) -> pl.DataFrame:
-    """Return one row per launch: `late_ns`, time from the first rank's start to its own, on aligned clocks;
-    `waiting_ns`, its wait for the last rank. Null if ranks cannot be compared."""
+    """Return one row per launch: `late_ns`, how much later than the first rank it arrived; `waiting_ns`, its wait for
+    the last rank. Null if ranks cannot be compared. What shows the waits shows how late a rank is: durations, or start
+    times on aligned clocks."""
     if _has_times(found):
-        moment = pl.when("comparable").then("began_ns")
-        calls = found.calls.select("collective", moment=moment, wait="waiting_ns")
+        moment, wait = pl.when("comparable").then("began_ns"), pl.coalesce("waiting_ns", "profiler_ns")
+        calls = found.calls.select("collective", "waiting_ns", moment=moment, wait=wait)
     else:
-        calls = _calls(found).select("collective", "moment", "wait")
+        calls = _calls(found).select("collective", "moment", "wait", waiting_ns="wait")
         calls = calls if found.clocks.count == 1 else calls.with_columns(moment=None)
-    first = calls.lazy().group_by("collective").agg(pl.min("moment"), several=pl.count("moment") > 1).sort("collective")
-    of_call = first.collect()[calls["collective"]]
-    late = pl.when(of_call["several"]).then(pl.col("moment") - of_call["moment"])
-    return calls.select(late_ns=late, waiting_ns="wait", opens_window=found.of_collective("opens")["opens"])
+    of_collective = calls.lazy().group_by("collective")
+    first = of_collective.agg(first=pl.min("moment"), several=pl.count("moment") > 1, longest=pl.max("wait"))
+    of_call = first.sort("collective").drop("collective").collect()[calls["collective"]]
+    calls = calls.hstack(of_call).hstack(found.of_collective("opens", "by_duration"))
+    by_start = pl.when("several").then(pl.col("moment") - pl.col("first"))
+    late = pl.when(pl.col("by_duration") & pl.col("wait").is_not_null()).then(pl.col("longest") - pl.col("wait"))
+    return calls.select(late.otherwise(by_start).alias("late_ns"), "waiting_ns", opens_window="opens")
 
 
 def _count_arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:

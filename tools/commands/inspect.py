@@ -100,7 +100,9 @@ def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {number}" for name, (number, _, _) in versions.items())
     yield from (("", why.removesuffix(")")) for _, _, why in versions.values() if why)
     parts = ", ".join(f"{first}:{stop}" for first, stop in summary.parts)
-    yield "steps", str(summary.steps) + (f" (steps {parts} of a longer recording)" if parts else "")
+    yield "steps", f"{summary.steps:,} ended, {summary.timed_steps:,} with a recorded start"
+    if parts:
+        yield "", f"steps {parts} of a longer recording"
     yield "calls", f"{total.calls}, {amount(total.bytes)} (size S of nccl-tests, summed over ranks)"
     if filtered := summary.counts.get("filtered"):
         yield "", f"{filtered} more inside nodes, not recorded (TRACING=CROSSNODE)"

@@ -162,11 +162,12 @@ def _print(output: str, size: int, found: Figures) -> None:
     timed = f"{found.bandwidth.timed_calls:,} with a measured time"
     print_fact("contents", f"{ranks}, {calls} ({timed}), {amount(found.bytes, found.unsized)}")
     if (exposed := found.exposed) is not None:
-        shown = plural(exposed.waits, "wait")
+        shown = f"{plural(exposed.waits, 'wait')} of the hosts, over the whole recording"
         if exposed.steps:
-            shown = f"{milliseconds(exposed.per_step_ms)} per step (median), {percent(exposed.share)} of step time"
-        print_fact(
-            "exposed", f"{shown}: the time that hosts waited, over the steps without start or stop of a profiler"
-        )
+            shown = (
+                f"{milliseconds(exposed.per_step_ms)} per step (median), {percent(exposed.share)} of step time: the "
+                "time that hosts waited, over the steps without start or stop of a profiler"
+            )
+        print_fact("exposed", shown)
         if exposed.calls_without:
             print_fact("", f"a lower bound: {plural(exposed.calls_without, 'call')} without a recorded wait")

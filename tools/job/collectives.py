@@ -39,7 +39,7 @@ _EXPLAINS = 0.5
 """Share of a wait in the first collective of a window from which on the profilers' starts explain it."""
 _COLLECTIVE_COLUMNS = (
     *("kind", "number", "step", "calls", "bytes", "exchanged", "ranks", "expected", "called_ns", "arrived_ns"),
-    *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank", "opens"),
+    *("launches", "ended_ns", "time_ns", "is_upper_bound", "longest_wait_ns", "last_rank", "opens", "by_duration"),
 )
 _END_COLUMNS = ("clock", "collective", "ended_ns")
 NO_DURATION = "calls that do not end after their start: their times are ignored"
@@ -62,7 +62,8 @@ class JobTables(Launches):
     """One row per collective or transfer, with `number`, `step` and the measured columns of the tables `collectives`
     and `transfers` in `crossrank.tools.tables`. More columns: `kind` of its first rank; `launches`, their number;
     `exchanged`, the bytes that the busiest rank exchanges in an uneven all_to_all or a batch; `opens`, whether it is
-    the first collective of one of its ranks in a profiler window and the profilers explain the waits in it."""
+    the first collective of one of its ranks in a profiler window and the profilers explain the waits in it;
+    `by_duration`, whether its waits are differences of durations, not of start times."""
     clocks: Clocks
     shift: dict[int, int]
     """Rank -> offset in ns that was added to its times to align them."""
@@ -215,12 +216,11 @@ def _measure(
         found.about(collectives, "participants", "late_ends", "guessed", "sized"), clocks, on_host
     )
     collectives = _with_openers(collectives, openers)
-    of_call = collectives.select("released", "shortest", "by_begin", "compared", "opens", last_begin="arrived_ns")[
+    of_call = collectives.select("by_duration", "shortest", "by_begin", "compared", "opens", last_begin="arrived_ns")[
         found.calls["collective"]
     ]
     lateness, longer = pl.col("last_begin") - began, duration - pl.col("shortest")
-    by_duration = pl.col("released") & ~pl.col("by_begin")
-    wait = pl.when(by_duration).then(longer).otherwise(pl.min_horizontal(lateness, duration))
+    wait = pl.when("by_duration").then(longer).otherwise(pl.min_horizontal(lateness, duration))
     # The last rank: between clocks, the shortest duration is more exact than start times on aligned clocks.
     is_last = pl.col("compared") & ~pl.col("opens") & (pl.when("by_begin").then(lateness).otherwise(longer) == 0)
     of_call = found.calls.hstack(of_call)
@@ -281,4 +281,5 @@ def _with_times(collectives: pl.DataFrame, clocks: Clocks, on_host: bool) -> pl.
             compared=(seen > 1) & (released | placed) & ~pl.col("shares_launch"),
             by_begin=placed & (pl.lit(value=on_host and clocks.count == 1) | ~released),
         )
+        .with_columns(by_duration=released & ~pl.col("by_begin"))
     )

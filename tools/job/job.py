@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from crossrank.comm import CommRecord, is_p2p
+from crossrank.comm import CommRecord, Locality, is_p2p
 from crossrank.text import plural, rank_ranges
 from crossrank.tools.job.groups import Lane, Members, ProcessGroup, is_world, join_groups, sizes_shown, world_of
 from crossrank.tools.traces.comms import stack_of
@@ -47,6 +47,7 @@ class Job:
     """Files that could not be used, with the reason."""
     ranked_by: list[str] = field(default_factory=list)
     """What shows the ranks of files whose names and heads do not have them."""
+    _locality_of: dict[object, Locality] = field(default_factory=dict)
 
     @classmethod
     def match(cls, traces: Sequence[RankTrace], world_size: int | None = None, *, lanes: bool = True) -> Self:
@@ -82,6 +83,20 @@ class Job:
     def missing(self) -> list[int]:
         """Return the ranks without a file."""
         return [rank for rank in self.world if rank not in self.ranks]
+
+    def locality_of(self, group: ProcessGroup, ends: tuple[int, ...] | None = None) -> Locality:
+        """Return the locality of a group, or of a transfer between `ends`: as a file has it, else from the nodes of the
+        ranks."""
+        if group.locality != "unknown" and not ends:
+            return group.locality
+        if group.guessed and self.missing:
+            return "unknown"
+        key = (group.index, ends)
+        if key not in self._locality_of:
+            nodes = {self.ranks[rank].node if rank in self.ranks else "" for rank in ends or group.members}
+            where: Locality = "intra_node" if len(nodes) == 1 else "cross_node"
+            self._locality_of[key] = where if nodes and "" not in nodes else "unknown"
+        return self._locality_of[key]
 
     @property
     def notes(self) -> list[str]:

@@ -219,8 +219,6 @@ class _LaunchBuilder:
         self._release = release and all(max(trace.calls.batch, default=-1) < 0 for trace in job.ranks.values())
         self._apart = np.array([batches_apart and is_p2p(one) and not one.members for one in job.signatures], bool)
         """Signature -> whether its calls get their own rows, also in a batch."""
-        self._node_of = {rank: trace.node for rank, trace in job.ranks.items() if trace.node}
-        self._locality_of: dict[object, Locality] = {}
         self._kinds: dict[CallKind, int] = {}
         self._sent: dict[int, Counter[int]] = {rank: Counter() for rank in job.ranks}
         self._not_placed = 0
@@ -385,7 +383,7 @@ class _LaunchBuilder:
         records = [self._drop_impossible_sizes(record, times) for record in records]
         kind = _kind(records, group, rank, whole, together)
         if kind.locality == "unknown":
-            kind = msgspec.structs.replace(kind, locality=self._locality(kind, group))
+            kind = msgspec.structs.replace(kind, locality=self._job.locality_of(group, kind.ends))
         if any(record.op in self._job.ranks[rank].sizes_of_others for record in records):
             self._unattributed[OTHER_ITERATION] += times
             # Keep the sign of `exchanged`: it shows whether the call has splits.
@@ -393,17 +391,6 @@ class _LaunchBuilder:
         else:
             self._count_sent(rank, records, group, times)
         return self._kinds.setdefault(kind, len(self._kinds))
-
-    def _locality(self, kind: CallKind, group: ProcessGroup) -> Locality:
-        """Return the locality of a call, from the nodes in the ranks' files."""
-        if not self._node_of or (group.guessed and self._job.missing):
-            return "unknown"
-        key = (group.index, kind.ends)
-        if key not in self._locality_of:
-            nodes = {self._node_of.get(rank, "") for rank in kind.ends or group.members}
-            where: Locality = "intra_node" if len(nodes) == 1 else "cross_node"
-            self._locality_of[key] = where if nodes and "" not in nodes else "unknown"
-        return self._locality_of[key]
 
     def _drop_impossible_sizes(self, record: CommRecord, times: int) -> CommRecord:
         """Return the record without sizes if any of them is impossible."""

@@ -21,7 +21,7 @@ BOUNDS = (
 
 def _group_of(row: Row) -> str:
     name = (row["pg"] or "", row["desc"] or "")
-    return group_text(name) if any(name) else "-" if row["ranks"] is None else "unknown"
+    return group_text(name) if any(name) else "unknown"
 
 
 Column = tuple[str, Callable[[Row], object]]
@@ -64,7 +64,8 @@ def print_bandwidth(result: Bandwidth) -> None:
     )
     if (overlap := result.overlap) is not None:
         print_fact("time", overlap.text)
-        of = f"of {overlap.windows:,} traced steps or windows, all {plural(overlap.of_ranks, 'rank')} together"
+        ranks = "1 rank" if overlap.of_ranks == 1 else f"all {overlap.of_ranks:,} ranks together"
+        of = f"of {overlap.windows:,} traced steps or windows, {ranks}"
         print_fact("", f"{of}, measured on the {' and the '.join(overlap.measured_on)}")
         if overlap.outside_ms:
             print_fact("", f"{overlap.outside_ms:,.3f} ms of communication on all ranks is outside of these")
@@ -81,7 +82,7 @@ def print_bandwidth(result: Bandwidth) -> None:
     for source, count in result.sources.items():
         print_fact("measured", f"{TIMED_BY[source]}; {plural(count, 'rank')}")
     print_fact("clocks", alignment_text(result.clocks))
-    print_counts("Measured times with a call, by source", result.attributed.items())
+    print_counts("Measured times with a known operation, by source", result.attributed.items())
     print_counts("Launches matched across ranks, by", result.matched.items())
     print_counts("Skipped, or not fully known, by reason", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())

@@ -8,33 +8,34 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from crossrank.tools.analysis.overlap import shown_parts
+from crossrank.tools.tables import ANSWERS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
 def flat(rows: pl.DataFrame) -> pl.DataFrame:
-    """Return the bandwidth table without empty columns, and with one column per percentile, such as `time_us_p50`."""
+    """Return the bandwidth table with one column per percentile, such as `time_us_p50`."""
+    rows = ANSWERS["bandwidth"].select(rows)
     spreads = [name for name, kind in rows.schema.items() if isinstance(kind, pl.Struct)]
     for name in spreads:
         rows = rows.with_columns(pl.col(name).name.prefix_fields(f"{name}_")).unnest(name)
-    return rows.select(one for one in rows.columns if rows[one].null_count() < len(rows))
+    return rows
 
 
 def bandwidth(frame: pl.DataFrame) -> go.Figure:
     """Return bus bandwidth over size, one line per operation."""
-    known = {"size_to", "busbw_gb_per_s_p50"} <= set(frame.columns)
-    shown = frame.drop_nulls(["size_to", "busbw_gb_per_s_p50"]).sort("size_to") if known else frame.clear()
-    names = [name for name in ("op", "pg", "locality") if name in shown.columns]
+    shown = frame.drop_nulls(["size_to", "busbw_gb_per_s_p50"]).sort("size_to")
+    names = ("op", "pg", "locality")
     traces = [
         {
             "type": "scatter",
             "mode": "lines+markers",
-            "name": " ".join(map(str, key)),
+            "name": " ".join(str(name) for name in key if name is not None),
             "x": part["size_to"].to_list(),
             "y": part["busbw_gb_per_s_p50"].to_list(),
         }
-        for key, part in (shown.group_by(names, maintain_order=True) if names and len(shown) else ())
+        for key, part in shown.group_by(names, maintain_order=True)
     ]
     return _figure(traces, "bytes", "busbw, GB/s", xaxis={"type": "log"})
 

@@ -117,10 +117,10 @@ def test_groups_with_equal_descriptions_are_one_class() -> None:
     tensor = [[0, 1], [2, 3]]
     data = [[0, 2], [1, 3]]
     found = figures_of_times(groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
-    assert found.matrix.groups == ["tp: 2 of 2 ranks", "dp: 2 of 2 ranks", "group 0: 4 ranks"]
+    assert found.matrix.groups == ["tp: 2 groups of 2 ranks", "dp: 2 groups of 2 ranks", "group 0: 4 ranks"]
     assert found.matrix.calls == [[4, 4, 4]]
     shown = [(row["pg"], row["collectives"]) for row in found.bandwidth.rows]
-    assert shown == [("dp: 2 of 2 ranks", 2), ("tp: 2 of 2 ranks", 2), ("group 0: 4 ranks", 1)]
+    assert shown == [("dp: 2 groups of 2 ranks", 2), ("tp: 2 groups of 2 ranks", 2), ("group 0: 4 ranks", 1)]
 
 
 def test_small_classes_and_rare_versions_are_merged() -> None:
@@ -130,7 +130,7 @@ def test_small_classes_and_rare_versions_are_merged() -> None:
         trace.about = {"torch": f"2.{trace.rank}"}
     found = figures_of_times(ranks)
     classes = [f"of {number:02d}: 2 ranks" for number in range(23)]
-    assert found.matrix.groups == ["groups unknown: 2 of 2 ranks", *classes, "others"]
+    assert found.matrix.groups == ["2 groups of 2 ranks", *classes, "others"]
     assert (found.matrix.calls, found.matrix.bytes) == ([[4, *[2] * 23, 6]], [[400, *[200] * 23, 600]])
     assert found.about == {"torch": "2.0 / 2.1 / 2.2 / …"}
 

@@ -47,7 +47,7 @@ ranks      2 of 2
 measured   Nsight Systems: kernels launched inside NVTX ranges of crossrank or NCCL; 2 ranks
 clocks     2 clocks, aligned by the end times of collectives; remaining difference 0.0 us (p50), 0.0 us (max)
 
-Measured times with a call, by source
+Measured times with a known operation, by source
           4  launched inside crossrank's marker
 
 Launches matched across ranks, by

@@ -121,7 +121,7 @@ def test_unrecorded_bytes_are_unknown_and_not_0(tmp_path: Path, capsys: pytest.C
     lines = [line.split() for line in out.splitlines() if line.startswith("  all_reduce")]
     assert sorted(" ".join(line[:10]) for line in lines) == [
         "all_reduce default_pg [0] ≤1 KiB unknown 2 1 1 1.02",
-        "all_reduce unknown unknown unknown 1 1 1 unknown 40.0 40.0",
+        "all_reduce unknown unknown unknown - 1 1 unknown 40.0 40.0",
     ]
     out = bandwidth(tmp_path, capsys, "--by", "op")
     assert "1.02 kB + 1 unknown" in out

@@ -357,8 +357,9 @@ class ClockAlignment(msgspec.Struct, kw_only=True):
     within_ms: float | None = None
     """How far an added offset may be from the truth: half the distance of its bounds. None if no offset was added, or
     a bound is missing."""
-    residual_ms: float = 0.0
-    """Remaining error: the longest time by which a call seems to end before another rank starts it."""
+    residual_ms: float | None = None
+    """Remaining error: the longest time by which a call seems to end before another rank starts it. None if the clocks
+    are not aligned."""
     note: str = ""
 
 

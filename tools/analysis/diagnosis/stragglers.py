@@ -76,7 +76,7 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
             + ("" if _is_late(one, unproven, row) else ", if the clocks of the ranks agree"),
         )
         for one, row in zip(times, found, strict=True)
-        if row.wait_ms["p50"] > alignment.residual_ms and _is_late(one, clocks, row)
+        if row.wait_ms["p50"] > (alignment.residual_ms or 0) and _is_late(one, clocks, row)
     ]
     return sorted(found, key=lambda row: (-row.wait_ms["total"], row.pg)), alignment, late
 
@@ -137,7 +137,8 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, _Clock], Clock
     unknown = max((clock.unknown for clock in clocks.values()), default=0)
     within = unknown / 1e6 if unknown < _UNBOUNDED else None
     known = "with a bound on one side only" if within is None else f"to within {milliseconds(within)}"
-    moved_text = f"the clocks of {plural(len(moved), 'rank')} were aligned {known}" if moved else ""
+    by = "by the ends of collectives as torch noticed them"
+    moved_text = f"the clocks of {plural(len(moved), 'rank')} were aligned {known}, {by}" if moved else ""
     note = moved_text or ("the clocks contradict each other" if residual else "the clocks do not contradict each other")
     return clocks, ClockAlignment(
         aligned=True, offset_ms=moved, within_ms=within if moved else None, residual_ms=residual / 1e6, note=note

@@ -35,7 +35,7 @@ def groups(found: JobTables) -> pl.DataFrame:
     is_unknown = any(calls[one.index] and (one.guessed or not one.name) for one in job.groups)
     idle = {one.index for one in job.groups if not calls[one.index]} if is_unknown else set()
     rows = [
-        (one.index, *_name(one), printable(one.desc), one.known_size, one.backend, one.locality)
+        (one.index, *_name(one), printable(one.desc), one.known_size, one.backend, job.locality_of(one))
         + (None if one.index in idle else calls[one.index], None if one.index in unsized | idle else size[one.index])
         for one in job.groups
     ]
@@ -114,9 +114,11 @@ def measured(found: JobTables, *, p2p: bool) -> pl.DataFrame:
     groups = [(one.index, *_name(one)) for one in found.job.groups]
     names = pl.DataFrame(groups, schema=table.part("group", "pg", "members"), orient="row")
     lines = pl.lit(pl.Series([one.source and printable(one.source) for one in source.kinds], dtype=pl.String))
-    facts = ("op", "group", "root", "locality", "source_rank", "destination_rank", "is_p2p")
+    facts = ("op", "group", "root", "locality", "source_rank", "destination_rank", "is_p2p", "participants", "guessed")
+    is_batch = pl.col("is_p2p") & pl.col("source_rank").is_null()
     return table.select(
-        source.about(source.collectives.with_row_index("collective"), *facts)
+        source.about(source.collectives.drop("expected").with_row_index("collective"), *facts)
+        .with_columns(expected=pl.when(~pl.col("guessed") & ~is_batch).then("participants"))
         .filter(is_p2p=p2p)
         .join(names, on="group", maintain_order="left")
         .with_columns(pl.col("collective") + first, source=lines.gather(pl.col("kind")))

@@ -94,7 +94,9 @@ def test_clocks_are_aligned_over_groups_that_share_a_rank() -> None:
     assert find_stragglers(job(*ranks))[1] == ClockAlignment(
         aligned=True,
         offset_ms={"1": -70.0, "2": -170.0, "3": -269.0},
-        note="the clocks of 3 ranks were aligned with a bound on one side only",
+        note="the clocks of 3 ranks were aligned with a bound on one side only, by the ends of collectives as torch "
+        "noticed them",
+        residual_ms=0.0,
     )
 
 
@@ -108,7 +110,7 @@ def test_clock_residuals_are_reported_and_alignment_requires_end_times() -> None
         offset_ms={"1": -5e-6},
         within_ms=0.0,
         residual_ms=3e-6,
-        note="the clocks of 1 rank were aligned to within 0 ms",
+        note="the clocks of 1 rank were aligned to within 0 ms, by the ends of collectives as torch noticed them",
     )
     unknown = job(*(rank(one, *made(1, 2, 3, 4, 5, ends=False)) for one in (0, 1)))
     note = "clocks of the hosts, not aligned: no dump has the end times that an alignment needs"
@@ -127,7 +129,7 @@ def test_a_rank_late_by_less_than_the_clock_error_is_not_a_straggler(tmp_path: P
     (folder / "rank_1").write_bytes(pickle.dumps(dump, 2))
     found = diagnosis_of(folder)
     assert found.clocks is not None
-    assert found.clocks.residual_ms >= 5
+    assert (found.clocks.residual_ms or 0) >= 5
     assert found.advisory == []
 
 
