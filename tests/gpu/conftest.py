@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
+from filelock import FileLock  # torch needs it too
 
 from tests.gpu import machine
 from tests.gpu.machine import CUDA, DEVICE, STAND_IN, Done, Way
 from tests.gpu.results import FOLDER, Summary, keep_log
 
+T = TypeVar("T")
 SUMMARY = Summary()
 _ORDER = ("ways", "recording", "windows", "hangs", "replay", "graphs", "overhead", "identity")
 """Modules, those of most worth first: what the deadline cuts off is at the end."""
@@ -68,6 +72,17 @@ def note(request: pytest.FixtureRequest) -> Any:
     return lambda **facts: SUMMARY.note(request.node.name, **facts)
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
+    """Return what `make` returns for a new folder. It runs once for all workers of pytest."""
+    shared = factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
+    made = shared / f"{name}.pickle"
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            made.write_bytes(pickle.dumps(make(factory.mktemp(name))))
+        content: T = pickle.loads(made.read_bytes())
+    return content
+
+
 class Ways(NamedTuple):
     """How jobs ran that were started in each way."""
 
@@ -80,9 +95,10 @@ class Ways(NamedTuple):
 @pytest.fixture(scope="session")
 def ways(tmp_path_factory: pytest.TempPathFactory) -> Ways:
     """Which way lets two ranks share the machine."""
-    if not CUDA:
-        return Ways(machine.GLOO, {}, None)
-    folder = tmp_path_factory.mktemp("ways")
+    return once(tmp_path_factory, "ways", _try_ways) if CUDA else Ways(machine.GLOO, {}, None)
+
+
+def _try_ways(folder: Path) -> Ways:
     done = machine.run_job("hello", folder / "own-hosts", machine.OWN_HOSTS, 75, fails=True)
     refused = machine.run_job("hello", folder / "as-they-are", machine.AS_THEY_ARE, 40, fails=True)
     keep_log("ways", folder)
@@ -109,7 +125,9 @@ class Recorded(NamedTuple):
 
 @pytest.fixture(scope="session")
 def recorded(ways: Ways, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    folder = tmp_path_factory.mktemp("training")
-    done = machine.run_job("training", folder, ways.found, 150, fails=True)
-    keep_log("training", folder)
-    return Recorded(folder, folder / "recording", done)
+    def record(folder: Path) -> Recorded:
+        done = machine.run_job("training", folder, ways.found, 150, fails=True)
+        keep_log("training", folder)
+        return Recorded(folder, folder / "recording", done)
+
+    return once(tmp_path_factory, "training", record)
