@@ -1,11 +1,13 @@
-"""Finds device events whose times cannot be right: profilers sometimes write 0, or an end that is none.
+"""Finds events whose times cannot be right: profilers sometimes write 0, or an end that is none.
 
-These are certain, up to the offset between the clocks of device and host, which the trace shows itself:
+These are certain of device events, up to the offset between the clocks of device and host, which the trace shows:
 
 * A kernel begins after its launch, and ends before the end of a synchronization that waited for it.
 * It is within the profiler's window.
 * One stream runs one after the other. Kernels may overlap at their edges (programmatic dependent launch), and those of
   one launch of a graph may run at once. But a kernel does not last longer than two others that came after it.
+
+Ranges of the host are within the profiler's window, too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ _SLACK = 1_000_000
 """ns by which clocks may differ that no other event shows."""
 _MOST_OFFSET = 100_000_000
 """ns that the clocks of one machine differ at most."""
+_STOP = 100_000_000
+"""ns that calls of the host may last after the window: the profiler waits for the devices at its end."""
+_LONGEST_WINDOW = 3600 * 1_000_000_000
+"""ns."""
 _FEW, _SHARE = 3, 0.05
 """This number of events, and this share of them, are no accident: they show the offset of the clocks."""
 _LOOKED_AT = 64
@@ -66,20 +72,34 @@ def impossible_times(
     for index in _beyond_offset(*_late(of, syncs or {})):
         wrong.setdefault(index, AFTER_SYNC)
     if window is not None:
-        outside = np.flatnonzero((of.start < window[0] - _SLACK) | (of.end > window[1] + _SLACK)).tolist()
-        if len(outside) < _many(len(of.start)):  # else a trace was cut, or work that was under way is in it too
-            for index in outside:
-                wrong.setdefault(index, OUTSIDE)
+        for index in _outside(of.start, of.end, window[0] - _SLACK, window[1] + _SLACK):
+            wrong.setdefault(index, OUTSIDE)
     return wrong | dict.fromkeys(_containing(of, list(wrong)), OVERLAPS)
 
 
-def described(wrong: Mapping[int, str], name_of: Callable[[int], str]) -> list[str]:
+def impossible_ranges(start: Column, end: Column, window: tuple[int, int] | None) -> dict[int, str]:
+    """Return the position of each range of the host that is not in the window -> what is wrong with its times."""
+    if not len(start):
+        return {}
+    middle = int(np.median(start))
+    first, last = window or (middle - _LONGEST_WINDOW, middle + _LONGEST_WINDOW)
+    return dict.fromkeys(_outside(start, end, first - _SLACK, last + _STOP), OUTSIDE)
+
+
+def _outside(start: Column, end: Column, first: int, last: int) -> list[int]:
+    """Return the few events that start before `first` or end after `last`. If there are many, a trace was cut, or has
+    work that was under way."""
+    found: list[int] = np.flatnonzero((start < first) | (end > last)).tolist()
+    return found if len(found) < _many(len(start)) else []
+
+
+def described(wrong: Mapping[int, str], name_of: Callable[[int], str], what_events: str = "device event") -> list[str]:
     """Return one sentence for each kind of impossible times: how many events, and the first one."""
     by_kind: dict[str, list[int]] = defaultdict(list)
     for index, what in sorted(wrong.items()):
         by_kind[what].append(index)
     return [
-        f"left out: {plural(len(those), 'device event')} with {what} (first: {name_of(those[0])!r})"
+        f"left out: {plural(len(those), what_events)} with {what} (first: {name_of(those[0])!r})"
         for what, those in by_kind.items()
     ]
 

@@ -11,7 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,7 +20,14 @@ from msgspec import UNSET, UnsetType
 from crossrank.comm import Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.privacy import Privacy
-from crossrank.tools.traces.device_times import UNKNOWN, Column, EventTimes, described, impossible_times
+from crossrank.tools.traces.device_times import (
+    UNKNOWN,
+    Column,
+    EventTimes,
+    described,
+    impossible_ranges,
+    impossible_times,
+)
 from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Document, Shape
 
@@ -101,6 +108,9 @@ class SyncEvent(msgspec.Struct, gc=False):
     """Correlation id of the call that recorded the awaited event."""
 
 
+_Range = TypeVar("_Range", HostEvent, RuntimeCall)
+
+
 @dataclass(kw_only=True)
 class KinetoTrace:
     """The Kineto trace of one rank; events are in the order of the file."""
@@ -119,14 +129,12 @@ class KinetoTrace:
     world_size: int | None = None
     unread: Counter[str] = field(default_factory=Counter)
     """Category that is not read -> number of its events."""
-    warnings: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     """Parts of the file that could not be read, or cannot be right."""
     window: tuple[int, int] | None = None
     """Start and end of what the profiler recorded, if the trace has them."""
-    _untimed: list[str] = field(default_factory=list)
-    _bad_durations: list[str] = field(default_factory=list)
-    _bad_args: list[str] = field(default_factory=list)
+    _bad: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """What is wrong -> names of the events."""
 
     @property
     def iterations(self) -> list[tuple[int, int]]:
@@ -136,25 +144,30 @@ class KinetoTrace:
     def take(self, rows: list[Event]) -> None:
         """Add every event to the list for its kind."""
         for event in rows:
-            if event.ph == "X":
+            if event.ph == "X" and event.cat:
                 self._take(event)
+            elif event.ph in ("X", ""):
+                self._bad["lack a phase or a category and were skipped"].append(event.name)
             # Metadata and arrows only repeat correlation ids and sequence numbers.
             elif event.ph not in ("M", "s", "t", "f"):
                 self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
 
     def _take(self, event: Event) -> None:
         if event.ts is None or not -_MOST_US <= event.ts < _MOST_US:
-            self._untimed.append(event.name)
+            self._bad["have no valid time and were skipped"].append(event.name)
             return
         start = _nanoseconds(event.ts)
         duration = event.dur
-        if duration is None or not 0 <= duration < _MOST_US:
-            self._bad_durations.append(event.name)
-            duration = 0
         try:
+            if duration is None or not 0 <= duration < _MOST_US:
+                if _ran_on_device(event):
+                    self._bad["of devices have no valid duration and were skipped"].append(event.name)
+                    return
+                self._bad["have no valid duration; 0 is used"].append(event.name)
+                duration = 0
             self._sort(event, start, start + _nanoseconds(duration))
         except BROKEN:
-            self._bad_args.append(event.name)
+            self._bad["have arguments that cannot be read and were skipped"].append(event.name)
 
     def _sort(self, event: Event, start: int, end: int) -> None:
         category, name = event.cat, sys.intern(event.name)
@@ -186,11 +199,21 @@ class KinetoTrace:
             self.unread[category or "(none)"] += 1
 
     def leave_out_impossible(self) -> None:
-        """Take the device events away whose times cannot be right; `damage` says how many."""
+        """Take the events away whose times cannot be right; `damage` says how many."""
+        self.host = self._without_impossible(self.host, "host range")
+        self.calls = self._without_impossible(self.calls, "runtime call")
         wrong = impossible_times(*self._device_times(), self.window or self._widest_window())
         if wrong:
             self.damage += described(wrong, lambda index: self.device[index].name)
             self.device = [one for index, one in enumerate(self.device) if index not in wrong]
+
+    def _without_impossible(self, ranges: list[_Range], what: str) -> list[_Range]:
+        start, end = (np.array([getattr(one, name) for one in ranges], np.int64) for name in ("start", "end"))
+        wrong = impossible_ranges(start, end, self.window)
+        if not wrong:
+            return ranges
+        self.damage += described(wrong, lambda index: ranges[index].name, what)
+        return [one for index, one in enumerate(ranges) if index not in wrong]
 
     def _device_times(self) -> tuple[EventTimes, dict[int, Column]]:
         """Return (the device events, the synchronizations of each process), as `impossible_times` takes them."""
@@ -301,10 +324,8 @@ def read_kineto(path: str) -> KinetoTrace:
     trace.base_ns, info = file.baseTimeNanoseconds, file.distributedInfo
     trace.groups = tuple(read_groups(info.pg_config, document.budget))
     trace.rank, trace.world_size = info.rank, info.world_size
-    trace.warnings += _counted(trace._bad_durations, "have no valid duration; 0 is used")
     trace.damage += document.damage
-    trace.damage += _counted(trace._untimed, "have no valid time and were skipped")
-    trace.damage += _counted(trace._bad_args, "have arguments that cannot be read and were skipped")
+    trace.damage += (f"{len(names):,} event(s) {what} (first: {names[0]!r})" for what, names in trace._bad.items())
     trace.leave_out_impossible()
     return trace
 
@@ -322,7 +343,3 @@ def _ran_on_device(event: Event) -> bool:
     if event.cat in ACTIVITY_CATEGORIES or event.cat in _KERNELS:
         return True
     return bool(event.cat) and event.cat not in _NO_WORK and _device_args(event.args).stream is not None
-
-
-def _counted(names: list[str], what: str) -> list[str]:
-    return [f"{len(names)} event(s) {what} (first: {names[0]!r})"] if names else []

@@ -79,9 +79,9 @@ def test_events_are_sorted_by_kind(tmp_path: Path) -> None:
     ]
     assert (trace.base_ns, trace.rank, trace.world_size) == (7, 3, 8)
     assert trace.groups == (Group(pg="0", size=2, ranks=[0, 1]),)
-    unread = ("cpu_op, phase 'B'", "gpu_user_annotation", "python_function", "(none)", "(none), phase 'i'")
+    unread = ("cpu_op, phase 'B'", "gpu_user_annotation", "python_function", "(none), phase 'i'")
     assert trace.unread == dict.fromkeys(unread, 1)
-    assert trace.warnings == []
+    assert trace.damage == ["1 event(s) lack a phase or a category and were skipped (first: 'n')"]
 
 
 def test_broken_times_and_durations_are_counted(tmp_path: Path) -> None:
@@ -93,9 +93,39 @@ def test_broken_times_and_durations_are_counted(tmp_path: Path) -> None:
     assert [(e.name, e.end - e.start) for e in trace.host] == [("n", 0), ("later", 2000), ("nan", 0)]
     assert trace.damage == [
         "numbers that JSON lacks (inf, nan): 1; they are taken as unknown",
+        "2 event(s) have no valid duration; 0 is used (first: 'n')",
         "1 event(s) have no valid time and were skipped (first: 'n')",
     ]
-    assert trace.warnings == ["2 event(s) have no valid duration; 0 is used (first: 'n')"]
+
+
+@pytest.mark.parametrize("dur", [None, -3, 1e30, "x"])
+def test_a_kernel_without_a_valid_duration_is_skipped(tmp_path: Path, dur: object) -> None:
+    trace = read(tmp_path, {"traceEvents": [event("kernel", name="gemm", dur=dur), event("kernel")]})
+    assert [(one.name, one.end - one.start) for one in trace.device] == [("n", 2000)]
+    assert len(trace.damage) == 1
+    if dur != "x":
+        assert trace.damage == ["1 event(s) of devices have no valid duration and were skipped (first: 'gemm')"]
+
+
+@pytest.mark.parametrize("lacks", [("ph",), ("cat",), ("ph", "cat", "name", "ts", "dur")])
+def test_an_event_without_a_phase_or_a_category_is_counted(tmp_path: Path, lacks: tuple[str, ...]) -> None:
+    bad = {name: value for name, value in event("kernel").items() if name not in lacks}
+    trace = read(tmp_path, {"traceEvents": [bad, event("kernel")]})
+    assert len(trace.device) == 1
+    (damage,) = trace.damage
+    assert damage.startswith("1 event(s) lack a phase or a category and were skipped")
+
+
+@pytest.mark.parametrize(
+    ("has_window", "ts", "dur"), [(True, 0, 5), (True, 10**10 + 300, 2_000_000), (False, 0, 5), (False, 10**10, 10**10)]
+)
+def test_a_range_outside_of_the_window_is_left_out(tmp_path: Path, has_window: bool, ts: int, dur: int) -> None:
+    """A trace without a window shows only times that are hours away."""
+    window = [event("Trace", ts=10**10, dur=1000)] * has_window
+    good = [event(ts=10**10 + 10 * number, dur=5) for number in range(40)]
+    trace = read(tmp_path, {"traceEvents": [*window, *good, event(name="bad", ts=ts, dur=dur)]})
+    assert len(trace.host) == 40
+    assert trace.damage == ["left out: 1 host range with a time outside of the profiler's window (first: 'bad')"]
 
 
 def test_arguments_that_cannot_be_read_are_counted(tmp_path: Path) -> None:

@@ -217,7 +217,6 @@ class _Linking:
             unread=dict(sorted(kineto.unread.items())),
             warnings=[
                 *_with_file("execution trace", et.warnings),
-                *_with_file("Kineto trace", kineto.warnings),
                 *match.warnings,
                 *launches.warnings,
                 *corrections,

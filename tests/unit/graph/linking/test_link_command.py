@@ -266,7 +266,7 @@ def test_two_files_for_one_part_fail_their_rank(folder: Path, capsys: pytest.Cap
 
 def test_names_in_a_trace_do_not_steer_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = rank_trace(0)
-    trace.host_event("never matched", 1, -1, None)
+    trace.host_event("never matched", 1, 1, None)
     trace.nodes.append({**trace.nodes[-1], "id": 999, "name": "evil\x1b[31m"})
     trace.nodes[3]["inputs"]["values"][2] = ["0\x1b[31m", ""]
     trace.write(folder, 0)
