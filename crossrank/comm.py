@@ -18,6 +18,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from crossrank.dtypes import dtype_of
 from crossrank.privacy import Privacy
 
 DEFAULT_GROUP = "default_pg"
@@ -211,12 +212,25 @@ def has_size(record: CommRecord) -> bool:
     """Return whether `bytes` of a record is known.
 
     A call that moves data but has neither bytes nor tensors comes from a source without sizes: a kernel that is known
-    only by its name, or a marker without sizes. Without an element type, 0 bytes are those of no known tensor.
+    only by its name, or a marker without sizes. Without a known element type, 0 bytes are those of no known tensor.
     """
     operation = OPERATIONS.get(record.op)
+    if not has_possible_size(record):
+        return False
     if record.bytes or (operation is not None and operation.payload == "none"):
         return True
-    return record.dtype is not None and bool(record.inputs or record.outputs or record.in_split or record.out_split)
+    is_known = record.dtype is not None and dtype_of(record.dtype) is not None
+    return is_known and bool(record.inputs or record.outputs or record.in_split or record.out_split)
+
+
+def has_possible_size(record: CommRecord) -> bool:
+    """Return whether every number of bytes and elements of a record is one that a call can have."""
+    splits = [*(record.in_split or ()), *(record.out_split or ())]
+    extents = [extent for shapes in (record.inputs, record.outputs) for shape in shapes for extent in shape]
+    numbers = [record.bytes, *splits, *extents]
+    if splits:
+        numbers += [total_bytes(shapes, 16) for shapes in (record.inputs, record.outputs)]
+    return all(0 <= number <= MOST for number in numbers)
 
 
 def ends_of(op: str, rank: int, peer: Peer) -> tuple[int | Peer, int | Peer]:

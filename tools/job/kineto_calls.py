@@ -20,6 +20,7 @@ import msgspec
 
 from crossrank.budget import Budget
 from crossrank.comm import Group, operation_of
+from crossrank.text import plural
 from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, MARKERS
 from crossrank.tools.graph.linking.nesting import Nesting, is_work, nest
 from crossrank.tools.job.traced_windows import take_kineto
@@ -73,6 +74,9 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
         timed = isinstance(source, DeviceEvent) or is_work(source.name)
         began, ended = (source.start + kineto.base_ns, source.end + kineto.base_ns) if timed else (0, 0)
         builder.add(record, called=called, began=began, ended=ended)
+    nameless = sum(not described.pg and described.dtype is not None for *_, described in rows)
+    if nameless and any(described.pg for *_, described in rows):
+        trace.problems.append(f"the arguments of {plural(nameless, 'call')} lack the group")
     if NOTHING in described_by:
         trace.unattributed[NOTHING] = described_by.pop(NOTHING)
     trace.attributed = described_by

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from crossrank.comm import MOST, OPERATIONS, CommRecord, Locality, ends_of, has_size, is_p2p, total_bytes
+from crossrank.comm import OPERATIONS, CommRecord, Locality, ends_of, has_possible_size, has_size, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.tools import freed_memory
 from crossrank.tools.job.groups import ProcessGroup
@@ -394,11 +394,7 @@ class _LaunchBuilder:
 
     def _drop_impossible_sizes(self, record: CommRecord, times: int) -> CommRecord:
         """Return the record without sizes if any of them is impossible."""
-        splits = [count for split in (record.in_split, record.out_split) for count in split or ()]
-        numbers = [record.bytes, *splits]
-        for shapes in (record.inputs, record.outputs) if splits else ():
-            numbers += [total_bytes(shapes, 16), *(extent for shape in shapes for extent in shape)]
-        if all(0 <= number <= MOST for number in numbers):
+        if has_possible_size(record):
             return record
         self._unattributed[IMPOSSIBLE] += times
         return msgspec.structs.replace(record, bytes=0, in_split=None, out_split=None, inputs=[], outputs=[])

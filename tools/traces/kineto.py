@@ -145,6 +145,8 @@ class KinetoTrace:
         """Add every event to the list for its kind."""
         for event in rows:
             if event.ph == "X" and event.cat:
+                if not event.name:
+                    self._bad["have no name"].append(f"{event.cat} at {event.ts}")
                 self._take(event)
             elif event.ph in ("X", ""):
                 self._bad["lack a phase or a category and were skipped"].append(event.name)

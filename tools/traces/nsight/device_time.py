@@ -65,7 +65,12 @@ def device_work(export: Export) -> tuple[DeviceWork, dict[int, str]] | None:
     process = np.where(pid == NONE, NONE, pid >> 24)
     others.append(launches(export, process, others[0])[1])
     work = DeviceWork(start, end, process, *others)
-    work = work.take((start >= 0) & (end > start) & (end < LATEST))
+    is_wrong = (start < 0) | (end < start) | (end >= LATEST)
+    if is_wrong.any():
+        counts = zip(_TABLES, np.bincount(work.table[is_wrong], minlength=len(_TABLES)).tolist(), strict=True)
+        shown = ", ".join(f"{count:,} of {table}" for table, count in counts if count)
+        export.notes.append(f"rows that end before they start, or at impossible times, were left out: {shown}")
+    work = work.take(~is_wrong & (end > start))
     return _without_impossible_times(export, work, names), names
 
 

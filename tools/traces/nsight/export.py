@@ -65,7 +65,8 @@ NONE = -1
 
 class Export:
     """One export, opened read-only. Only tables are read, because a view or a virtual table runs code of the file.
-    `notes` has what the export lacks, and `left_out` the numbers of rows with impossible times, by table."""
+    `notes` has what the export lacks, and `left_out` the numbers of rows with impossible times, by table. A value that
+    is no number, in the place of one, is taken as NULL; a note says where the first one is."""
 
     def __init__(self, path: str, connection: sqlite3.Connection, budget: Budget) -> None:
         self.path = path
@@ -120,30 +121,37 @@ class Export:
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def _parts(self, table: str, columns: Sequence[str], where: str) -> Iterator[list[Column]]:
-        there = self.columns(table) | {"rowid"}
-        select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
-        cursor = self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
-        row: Sequence[object] = ()
+        there = [name for name in columns if name in self.columns(table) | {"rowid"}]
 
-        def rows() -> Iterator[Sequence[object]]:
-            nonlocal row
-            for row in cursor:  # noqa: UP028 - an error names the last row
-                yield row
+        def rows(number: str) -> Iterator[Sequence[object]]:
+            select = ", ".join(number.format(f'"{name}"') if name in there else str(NONE) for name in columns)
+            yield from self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
 
-        given = rows()
+        given, read = rows(f"COALESCE({{0}}, {NONE})"), 0
         while True:
             try:
                 # One row at a time: a value in the place of a number may be large.
                 flat = np.fromiter(chain.from_iterable(islice(given, _ROWS)), np.int64)
-            except (ValueError, TypeError, OverflowError) as error:
-                named = zip(columns, row, strict=True)
-                wrong = [f".{name} holds {str(value)[:40]!r}" for name, value in named if not isinstance(value, int)]
-                what = f"{wrong[0]} where a number belongs" if wrong else " has numbers that are too large"
-                raise CrossrankError(f"{self.path}: {table}{what}; export it again") from error
+            except (ValueError, TypeError, OverflowError):
+                self._note_broken(table, there)
+                given = islice(rows(f"CASE WHEN typeof({{0}}) = 'integer' THEN {{0}} ELSE {NONE} END"), read, None)
+                continue
             if not len(flat):
                 return
+            read += len(flat) // len(columns)
             self._budget.spend(ROWS, len(flat) // len(columns))
             yield [flat[number :: len(columns)] for number in range(len(columns))]
+
+    def _note_broken(self, table: str, columns: Sequence[str]) -> None:
+        """Say where the first value of these columns is that is no number."""
+        broken = " OR ".join(f"typeof(\"{name}\") NOT IN ('integer', 'null')" for name in columns)
+        names = ", ".join(f'substr("{name}", 1, 40), typeof("{name}")' for name in columns)
+        row = self._connection.execute(f'SELECT rowid, {names} FROM "{table}" WHERE {broken} LIMIT 1').fetchone()
+        values = zip(columns, row[1::2], row[2::2], strict=True)
+        held = next(f"{name} holds {value!r}" for name, value, kind in values if kind not in ("integer", "null"))
+        note = f"{table}: values that are no numbers are taken as unknown (first: row {row[0]}, {held})"
+        if note not in self.notes:
+            self.notes.append(note)
 
     def rows(self, query: str, parameters: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
         """The rows of a query over tables and columns that are known to exist."""

@@ -32,7 +32,8 @@ _PEER_TO_PEER = 10
 
 @dataclass
 class Activities(Columns):
-    """Kernels, or copies between GPUs, in the order of the file."""
+    """Kernels, or copies between GPUs, in the order of the file. A kernel whose times are impossible has `NONE` as
+    start and end: its call is one all the same."""
 
     process: Column
     """globalPid >> 24."""
@@ -92,10 +93,12 @@ def peer_copies(export: Export) -> Activities:
 
 def _activities(export: Export, table: str, columns: list[Column], ops: list[str | None]) -> Activities:
     possible = (columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < LATEST)
-    if lost := int((~possible).sum()):
-        export.notes.append(f"{lost} communication kernels end before they start, or at impossible times")
     possible &= ~np.isin(columns.pop(7), export.left_out.get(table, np.empty(0, np.int64)))
-    start, end, pid, correlation, device, stream, node, op = (column[possible] for column in columns)
+    if table == KERNEL:
+        columns[:2] = [np.where(possible, column, NONE) for column in columns[:2]]
+    else:
+        columns = [column[possible] for column in columns]
+    start, end, pid, correlation, device, stream, node, op = columns
     process = np.where(pid == NONE, NONE, pid >> 24)
     thread, launched = launches(export, process, correlation)
     return Activities(start, end, process, correlation, device, stream, np.maximum(node, 0), op, ops, thread, launched)

@@ -274,7 +274,7 @@ class _Process:
 
     def _give(self, row: Column, activities: Activities, how: str) -> Activities:
         """Give calls their activities; return the activities without a row."""
-        hit = np.flatnonzero(row >= 0)
+        hit = np.flatnonzero((row >= 0) & (activities.start != NONE))
         np.minimum.at(self._began, row[hit], activities.start[hit])
         np.maximum.at(self._ended, row[hit], activities.end[hit])
         if len(hit):
@@ -285,7 +285,8 @@ class _Process:
         """Match launches on threads of NCCL: the k-th call of a group is the k-th kernel of its stream, if the numbers
         agree and no kernel starts before its call."""
         times = self.times
-        free = (left.graph_node == 0) & (left.thread != NONE) & ~np.isin(left.thread, np.unique(self._calls.thread))
+        free = (left.graph_node == 0) & (left.thread != NONE) & (left.start != NONE)
+        free &= ~np.isin(left.thread, np.unique(self._calls.thread))
         called = np.frombuffer(times.calls.called, np.int64) - self._epoch
         calls: dict[tuple[str, int], list[int]] = defaultdict(list)
         streams: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -362,16 +363,17 @@ class _Process:
             if by_torch is not None and not any(one.bytes for one in records):
                 # These sends and receives of NCCL, without sizes, are parts of torch's operation.
                 record, how = CommRecord(id=NONE, op=by_torch.name, c10d="", pg=record.pg, bytes=0, t=0), IN_TORCH
+            timed = mine[left.start[mine] != NONE]
             row = builder.add(
                 msgspec.structs.replace(record, id=NONE),
                 group=builder.define(nccl.group(record.pg)),
                 called=int(nccl.ranges.start[index]) + self._epoch,
-                began=int(left.start[mine].min()) + self._epoch,
-                ended=int(left.end[mine].max()) + self._epoch,
+                began=int(left.start[timed].min()) + self._epoch if len(timed) else 0,
+                ended=int(left.end[timed].max()) + self._epoch if len(timed) else 0,
             )
             if times.numbered:  # counted numbers do not fit to recorded ones
                 times.calls.number[row] = -1
-            times.attributed[how] += len(mine)
+            times.attributed[how] += len(timed)
         times.unattributed.update(nccl.unknown)
         return left.take(~taken)
 

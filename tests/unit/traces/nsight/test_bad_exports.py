@@ -74,11 +74,25 @@ def test_a_missing_required_column_is_reported(tmp_path: Path, table: str, colum
     assert refused(path).startswith(f": {table} has no column {column}; export it with a version")
 
 
-def test_text_in_place_of_a_number_is_reported(tmp_path: Path, process: Process) -> None:
+@pytest.mark.parametrize(
+    ("column", "value", "shown", "durations"),
+    [
+        ("deviceId", "cuda", "'cuda'", [400, 400]),
+        ("start", b"x", "b'x'", [0, 400]),
+        ("end", float("inf"), "'Inf'", [0, 400]),
+        ("start", 1e30, "'1.0e+30'", [0, 400]),
+        ("correlationId", "7" * 100, "'7.77777777777778e+99'", [0, 400]),
+    ],
+)
+def test_a_value_that_is_no_number_is_unknown(
+    tmp_path: Path, process: Process, column: str, value: object, shown: str, durations: list[int]
+) -> None:
     two_calls(process)
-    process.export.tables["CUPTI_ACTIVITY_KIND_KERNEL"][0]["deviceId"] = "cuda"
-    text = refused(process.export.write(tmp_path / "a.sqlite"))
-    assert text == ": CUPTI_ACTIVITY_KIND_KERNEL.deviceId holds 'cuda' where a number belongs; export it again"
+    process.export.tables["CUPTI_ACTIVITY_KIND_KERNEL"][0][column] = value
+    found = read(process, tmp_path)
+    assert [end - start for start, end in zip(found.calls.began, found.calls.ended, strict=True)] == durations
+    said = f"values that are no numbers are taken as unknown (first: row 1, {column} holds {shown})"
+    assert any(f"CUPTI_ACTIVITY_KIND_KERNEL: {said}" in note for note in found.notes)
 
 
 def test_impossible_times_skip_only_their_kernel(tmp_path: Path) -> None:
@@ -93,7 +107,7 @@ def test_impossible_times_skip_only_their_kernel(tmp_path: Path) -> None:
     assert list(zip(times.calls.began, times.calls.ended, strict=True)) == [(1500, 1900), (2500, 2900), (0, 0), (0, 0)]
     assert times.unattributed == {NO_KERNEL: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
-        "3 communication kernels end before they start, or at impossible times",
+        "rows that end before they start, or at impossible times, were left out: 3 of CUPTI_ACTIVITY_KIND_KERNEL",
         "has no start time of its session: its times are aligned only by collectives",
     ]
 
