@@ -32,6 +32,10 @@ Number = Annotated[Int, Privacy.NUMBER]
 """An integer that reveals nothing about the user."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 """An integer that is not negative."""
+UNKNOWN_SIZE = -1
+"""Bytes of a call whose size is unknown."""
+UNKNOWN_STEP = -(1 << 31)
+"""Step of a call whose step is unknown."""
 MOST = 1 << 50
 """More bytes, or items of any kind, than a job has. A larger number is damage. Sums of them fit into 64 bits."""
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
@@ -173,7 +177,7 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     """`file.py:line` of the first frame outside torch and crossrank; None if no Python frame made the call."""
     locality: Locality = "unknown"
     step: Number = 0
-    """Training step, counted from 0."""
+    """Training step, counted from 0; `UNKNOWN_STEP` = unknown."""
     thread: Number | None = None
     """The operating system's id of the calling thread; None in files of earlier versions."""
     epoch: Number = 0

@@ -27,7 +27,7 @@ import msgspec
 import zstandard
 
 from crossrank.budget import BYTES, LINES, MEMBERS, Budget, BudgetError
-from crossrank.comm import MOST, CommRecord, Count, Group, Int, Number
+from crossrank.comm import MOST, UNKNOWN_STEP, CommRecord, Count, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.privacy import Privacy
 from crossrank.unknown_values import Decoder, unknown_text
@@ -449,7 +449,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tru
 
 
 class Line(msgspec.Struct):
-    """A line that is not a record. The reader ignores kinds that this version does not know."""
+    """A line that is not a record. The reader counts kinds that this version does not know."""
 
     header: Header | None = None
     group: Group | None = None
@@ -460,6 +460,7 @@ class Line(msgspec.Struct):
     gpu: Annotated[dict[str, Any], Privacy.MIXED] | None = None
 
 
+_NO_KIND = Line()
 IDENTITY = ("seq", "p2p_seq", "peer", "batch", "epoch")
 """Fields that say which call a record is of. A call without its number would count as another one."""
 _LISTS_BY_KIND = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
@@ -513,7 +514,7 @@ class CommsFile:
 
     def records(self) -> Iterator[CommRecord]:
         """Yield the records in the order of the file."""
-        decode_record = Decoder(CommRecord, self.unknown, needed=IDENTITY).decode
+        decode_record = Decoder(CommRecord, self.unknown, {"step": UNKNOWN_STEP}, needed=IDENTITY).decode
         decode_line = Decoder(Line, self.unknown).decode
         decode_wait = Decoder(dict[str, Wait], self.unknown, {"wait.in": "unknown"}).decode
         decode_ran = Decoder(dict[str, Ran], self.unknown).decode
@@ -571,6 +572,8 @@ class CommsFile:
         if line.gpu is not None and self.header is not None:
             versions = self.header.versions | {"driver": line.gpu.get("driver")}
             self.header = msgspec.structs.replace(self.header, gpu=line.gpu, versions=versions)
+        if line == _NO_KIND:
+            self.unknown["kind of a line"] += 1
         for one, several in _LISTS_BY_KIND.items():
             if (content := getattr(line, one)) is not None:
                 getattr(self, several).append(with_epoch(content) if one == "group" else content)

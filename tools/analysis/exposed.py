@@ -7,7 +7,6 @@ backward pass in which C++ made calls, it counts from the end of the computation
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -119,7 +118,7 @@ def _waits(one: RankTrace) -> pl.DataFrame:
 
 
 def _iterations(one: RankTrace) -> pl.DataFrame:
-    rows = [(step, begin, end) for (step, begin), (_, end) in pairwise(one.steps) if end > begin]
+    rows = [(step, begin, end) for step, begin, end in one.step_spans if end > begin]
     schema = {"step": pl.Int64, "from": pl.Int64, "until": pl.Int64}
     return pl.DataFrame(rows, schema=schema, orient="row").with_columns(rank=pl.lit(one.rank or 0, pl.Int64))
 

@@ -244,11 +244,7 @@ def in_ms(ns: str) -> pl.Expr:
 
 def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
     """Return the durations of steps. The last step has no end and is skipped."""
-    rows = [
-        (step, (end - begin) / 1e6)
-        for one in ranks
-        for (step, begin), (_, end) in zip(one.steps, one.steps[1:], strict=False)
-    ]
+    rows = [(step, (end - begin) / 1e6) for one in ranks for step, begin, end in one.step_spans]
     if not rows:
         return None
     return over_ranks(pl.DataFrame(rows, schema={"step": pl.Int64, "ms": pl.Float64}, orient="row"))

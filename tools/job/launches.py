@@ -15,12 +15,22 @@ import msgspec
 import numpy as np
 import polars as pl
 
-from crossrank.comm import OPERATIONS, CommRecord, Locality, ends_of, has_possible_size, has_size, is_p2p, total_bytes
+from crossrank.comm import (
+    OPERATIONS,
+    UNKNOWN_STEP,
+    CommRecord,
+    Locality,
+    ends_of,
+    has_possible_size,
+    has_size,
+    is_p2p,
+    total_bytes,
+)
 from crossrank.dtypes import dtype_of
 from crossrank.tools import freed_memory
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
-from crossrank.tools.traces.rank_trace import IMPOSSIBLE, UNKNOWN_STEP, Calls, Interned
+from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Calls, Interned
 
 SEND_RECV = "send/recv"
 """Operation of a batch of sends and receives."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from crossrank.errors import CrossrankError
 from crossrank.text import amount, percent, printable
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.feeder_contract import TYPES
@@ -18,8 +19,10 @@ _SHOWN = 40
 
 
 def print_json(path: str) -> None:
-    """Print `{"metadata": {...}, "nodes": [...]}`, one node per line. Attributes become fields of `attr`."""
-    metadata, nodes = read_trace(path)
+    """Print `{"metadata": {...}, "nodes": [...]}`, one node per line. Attributes become fields of `attr`. If the file
+    is damaged, the object has `problems` too, and `CrossrankError` is raised after it."""
+    problems: list[str] = []
+    metadata, nodes = read_trace(path, problems)
     head = {"version": metadata.version, "attr": _attributes(metadata.attr)}
     write = sys.stdout.write
     write(f'{{"metadata":{msgspec.json.encode(head).decode()},"nodes":[')
@@ -27,12 +30,15 @@ def print_json(path: str) -> None:
     for _, node in nodes:
         write(separator + msgspec.json.encode(as_dict(node)).decode())
         separator = ",\n"
-    write("\n]}\n")
+    write(f'\n],"problems":{msgspec.json.encode(problems).decode()}}}\n' if problems else "\n]}\n")
+    _raise_first(problems)
 
 
 def print_nodes(path: str) -> None:
-    """Print the number of nodes by type, and the first nodes."""
-    metadata, nodes = read_trace(path)
+    """Print the number of nodes by type, and the first nodes. Raise `CrossrankError` after them if the file is
+    damaged."""
+    problems: list[str] = []
+    metadata, nodes = read_trace(path, problems)
     types: Counter[str] = Counter()
     rows: list[tuple[object, ...]] = []
     on_gpu: Counter[str] = Counter()
@@ -64,6 +70,13 @@ def print_nodes(path: str) -> None:
         ("#id", "type", "name", "#start us", "#us", "#FLOP", "#bytes", "#FLOP/byte", "data_deps"),
         rows,
     )
+    _raise_first(problems)
+
+
+def _raise_first(problems: list[str]) -> None:
+    if problems:
+        more = f"; {len(problems) - 1} more nodes are damaged" if len(problems) > 1 else ""
+        raise CrossrankError(problems[0] + more)
 
 
 def _number(value: float | None) -> str:

@@ -29,7 +29,7 @@ from crossrank.tools.traces.rank_trace import (
     waits_of,
 )
 
-IMPOSSIBLE_TIMES = "waits and durations with impossible times"
+IMPOSSIBLE_TIMES = "calls, steps, waits and durations with impossible times"
 _BLOCKING_P2P = ("send", "recv")
 _MOST = 1 << 62
 
@@ -62,7 +62,10 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.notes += file.notes
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
     trace.records_steps = True
-    trace.steps = [(line["step"], clock.at(line["t"])) for line in file.steps if "step" in line and "t" in line]
+    step_lines = [line for line in file.steps if "step" in line and "t" in line]
+    trace.steps = [(line["step"], clock.at(line["t"])) for line in step_lines if clock.is_possible(line["t"])]
+    if lost := len(step_lines) - len(trace.steps):
+        trace.unattributed[IMPOSSIBLE_TIMES] += lost
     trace.profiler_steps = _profiler_steps(
         trace.steps, [clock.at(line["t"]) for line in file.windows if isinstance(line.get("t"), int)]
     )
@@ -136,6 +139,10 @@ class WallClock:
             self._times.append(t)
             self._offsets.append(offset)
 
+    def is_possible(self, t: int) -> bool:
+        """Return whether the process can have noted this time: not long before the first moment or after the last."""
+        return not self._times or self._times[0] - _BEFORE <= t <= self._times[-1] + _AFTER
+
     def at(self, t: int) -> int:
         """`t` as ns since 1970."""
         times, offsets = self._times, self._offsets
@@ -148,6 +155,9 @@ class WallClock:
         return t + offsets[place - 1] + (offsets[place] - offsets[place - 1]) * (t - before) // (after - before)
 
 
+_BEFORE = 1_000_000_000
+_AFTER = 24 * 3600 * 1_000_000_000
+"""ns. A file notes its first moment before the first call. A process that was killed may have noted no later one."""
 _MOST_DRIFT = 0.001
 _JITTER = 1_000_000
 """Maximum ns between reading one clock and the other."""
@@ -156,7 +166,7 @@ _JITTER = 1_000_000
 def _span(trace: RankTrace, one: Ran | Wait, clock: WallClock) -> tuple[int, int] | None:
     """Start and end of a wait or of a call's communication. Impossible times are counted, and None is returned."""
     began, ended = clock.at(one.t), clock.at(one.t + one.took)
-    if 0 <= began <= ended < _MOST:
+    if clock.is_possible(one.t) and 0 <= began <= ended < _MOST:
         return began, ended
     trace.unattributed[IMPOSSIBLE_TIMES] += 1
     return None
@@ -215,7 +225,10 @@ def add_records(
             trace.awaited.add(row)
         elif unawaited:
             trace.unawaited.add(row)
-    builder.add_all(records, [clock.at(record.t) for record in records], state)
+    called = [clock.at(record.t) if clock.is_possible(record.t) else 0 for record in records]
+    if lost := called.count(0):
+        trace.unattributed[IMPOSSIBLE_TIMES] += lost
+    builder.add_all(records, called, state)
 
 
 def _count(value: object) -> int:

@@ -109,6 +109,8 @@ _COMPILED = tuple((kind, tuple(map(re.compile, signs))) for kind, signs in _SIGN
 _BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep": REPORT}
 """Kinds that the first bytes may not show: reports, and exports that are cut off."""
 
+_FEW_NULS = 20
+"""Fewest bytes of a text for each NUL in it."""
 _LOG_NAME = re.compile(r"\.(?:log|out|err)(?:[.-]?\d+)?(?:\.gz|\.zst)?\Z|(?:\A|/)(?:std(?:out|err)|log)\Z", re.I)
 _LOG_SIGN = re.compile(
     rb"^(?:\[rank\d+\]|\[\w+\d+\]:|Traceback \(most recent|[ \w.:-]*NCCL (?:INFO|WARN)|\s+Reason:\s+OOMKilled"
@@ -172,7 +174,7 @@ def look(path: str) -> FoundFile:
     head = head[:_HEAD]
     kind = next((kind for kind, signs in _COMPILED if all(sign.search(head) for sign in signs)), "")
     kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")
-    is_text = bool(head) and b"\0" not in head
+    is_text = bool(head) and _FEW_NULS * head.count(b"\0") <= len(head)  # a full disk leaves some in a log
     if not kind and is_text and (_LOG_NAME.search(name) or _LOG_SIGN.search(head)):
         kind = LOG
     rank = named_rank(name)

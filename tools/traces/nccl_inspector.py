@@ -23,6 +23,8 @@ LEAVES_OUT = (
     "NCCL Inspector skips calls that are smaller than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (default 8,192 B), barriers "
     "among it, and has times of whole microseconds"
 )
+NO_START = "operations without a start time: that of their line less the duration is used"
+TOO_LONG = "operations that last longer than from their start to the time of their line: their times are unknown"
 _SIZE_OF_ONE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 """Operations for which NCCL counts one rank's part, while S is that of all ranks."""
 _TIMED_BY = {
@@ -104,6 +106,9 @@ def read_inspector(path: str) -> RankTrace:
     trace.problems = [*issues.problems, *damaged[:_MOST_PROBLEMS]]
     if len(damaged) > _MOST_PROBLEMS:
         trace.problems.append(f"{len(damaged) - _MOST_PROBLEMS} more lines are not from NCCL Inspector either")
+    if trace.unattributed[NO_START] == len(trace):  # older versions do not write it
+        trace.timed = False
+        del trace.unattributed[NO_START]
     if not len(trace):
         raise CrossrankError(f"{path}: has no operation that NCCL Inspector measured: {'; '.join(trace.problems)}")
     return trace
@@ -140,7 +145,12 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
         trace.notes.append(f"{trace.path}: is of a process of several ranks; all its lines count as lines of one rank")
     called = times.coll_start_ts or times.p2p_start_ts if times is not None else 0
     begins = [one.kernel_start_ts for one in times.kernel_events if one.kernel_start_ts] if times is not None else []
-    trace.timed = trace.timed and called > 0
+    is_possible = True
+    if not called:
+        trace.unattributed[NO_START] += 1
+    elif took > metadata.dump_timestamp_us - called > 0:
+        trace.unattributed[TOO_LONG] += 1
+        is_possible, took = False, 0
     called = called or max(metadata.dump_timestamp_us - took, 0)
     began = min(begins, default=called)
     record = CommRecord(
@@ -155,7 +165,12 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
         peer=peer,
     )
     builder.add(
-        record, called=called * 1000, began=began * 1000, ended=(began + took) * 1000, took=took * 1000, group=group
+        record,
+        called=called * 1000,
+        began=began * 1000 * is_possible,
+        ended=(began + took) * 1000 * is_possible,
+        took=took * 1000,
+        group=group,
     )
     trace.attributed[_TIMED_BY.get(source, f"NCCL Inspector: {source}")] += 1
 

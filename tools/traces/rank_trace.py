@@ -13,13 +13,24 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.comm import MOST, CommRecord, Group, crosses_nodes, has_size, is_p2p
+from crossrank.comm import (
+    MOST,
+    UNKNOWN_SIZE,
+    UNKNOWN_STEP,
+    CommRecord,
+    Group,
+    crosses_nodes,
+    has_possible_size,
+    has_size,
+    is_p2p,
+)
 from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight.dump import Frame, Progress
@@ -152,8 +163,6 @@ class Interned(Generic[Thing]):
         return found
 
 
-UNKNOWN_STEP = -(1 << 31)
-"""Step of a call whose step is unknown."""
 _OWN: dict[str, Any] = dict.fromkeys(("id", "t", "step", "epoch"), 0)
 _OWN |= dict.fromkeys(("seq", "p2p_seq", "batch", "thread"))
 """Fields that may differ between equal calls."""
@@ -168,7 +177,7 @@ class Signatures(Interned[CommRecord]):
     def of(self, record: CommRecord) -> int:
         """Number of a call's signature. An impossible size, from the extents in a damaged file, becomes `MOST + 1`
         without extents: it fits into 64 bits, and every sum skips it."""
-        if not -1 <= record.bytes <= MOST:
+        if not has_possible_size(record) and record.bytes != UNKNOWN_SIZE:
             nothing: dict[str, Any] = {"in_split": None, "out_split": None, "inputs": [], "outputs": []}
             record = msgspec.structs.replace(record, bytes=MOST + 1, **nothing)
         return self.number(msgspec.structs.replace(record, **_OWN))
@@ -383,9 +392,15 @@ class RankTrace:
         return np.where(is_known, numbers[place], UNKNOWN_STEP).astype(np.int32)
 
     @property
+    def step_spans(self) -> list[tuple[int, int, int]]:
+        """(step, start, end) of each step whose end is known: it is the start of the next one, so the last one has
+        none, nor has one before a gap."""
+        return [(step, begin, end) for (step, begin), (other, end) in pairwise(self.steps) if other == step + 1]
+
+    @property
     def ended_steps(self) -> int:
-        """The number of steps with a start and an end: the last one has no end."""
-        return max(0, len(self.steps) - 1)
+        """The number of steps with a start and an end."""
+        return len(self.step_spans)
 
     def knows_size(self, record: CommRecord) -> bool:
         """Whether the size of a call is known, and from the same step as its time."""
@@ -505,7 +520,7 @@ class TraceBuilder:
         number = (record.p2p_seq if is_p2p(record) else record.seq) or 0
         if not (
             all(0 <= moment < _LATEST for moment in (called, began, ended, took, number))
-            and abs(record.step) < _MOST_STEPS
+            and UNKNOWN_STEP <= record.step < _MOST_STEPS
             and abs(record.id) < _LATEST
             and abs(record.thread or 0) < _LATEST
         ):
@@ -539,7 +554,7 @@ class TraceBuilder:
         number = [(one.p2p_seq if p2p[kind] else one.seq) or 0 for one, kind in zip(records, signature, strict=True)]
         id, step, thread = ([getattr(one, name) or 0 for one in records] for name in ("id", "step", "thread"))
         least, most = min((0, *called, *number)), max(map(abs, (0, *called, *number, *id, *thread)))
-        if least < 0 or most >= _LATEST or max(map(abs, (0, *step))) >= _MOST_STEPS:
+        if least < 0 or most >= _LATEST or not UNKNOWN_STEP <= min((0, *step)) <= max((0, *step)) < _MOST_STEPS:
             for record, moment, one in zip(records, called, state, strict=True):
                 self.add(record, called=moment, state=one)
             return

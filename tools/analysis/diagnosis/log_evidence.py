@@ -256,7 +256,9 @@ def _only_silent(attempt: Attempt, ranks: Sequence[int]) -> Finding | None:
     ends = ranks_of(attempt)
     lost = {rank for rank, one in ends.items() if one.raised is not None and may_be_of_communication(one.raised.error)}
     ended = {rank for rank, one in ends.items() if one.raised is not None or one.killed is not None}
-    timed_out = {rank for rank, one in ends.items() if any(fact.kind == formats.TIMEOUT for fact in one.facts)}
+    # The line of a timeout may be cut; the status that the watchdog prints after it says so too.
+    watched = (formats.TIMEOUT, formats.STATUS)
+    timed_out = {rank for rank, one in ends.items() if any(fact.kind in watched for fact in one.facts)}
     everyone = set(range(max({*ranks, *ends}, default=-1) + 1))
     stopped, how = (timed_out, "timed out") if timed_out else (lost, "lost a connection")
     silent = everyone - ended - timed_out

@@ -228,9 +228,9 @@ def _from_the_end(send: _End, receive: _End, pairing: Pairing) -> Pairs:
 
 
 def _same_size(send: CommRecord, receive: CommRecord) -> bool:
-    sent = sum(map(prod, send.inputs or send.outputs))
-    received = sum(map(prod, receive.outputs or receive.inputs))
-    return sent == received and (send.dtype is None or receive.dtype is None or send.dtype == receive.dtype)
+    given, taken = send.inputs or send.outputs, receive.outputs or receive.inputs
+    are_equal = not given or not taken or sum(map(prod, given)) == sum(map(prod, taken))  # without shapes: unknown
+    return are_equal and (send.dtype is None or receive.dtype is None or send.dtype == receive.dtype)
 
 
 def content_text(job: JobState, call: CallId) -> str:

@@ -32,11 +32,11 @@ def write_message(file: BinaryIO, message: bytes) -> None:
 _encode_length = lru_cache(maxsize=4096)(varint)
 
 
-def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
+def read_trace(path: str, problems: list[str] | None = None) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
     """Return the metadata of a file and an iterator over (offset, node). The offset is in the uncompressed file.
 
     Raise `CrossrankError` with file, node and offset if the file is cut off or is no Chakra trace. For the nodes, the
-    iterator raises it when it reaches that place.
+    iterator raises it when it reaches that place; with `problems`, it adds the text there and skips the node.
     """
     messages = _read_messages(path)
     first = next(messages, None)
@@ -49,19 +49,31 @@ def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
         raise CrossrankError(f"{path}: the first message is not Chakra metadata; give a Chakra .et file") from error
     if first[1] and not metadata.version and not metadata.attr:
         raise CrossrankError(f"{path}: does not start with Chakra metadata; convert it again")
-    return metadata, _read_nodes(path, messages)
+    nodes = _read_nodes(path, messages, problems)
+    return metadata, nodes if problems is None else _until_damage(nodes, problems)
 
 
-def _read_nodes(path: str, messages: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, Node]]:
+def _read_nodes(
+    path: str, messages: Iterator[tuple[int, bytes]], problems: list[str] | None
+) -> Iterator[tuple[int, Node]]:
     for number, (offset, message) in enumerate(messages, start=1):
         node = Node()
         try:
             node.ParseFromString(message)
         except DecodeError as error:
-            raise CrossrankError(
-                f"{path}: node {number} at byte {offset} is not a Chakra node; the file is damaged"
-            ) from error
+            text = f"{path}: node {number} at byte {offset} is not a Chakra node; the file is damaged"
+            if problems is None:
+                raise CrossrankError(text) from error
+            problems.append(text)
+            continue
         yield offset, node
+
+
+def _until_damage(nodes: Iterator[tuple[int, Node]], problems: list[str]) -> Iterator[tuple[int, Node]]:
+    try:
+        yield from nodes
+    except CrossrankError as error:
+        problems.append(str(error))
 
 
 def _read_messages(path: str) -> Iterator[tuple[int, bytes]]:

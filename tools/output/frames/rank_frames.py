@@ -9,10 +9,11 @@ import numpy as np
 import orjson
 import polars as pl
 
+from crossrank.comm import UNKNOWN_STEP
 from crossrank.recording import READ_WAITS
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.tables import KEYS, TABLES
-from crossrank.tools.traces.rank_trace import STATES, UNKNOWN_STEP, RankTrace
+from crossrank.tools.traces.rank_trace import STATES, RankTrace
 
 _CALLS = TABLES["calls"]
 _DTYPE = {"q": np.int64, "i": np.int32, "I": np.uint32, "B": np.uint8}
@@ -102,7 +103,11 @@ def steps(trace: RankTrace, _: pl.DataFrame) -> pl.DataFrame:
     profiler = None if trace.profiler_steps is None else pl.col("step").is_in(trace.profiler_steps)
     return TABLES["steps"].select(
         pl.DataFrame(trace.steps, schema={"step": pl.Int64, "began_ns": pl.Int64}, orient="row")
-        .with_columns(rank=pl.lit(trace.rank or 0), ended_ns=pl.col("began_ns").shift(-1), profiler=profiler)
+        .with_columns(
+            rank=pl.lit(trace.rank or 0),
+            ended_ns=pl.when(pl.col("step").shift(-1) == pl.col("step") + 1).then(pl.col("began_ns").shift(-1)),
+            profiler=profiler,
+        )
         .with_columns(duration_ns=pl.col("ended_ns") - pl.col("began_ns"))
     )
 

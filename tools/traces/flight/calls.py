@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
+from crossrank.comm import OPERATIONS, CommRecord, Group, has_possible_size, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.recording import name_in_epoch
 from crossrank.tools.traces.comms import WallClock, add_records, stack_of
@@ -53,7 +53,7 @@ from crossrank.tools.traces.rank_trace import (
 )
 
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
-_P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
+_P2P = re.compile(r"(?P<op>send|recv) (?:\d{1,8}(?:->|<-)(?P<peer>\d{1,8}))?")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _NUMBERS = (
     "record_id",
@@ -73,6 +73,8 @@ _UNNOTED = ("c10d", "root", "reduce", "in_split", "out_split")
 """Fields of a collective that torch's recorder does not record, or records less exactly."""
 UNRECORDED = ("monitored_barrier_",)
 """Collectives of gloo that torch's recorder neither records nor counts."""
+_CLOCKS = 10_000_000
+"""ns by which the clocks of host and device may differ within a call."""
 _COMPARED = 8
 """Number of calls of a group whose times are compared."""
 SAME_TIME = 50_000_000
@@ -229,6 +231,8 @@ class _Reading:
         self._is_mixed = trace.backend != GLOO and GLOO in _backends(dump)
         self.builder = TraceBuilder(trace)
         self._pg_ids: dict[int, int] = {}
+        self._impossible: list[int] = []
+        """Numbers of entries with impossible sizes, one of each kind of entry."""
         for group in known:
             if group.pg:
                 self._group((group.pg, group.desc))
@@ -244,11 +248,22 @@ class _Reading:
         described = np.zeros((len(entries), 4), np.int64)
         described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
         group, signature, p2p, on_gloo = described[kind].T
+        if self._impossible:
+            trace.problems.append(
+                f"entries with impossible sizes, which are unknown: the first is {self._impossible[0]}"
+            )
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
         group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, np.where(p2p, -1, seq), called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
+        # torch notices an end after it, so a call lasts no longer than from its launch to that.
+        too_long = (ended > 0) & (called > 0) & (took > ended - called + _CLOCKS)
+        if lost := int(too_long.sum()):
+            took[too_long] = 0
+            trace.problems.append(f"{lost:,} durations are longer than from the launch to the end: they are unknown")
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
+        is_retired = np.array(columns["retired"], bool)
+        state[(np.array(columns["state"]) == "") & is_retired & (ended > 0)] = COMPLETED
         self._pg_ids = dict(zip(pg_id[::-1].tolist(), group[::-1].tolist(), strict=True))  # the first entry decides
         highest = np.zeros(len(trace.groups), np.int64)
         np.maximum.at(highest, group, seq)
@@ -272,7 +287,6 @@ class _Reading:
             keep[last] = launch is not None
             if launch is not None:
                 signature[last] = self.builder.signatures.of(launch)
-        is_retired = np.array(columns["retired"], bool)
         seems_over = (state == COMPLETED) & ~is_retired & (on_gloo == 0) & (trace.backend != GLOO)
         closes = np.isin(kind, [row for row, entry in entries.kinds.items() if is_closing(entry)])
         launching = self._launching(pg_id, seq * ~of_pairs, p2p_seq * (of_pairs | closes), seems_over)
@@ -367,6 +381,8 @@ class _Reading:
         # Each backend of a group counts its own calls.
         group = self._group(entry.process_group, GLOO if on_gloo else "")
         record = self._record(entry, group)
+        if not has_possible_size(record):
+            self._impossible.append(entry.record_id)
         return group, self.builder.signatures.of(record), is_p2p(record), on_gloo
 
     def _launch(self, closing: int, members: Sequence[int], records: list[CommRecord]) -> CommRecord | None:
@@ -428,8 +444,8 @@ class _Reading:
         p2p = _P2P.match(name)
         peer = None
         if p2p is not None:
-            name, peer = p2p["op"], int(p2p["peer"])
-            if members is not None and peer < len(members):
+            name, peer = p2p["op"], None if p2p["peer"] is None else int(p2p["peer"])
+            if members is not None and peer is not None and peer < len(members):
                 peer = members[peer]
         inputs, outputs = list(map(list, entry.input_sizes)), list(map(list, entry.output_sizes))
         operation = operation_of(name)

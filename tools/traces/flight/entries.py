@@ -46,7 +46,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     input_dtypes: Dtypes = ()
     output_sizes: Shapes = ()
     output_dtypes: Dtypes = ()
-    state: Annotated[Text, Privacy.STATE] = "scheduled"
+    state: Annotated[Text, Privacy.STATE] = ""
+    """`scheduled`, `started` or `completed`; empty = unknown."""
     time_discovered_started_ns: Annotated[Int, Privacy.WALL] | None = None
     time_discovered_completed_ns: Annotated[Int, Privacy.WALL] | None = None
     duration_ms: Annotated[float, msgspec.Meta(ge=0, le=1e12), Privacy.NUMBER] | None = None

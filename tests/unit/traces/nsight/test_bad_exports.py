@@ -84,7 +84,7 @@ def test_a_missing_required_column_is_reported(tmp_path: Path, table: str, colum
         ("correlationId", "7" * 100, "'7.77777777777778e+99'", [0, 400]),
     ],
 )
-def test_a_value_that_is_no_number_is_unknown(
+def test_a_value_that_is_not_a_number_is_unknown(
     tmp_path: Path, process: Process, column: str, value: object, shown: str, durations: list[int]
 ) -> None:
     two_calls(process)
