@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import UNKNOWN_STEP, CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.output.frames.rank_frames import steps as steps_table
 from crossrank.tools.traces.comms import IMPOSSIBLE_TIMES, WallClock, read_comms, stack_of
@@ -24,6 +24,7 @@ HEADER = {"schema": "crossrank-comms 1", "rank": 3, "world_size": 4, "host": "h"
 HEADER |= {"clock": {"t": 0, "wall": WALL}, "versions": {"torch": "2.13", "driver": None}, "config": {"emit": "ALL"}}
 GROUP = {"pg": "0", "size": 4, "ranks": [0, 1, 2, 3], "backend": "gloo"}
 REDUCE = {"id": 7, "op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 8, "t": 1000, "seq": 1}
+GROUP_LINE = {"group": GROUP}
 SEND = {"id": 8, "op": "send", "c10d": "send", "pg": "0", "bytes": -1, "t": 2000, "p2p_seq": 5, "peer": 1, "batch": 8}
 LAST = REDUCE | {"id": 9, "t": 3000, "seq": 2, "step": 1, "api": "all_reduce", "source": "a.py:12"}
 ENDED = {"reason": "exit", "dropped": 2, "filtered": "many"}
@@ -189,3 +190,32 @@ def test_waits_are_joined_to_their_calls_and_placed_before_the_next_call(tmp_pat
     assert found.waits is not None
     assert list(found.waits.before) == [2, -1, -1]
     assert (found.waits.recorded, list(found.waits.blocking)) == (1, [-1, -1, -1])
+
+
+def test_times_before_the_start_of_the_recording_are_unknown(tmp_path: Path) -> None:
+    start = 100 * SECOND
+    clock = {"clock": {"t": start, "wall": WALL}}
+    steps = [{"step": {"step": number, "t": 0 if number == 2 else start + number * SECOND}} for number in range(1, 5)]
+    waits = [{"wait": {"id": 7, "t": t, "took": 10, "in": "wait", "thread": 1}} for t in (start + 5000, 0)]
+    ran = [{"ran": {"id": number, "t": 0, "took": 10}} for number in (7, 9)]
+    calls = REDUCE | {"t": start + 1000}, LAST | {"t": 0}
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, *calls, *waits, *ran, *steps, **clock))
+    assert list(found.calls.called) == [WALL + 1000, 0]
+    assert (list(found.calls.began), list(found.host_waits.began)) == ([0, 0], [WALL + 5000])
+    assert found.unattributed == {IMPOSSIBLE_TIMES: 5}
+    # Step 2 is lost, so the end of step 1 is unknown.
+    assert found.step_spans == [(3, WALL + 3 * SECOND, WALL + 4 * SECOND)]
+    assert steps_table(found, pl.DataFrame())["duration_ns"].to_list() == [None, SECOND, None]
+
+
+def test_a_line_without_a_kind_is_counted(tmp_path: Path) -> None:
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE, {}, {"from the future": 5}, {"end": {}}))
+    assert len(found) == 1
+    assert found.notes == [
+        f"{tmp_path / 'c'}: 2 values that this version of crossrank does not know are unknown here (kind of a line 2)"
+    ]
+
+
+def test_an_unknown_step_is_not_the_first_one(tmp_path: Path) -> None:
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE | {"step": "abc"}, LAST, {"end": {}}))
+    assert list(found.calls.step) == [UNKNOWN_STEP, 1]

@@ -18,7 +18,7 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import INSPECTOR, look
-from crossrank.tools.traces.nccl_inspector import LEAVES_OUT, read_inspector
+from crossrank.tools.traces.nccl_inspector import LEAVES_OUT, NO_START, TOO_LONG, read_inspector
 from crossrank.tools.traces.rank_trace import RankTrace
 
 LOGS = Path(__file__).parent / "inspector"
@@ -131,3 +131,26 @@ def test_logs_next_to_a_recording_are_skipped_unless_requested(tmp_path: Path) -
     assert [one.kind for one in found.tasks] == ["kineto"]
     assert found.notes == ["skipped 4 log(s) of NCCL Inspector; --source inspector reads only them"]
     assert len(find([str(tmp_path)], source="inspector").tasks) == 4
+
+
+@pytest.mark.parametrize(
+    ("start", "took", "known", "said"),
+    [(-500, 90, True, None), (-500, 2_000_000, False, TOO_LONG), (None, 90, True, NO_START)],
+)
+def test_a_duration_must_end_before_its_line(
+    tmp_path: Path, start: int | None, took: int, known: bool, said: str | None
+) -> None:
+    """The other lines have start times: one without is counted."""
+    given = lines(LOGS / "node0-pid100.log")
+    for number, line in enumerate(given):
+        operation, moment = line.get("coll_perf") or line["p2p_perf"], line["metadata"]["dump_timestamp_us"]
+        name = "coll" if "coll_perf" in line else "p2p"
+        own = start if number == 2 else -200
+        operation["event_trace_ts"] = {} if own is None else {f"{name}_start_ts": moment + own}
+        operation[f"{name}_exec_time_us"] = took if number == 2 else 90
+    path = tmp_path / "a.log"
+    path.write_text("".join(json.dumps(line) + "\n" for line in given))
+    found = read_inspector(str(path))
+    assert found.timed
+    assert [began > 0 for began in found.calls.began] == [known if number == 2 else True for number in range(12)]
+    assert found.unattributed == ({said: 1} if said else {})

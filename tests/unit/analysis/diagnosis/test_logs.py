@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -935,3 +936,17 @@ def test_the_only_node_without_a_line_is_the_one_that_failed(tmp_path: Path) -> 
     ended = [f"srun: error: c{node}: task {node}: Terminated" for node in (0, 1, 3)]
     torchrun = "0: failed (exitcode: 1) local_rank: 0 (pid: 62) of binary: python"
     assert diagnosed(tmp_path, *marked, torchrun, "srun: error: Node failure on c2", *ended).suspect_ranks == [4, 5]
+
+
+@pytest.mark.parametrize("end", ["", "x1e30, OpType=ALLREDUCE)", "-7)"])
+def test_a_rank_whose_line_is_cut_is_not_silent(tmp_path: Path, end: str) -> None:
+    """The status line after it says that its watchdog ended it, too."""
+    lines = [watchdog(rank, 9, op="BROADCAST" if rank == 2 else "ALLREDUCE") for rank in range(3)]
+    lines[1][0] = lines[1][0].partition("9, OpType")[0] + end
+    assert 1 not in diagnosed(tmp_path, *chain(*lines)).suspect_ranks
+
+
+def test_a_log_with_some_nul_bytes_is_read(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in watchdog(rank, 9, op="BROADCAST" if rank == 1 else "ALLREDUCE")]
+    lines.insert(2, "step 5 \0\0\0 loss 0.3")
+    assert diagnosed(tmp_path, *lines).suspect_ranks == [1]

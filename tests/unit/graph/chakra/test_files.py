@@ -339,3 +339,30 @@ def test_a_group_has_the_same_number_on_every_rank() -> None:
         merge([[ours], [NumberedGroup(number=ours.number, ranks=(1, 2), pg="x")]])
     with pytest.raises(CrossrankError, match="process group 'pp' has unknown members"):
         number_group(Group(pg="pp", size=2), 4)
+
+
+def test_inspect_prints_the_nodes_of_a_damaged_file_as_valid_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(file_of(tmp_path / "a.0.et", node(1), node(2), node(3)))
+    content, second = path.read_bytes(), [offset for offset, _ in read_trace(str(path))[1]][1]
+    path.write_bytes(content[: second + 1] + b"\xff" + content[second + 2 :])
+    assert main(["inspect", str(path), "--json"]) == 2
+    said, err = capsys.readouterr()
+    found = json.loads(said)
+    assert [one["id"] for one in found["nodes"]] == [1, 3]
+    (problem,) = found["problems"]
+    assert problem == f"{path}: node 2 at byte {second} is not a Chakra node; the file is damaged"
+    assert problem in err
+
+
+@pytest.mark.parametrize("arguments", [["--json"], []])
+def test_inspect_prints_the_nodes_before_a_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    path = Path(file_of(tmp_path / "a.0.et", node(1), node(2)))
+    path.write_bytes(path.read_bytes()[:-2])
+    assert main(["inspect", str(path), *arguments]) == 2
+    said, err = capsys.readouterr()
+    assert "n1" in said
+    assert "cut off in the message" in err

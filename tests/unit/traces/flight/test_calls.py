@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.comm import Group
+from crossrank.comm import Group, has_size
 from crossrank.tools.analysis.diagnosis.mismatches import contradiction
 from crossrank.tools.traces.flight.calls import GLOO_ALONE, SAME_TIME, read_flight
 from crossrank.tools.traces.flight.dump import Frame, Progress
@@ -446,3 +446,30 @@ def test_a_batch_that_its_rank_still_launches_is_not_finished(enqueued: int, sta
     status = {"0": {"last_enqueued_collective": enqueued, "last_completed_collective": 2}}
     found = read(tmp_path, entry(0, "all_reduce", 2, **DONE), *batch, closing, pg_status=status)
     assert [row.split(" in ")[0] for row in rows(found)[1:]] == [f"send 3 id 1 {state}", f"recv 3 id 2 {state}"]
+
+
+def test_a_call_whose_state_is_lost_is_completed_if_torch_saw_its_end(tmp_path: Path) -> None:
+    lost = {name: value for name, value in entry(0, "all_reduce", 1, **DONE).items() if name != "state"}
+    assert rows(read(tmp_path, lost)) == ["all_reduce 1 id 0 completed"]
+    assert rows(read(tmp_path, lost | {"retired": False})) == ["all_reduce 1 id 0 scheduled"]
+
+
+@pytest.mark.parametrize("sizes", ["input_sizes", "output_sizes"])
+def test_a_negative_size_is_unknown_and_said(tmp_path: Path, sizes: str) -> None:
+    found = read(tmp_path, entry(0, "all_reduce", 1, **DONE), entry(5, "all_reduce", 2, **DONE, **{sizes: [[-4]]}))
+    assert [has_size(found.signatures[kind]) for kind in found.calls.signature] == [True, False]
+    assert found.signatures[found.calls.signature[1]].inputs == []
+    assert found.problems == ["entries with impossible sizes, which are unknown: the first is 5"]
+
+
+def test_a_duration_longer_than_from_the_launch_to_the_end_is_unknown(tmp_path: Path) -> None:
+    found = read(
+        tmp_path, *(entry(n, "all_reduce", n + 1, **DONE | {"duration_ms": ms}) for n, ms in enumerate((0.001, 2000)))
+    )
+    assert list(found.calls.took) == [1000, 0]
+    assert found.problems == ["1 durations are longer than from the launch to the end: they are unknown"]
+
+
+def test_a_send_whose_peer_is_damaged_is_a_send(tmp_path: Path) -> None:
+    (record,) = read(tmp_path, entry(0, "send 0->x", p2p=3)).records()
+    assert (record.op, record.peer) == ("send", None)

@@ -543,3 +543,16 @@ def test_the_innermost_range_matches_a_plain_search(spans: list[tuple[int, int, 
         else:
             assert found in around
             assert nested[found][2] - nested[found][1] == shortest[0]
+
+
+def test_a_kernel_without_usable_times_keeps_the_place_of_its_call(tmp_path: Path, process: Process) -> None:
+    """Calls without numbers are counted: a lost one would shift all later ones."""
+    for number, (start, end) in enumerate([(1500, 1900), (2500, 5), (3500, 3900)], 1):
+        process.nccl(1000 * number, 1000 * number + 100, "ncclAllReduce")
+        process.kernel(1000 * number + 50, start, end)
+    times = read(process, tmp_path, 0)
+    assert [(row[0], row[4] > 0) for row in rows(times)] == [
+        ("all_reduce", True),
+        ("all_reduce", False),
+        ("all_reduce", True),
+    ]
