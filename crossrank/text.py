@@ -9,13 +9,15 @@ from itertools import groupby
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def amount(count: float, unknown: int = 0) -> str:
+def amount(count: float | None, unknown: int = 0) -> str:
     """Format bytes with a decimal unit (1 kB = 1000 B), as nccl-tests does. `unknown` is the number of calls whose
     bytes are unknown.
 
-    >>> amount(0), amount(999), amount(25_600_000), amount(0, unknown=2), amount(999, unknown=2)
-    ('0 B', '999 B', '25.6 MB', 'unknown', '999 B + 2 unknown')
+    >>> amount(0), amount(999), amount(25_600_000), amount(0, unknown=2), amount(999, unknown=2), amount(None)
+    ('0 B', '999 B', '25.6 MB', 'unknown', '999 B + 2 unknown', 'unknown')
     """
+    if count is None:
+        return "unknown"
     if unknown:
         return f"{amount(count)} + {unknown:,} unknown" if count else "unknown"
     value, power = float(count), 0

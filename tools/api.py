@@ -17,7 +17,7 @@ from crossrank.tools.analysis.bandwidth import BY, KEYS, bandwidth_rows, line_ra
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
-from crossrank.tools.analysis.overlap import overlap_frame, shares_of
+from crossrank.tools.analysis.overlap import outside_ns, overlap_frame, shares_of
 from crossrank.tools.analysis.waiting import count_arrivals, latest_of, openings
 from crossrank.tools.graph.linking.current import read_current
 from crossrank.tools.graph.linking.linked_trace import LinkedTrace
@@ -197,7 +197,8 @@ class LoadedJob:
         found = self._tables
         counted = Counter(found.unattributed) + Counter(found.unmatched)
         of_files = notes_of((one.rank or 0, (*one.notes, *one.problems)) for one in self._traces)
-        return [*self._found.skipped, *of_files, *(f"{count:,} {why}" for why, count in counted.items())]
+        missing = [found.job.missing_text] if self._ranks is None and found.job.missing else []
+        return [*self._found.skipped, *missing, *of_files, *(f"{count:,} {why}" for why, count in counted.items())]
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -232,8 +233,12 @@ class LoadedJob:
     def overlap(self) -> Answer:
         """Return computation, communication, exposed communication and idle time per rank and step in windows."""
         frame = self.table("overlap")
-        why = "no overlap: the recording has no window; record one with TRACING_WINDOW=START:STOP"
-        return Answer(frame, plots.overlap, shares_of(frame) if len(frame) else why)
+        text = "no overlap: the recording has no window; record one with TRACING_WINDOW=START:STOP"
+        if len(frame):
+            outside = outside_ns(self._tables, frame) / 1e6
+            text = shares_of(frame)
+            text += f"; {outside:,.3f} ms of communication, summed over ranks, is outside of these" if outside else ""
+        return Answer(frame, plots.overlap, text)
 
     def graph(self, rank: int, window: int = 1) -> LinkedTrace:
         """Return the operations, kernels and communications of a rank in a window, with their dependencies.
@@ -263,9 +268,13 @@ class LoadedJob:
             calls = sum(map(len, self._traces))
             counts = [plural(len(self._traces), "rank"), plural(calls, "call")]
             if "_tables" in self.__dict__:  # only matched ranks show which groups are the same
-                counts.append(plural(len(self._tables.job.groups), "group"))
+                groups = self._tables.job.groups
+                counts.append(plural(sum(not one.guessed and bool(one.name) for one in groups), "known group"))
             lines.append(f"  read        {', '.join(counts)}")
-            lines.append(f"  timed by    {', '.join(sorted({one.timed_by for one in self._traces}))}")
+            if "_tables" in self.__dict__:
+                by = ", ".join(sorted({*self._tables.timed_by.values()}))
+                lines.append(f"  timed by    {by or 'nothing: no call has a measured time'}")
+                lines += [f"  missing     {rank_ranges(missing)}" for missing in [self._tables.job.missing] if missing]
         else:
             lines.append("  not read yet")
         if self._found.skipped:
@@ -295,7 +304,8 @@ def _findings(diagnosis: Diagnosis | None) -> pl.DataFrame:
 
     def rows(findings: Iterable[Finding], what: str) -> list[tuple[Any, ...]]:
         return [
-            (what, one.kind, one.pg[0] if one.pg else "", one.op, one.collective_seq_id)
+            (what, one.kind, one.pg[0] if one.pg else "", one.op)
+            + (one.p2p_seq_id if one.collective_seq_id is None else one.collective_seq_id,)
             + (rank_ranges(one.culprit_ranks), rank_ranges(one.waiting_ranks), rank_ranges(one.awaited_ranks), one.text)
             for one in findings
         ]

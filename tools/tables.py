@@ -97,7 +97,9 @@ _SPAN_OF_CALL = {
 }
 _TIMED_BY = {
     "timed_by": Column(
-        _TEXT, "source of the time: kineto, nsight, flight, inspector, work, replay", privacy=Privacy.WORD
+        _TEXT,
+        "source of the time: kineto, nsight, flight, inspector, work, replay; null without a measured time",
+        privacy=Privacy.WORD,
     )
 }
 _MEASURED = {
@@ -133,7 +135,9 @@ TABLES = {
             **_GROUP,
             "desc": _DESC,
             "number": Column(
-                _INT, "n-th collective of the group on this rank, or n-th send to (receive from) this peer"
+                _INT,
+                "n-th collective of the group on this rank, or n-th send to (receive from) this peer, as the file "
+                "has it; null if it has none",
             ),
             "peer": Column(_INT, "other rank of a send or receive"),
             "root": Column(_INT, "root of a broadcast, reduce, gather or scatter"),
@@ -144,6 +148,12 @@ TABLES = {
             "outputs": Column(_TEXT, "shapes of the outputs, as JSON", privacy=Privacy.SIZE),
             "batch": Column(_INT, "number of the first call of the same launch"),
             **_PLACE,
+            "locality": Column(
+                _TEXT,
+                "intra_node, nvlink_domain, cross_node or unknown, as the file of the rank says; other tables also use "
+                "the nodes of the other ranks",
+                privacy=Privacy.WORD,
+            ),
             "thread": Column(_INT, "id of the thread that made the call, as the operating system numbers it"),
             "state": Column(_TEXT, "scheduled, started, retired or completed", privacy=Privacy.STATE),
             "called_ns": Column(_INT, "when the host made the call", "ns", privacy=Privacy.WALL),
@@ -183,7 +193,10 @@ TABLES = {
         True,
         {
             **_RANK,
-            "call": Column(_INT, "number of the call that the thread waited for"),
+            "call": Column(
+                _INT,
+                "number of the call that the thread waited for; at the end of a backward pass, the last of many",
+            ),
             "op": Column(_TEXT, "operation of that call", privacy=Privacy.API),
             "source": Column(_TEXT, "source line of that call", privacy=Privacy.PLACE),
             "waited_in": Column(
@@ -227,7 +240,9 @@ TABLES = {
             ),
             "memory_ns": Column(_INT, "copies and memsets that neither overlapped", "ns"),
             "idle_ns": Column(_INT, "no kernel, copy or operation ran", "ns"),
-            "waiting_ns": Column(_INT, "a call waited for another rank to arrive", "ns"),
+            "waiting_ns": Column(
+                _INT, "a call waited for another rank to arrive; waits in batches are not known", "ns"
+            ),
             "waits_for": Column(_INT, "rank that this rank waited for longest"),
             "waits_for_ns": Column(_INT, "waiting time for that rank", "ns"),
             "measured_on": Column(_TEXT, "device or host", privacy=Privacy.WORD),
@@ -239,7 +254,7 @@ TABLES = {
         {
             **KEYS,
             **_GROUP,
-            "number": Column(_INT, "n-th collective of the group"),
+            "number": Column(_INT, "n-th collective of the group: as the files have it, else counted"),
             **_OP,
             "root": Column(_INT, "root rank"),
             **_SIZE,
@@ -316,7 +331,7 @@ TABLES = {
         },
     ),
     "groups": TableSchema(
-        "process groups",
+        "process groups; calls of unknown groups have a row of their own",
         False,
         {
             "group": KEYS["group"],
@@ -326,7 +341,9 @@ TABLES = {
             "backend": Column(_TEXT, "backend", privacy=Privacy.BACKEND),
             "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown", privacy=Privacy.WORD),
             "calls": Column(
-                _INT, "calls of the group, summed over ranks; null if calls of unknown groups may be of it"
+                _INT,
+                "calls that are known to be of the group, summed over ranks; null if none is, and calls of unknown "
+                "groups may be of it",
             ),
             "bytes": Column(
                 _INT,
@@ -366,7 +383,9 @@ TABLES = {
         {
             **_RANK,
             "collectives": Column(
-                _INT, "number of collectives and transfers in which the arrival of the rank is known"
+                _INT,
+                "number of collectives and transfers in which the arrival of the rank is compared with all others: "
+                "without batches, and without those at the start of a profiler window",
             ),
             "first": Column(_INT, "how often the rank arrived first"),
             "last": Column(_INT, "how often the rank arrived last"),

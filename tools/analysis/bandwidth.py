@@ -236,10 +236,10 @@ def sentence(rows: pl.DataFrame) -> str:
     most = rows.row(0, named=True)
     group = most["desc"] or most["pg"]
     what = " ".join([most["op"] or "one row", *([f"of group {group}"] if group else [])])
-    return (
-        f"{plural(count, 'timed collective or transfer', 'timed collectives and transfers')} took {total:,.3f} ms; "
-        f"{what} took most, {most['time_us']['total'] / 1e3:,.3f} ms"
-    )
+    bounds = int(rows["upper_bounds"].sum())
+    waits = f" ({bounds:,} may include waiting)" if bounds else ""
+    timed = plural(count, "timed collective or transfer", "timed collectives and transfers")
+    return f"{timed} took {total:,.3f} ms{waits}; {what} took most, {most['time_us']['total'] / 1e3:,.3f} ms"
 
 
 def _groups(found: JobTables, classes: Sequence[str]) -> pl.DataFrame:

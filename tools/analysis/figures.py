@@ -29,8 +29,8 @@ class Matrix(msgspec.Struct, kw_only=True):
 
     ops: list[str]
     groups: list[str]
-    bytes: list[list[int]]
-    """S of nccl-tests, summed over ranks; a row per operation."""
+    bytes: list[list[int | None]]
+    """S of nccl-tests, summed over ranks; a row per operation. None if that of no call is known."""
     unsized: list[list[int]]
     """Calls with unknown bytes."""
     calls: list[list[int]]
@@ -52,11 +52,12 @@ class Figures(msgspec.Struct, kw_only=True):
     about: dict[str, str]
     """Versions and settings -> value on most ranks."""
     calls: int
-    bytes: int
+    bytes: int | None
+    """S of nccl-tests, summed over ranks; None if that of no call is known."""
     unsized: int
     """Calls with unknown bytes."""
     by_locality: dict[str, int]
-    """Bytes, S of nccl-tests, summed over ranks."""
+    """Known bytes, as above."""
     matrix: Matrix
     traffic: Traffic
     sources: list[Row]
@@ -111,7 +112,7 @@ def figures(
         nodes=len({one.node for one in ranks if one.node}),
         about=_about(ranks),
         calls=table.calls,
-        bytes=int(kinds["bytes"].sum()),
+        bytes=_known_bytes(int(kinds["bytes"].sum()), int(kinds["unsized"].sum()), int(kinds["calls"].sum())),
         unsized=int(kinds["unsized"].sum()),
         by_locality=_by_locality(found),
         matrix=_matrix(kinds),
@@ -167,7 +168,7 @@ def _by_locality(found: JobTables) -> dict[str, int]:
         one = found.kinds[number]
         for locality, size in one.recorded_by_locality or ((one.locality, one.recorded),):
             sums[locality] += size * count
-    return dict(sums.most_common())
+    return {name: size for name, size in sums.most_common() if size}
 
 
 def _classes(found: JobTables) -> list[str]:
@@ -209,7 +210,16 @@ def _matrix(kinds: pl.DataFrame) -> Matrix:
     cells = sums.rows_by_key(("op", "group"), named=True, unique=True)
     none = dict.fromkeys(names[:3], 0) | dict.fromkeys(names[3:])
     columns = {name: [[cells.get((op, group), none)[name] for group in groups] for op in ops] for name in names}
+    columns["bytes"] = [
+        [_known_bytes(*cell) for cell in zip(*rows, strict=True)]
+        for rows in zip(*(columns[name] for name in ("bytes", "unsized", "calls")), strict=True)
+    ]
     return Matrix(ops=ops, groups=groups, **columns)
+
+
+def _known_bytes(size: int, unsized: int, calls: int) -> int | None:
+    """Return the bytes of some calls; None if those of none are known."""
+    return None if unsized and unsized >= calls else size
 
 
 def _sources(found: JobTables, kinds: pl.DataFrame) -> tuple[list[Row], int]:

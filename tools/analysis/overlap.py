@@ -79,14 +79,15 @@ def overlap_of(found: JobTables) -> Overlap | None:
         measured_on=sorted(set(rows["measured_on"])),
         windows=len(rows),
         **{name: round(share, 6) for name, share in shares.items()},
-        outside_ms=round(_outside_ns(found, rows) / 1e6, 3),
+        outside_ms=round(outside_ns(found, rows) / 1e6, 3),
         of_ranks=len(of_rank),
         ranks=ANSWERS["time_of_ranks"].rows(shown),
         steps=ANSWERS["time_of_steps"].rows(of_step),
     )
 
 
-def _outside_ns(found: JobTables, rows: pl.DataFrame) -> int:
+def outside_ns(found: JobTables, rows: pl.DataFrame) -> int:
+    """Return the time of communication outside of the rows of `overlap_frame`, summed over ranks."""
     traced = [one.busy.communication for one in found.job.ranks.values() if one.busy.where]
     whole = sum(int((spans[:, 1] - spans[:, 0]).sum()) for spans in traced)
     return whole - int(rows["communication_ns"].sum())

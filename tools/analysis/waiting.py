@@ -142,6 +142,7 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the start"
 
 
+COMPARED = "compared with all others (batches and the starts of profiler windows are not)"
 _COUNTED = pl.col("wait").is_not_null() & (pl.col("launches") >= pl.col("expected"))
 """Calls with a known wait in a collective with calls of all members."""
 
@@ -155,7 +156,7 @@ def latest_of(arrivals: pl.DataFrame) -> str:
     return (
         f"others waited most for rank {most['rank']}: {most['waited_for_ns'] / 1e6:,.3f} ms (waits at the same time "
         f"count once); it was last in {most['last']:,} of the {most['collectives']:,} collectives and transfers in "
-        "which its arrival is known"
+        f"which its arrival is {COMPARED}"
     )
 
 

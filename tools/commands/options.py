@@ -14,7 +14,7 @@ from crossrank.atomic_file import make_folder, whole_file
 from crossrank.errors import CrossrankError, one_line
 from crossrank.rank_runs import ranks_in
 from crossrank.recording import is_folder
-from crossrank.text import printable, rank_ranges
+from crossrank.text import printable
 from crossrank.tools.output.console import terminal
 from crossrank.tools.parallel import Fleet
 
@@ -133,9 +133,9 @@ def complain_of(found: JobTables, arguments: argparse.Namespace) -> int:
     complain(*found.job.skipped, most=8)
     if arguments.json:  # else they are among the notes
         complain(*found.job.ranked_by)
-    missing = found.job.missing if arguments.ranks is None else []
+    missing = found.job.missing_text if arguments.ranks is None else ""
     if missing:
-        complain(f"rank {rank_ranges(missing)} is missing: times of its groups include waiting time")
+        complain(missing)
     return 1 if found.job.skipped or missing else 0
 
 

@@ -160,7 +160,8 @@ def _print(output: str, size: int, found: Figures) -> None:
     print_fact("diagnosis", verdict)
     ranks, calls = f"{found.ranks} of {plural(found.world_size, 'rank')}", f"{found.calls:,} calls"
     timed = f"{found.bandwidth.timed_calls:,} with a measured time"
-    print_fact("contents", f"{ranks}, {calls} ({timed}), {amount(found.bytes, found.unsized)}")
+    bytes = "sizes unknown" if found.bytes is None else amount(found.bytes, found.unsized)
+    print_fact("contents", f"{ranks}, {calls} ({timed}), {bytes}")
     if (exposed := found.exposed) is not None:
         shown = f"{plural(exposed.waits, 'wait')} of the hosts, over the whole recording"
         if exposed.steps:

@@ -75,6 +75,12 @@ class JobTables(Launches):
         """Return the collectives that have a time."""
         return self.collectives.drop_nulls("time_ns")
 
+    @cached_property
+    def timed_by(self) -> dict[int, str]:
+        """Rank -> what measured its calls, for the ranks with a measured call."""
+        timed = self.calls.drop_nulls("began_ns")["rank"].unique().to_list()
+        return {rank: self.job.ranks[rank].timed_by for rank in sorted(timed)}
+
     def of_collective(self, *names: str) -> pl.DataFrame:
         """Return columns of `collectives`, with one row per row of `calls`."""
         return self.collectives.select(names)[self.calls["collective"]]

@@ -84,6 +84,14 @@ class Job:
         """Return the ranks without a file."""
         return [rank for rank in self.world if rank not in self.ranks]
 
+    @property
+    def missing_text(self) -> str:
+        """Return which ranks have no file, and what that means; empty if none is missing."""
+        if not (missing := self.missing):
+            return ""
+        verb, whose = ("is", "its") if len(missing) == 1 else ("are", "their")
+        return f"rank {rank_ranges(missing)} {verb} missing: times of {whose} groups include waiting time"
+
     def locality_of(self, group: ProcessGroup, ends: tuple[int, ...] | None = None) -> Locality:
         """Return the locality of a group, or of a transfer between `ends`: as a file has it, else from the nodes of the
         ranks."""

@@ -47,7 +47,7 @@ TIMED_BY = {
 """What measured the times of a rank."""
 
 LEFT_OUT = "calls inside a node: counted, but not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
-UNTIMED = "calls outside the traced windows, or without a duration"
+UNTIMED = "calls without a measured time: not finished, or outside of the traced windows"
 BEGIN_ALONE = "calls with a start time only"
 OTHER_ITERATION = "calls whose recorded size is from another step than their time: their size is unknown"
 _RANKS_PER_CHUNK = 64

@@ -29,7 +29,7 @@ _MIN_OVERLAP = 0.5
 _MIN_RATIO = 4
 """Time differences must vary this many times less at the chosen shift than at any other."""
 
-NO_NUMBER = "calls without a number: not matched across ranks"
+NO_NUMBER = "calls whose place in the order of their group is unknown: not matched across ranks"
 UNLIKE_COUNTS = "calls on groups whose ranks have different numbers of calls: not matched across ranks"
 AT_EDGE = "calls at the start or end of a capture that other ranks of the group do not have"
 SHIFTED = "calls that crossrank numbered by counting, and that contradict each other: not matched across ranks"

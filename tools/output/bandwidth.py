@@ -65,10 +65,10 @@ def print_bandwidth(result: Bandwidth) -> None:
     if (overlap := result.overlap) is not None:
         print_fact("time", overlap.text)
         ranks = "1 rank" if overlap.of_ranks == 1 else f"all {overlap.of_ranks:,} ranks together"
-        of = f"of {overlap.windows:,} traced steps or windows, {ranks}"
+        of = f"of {plural(overlap.windows, 'traced step or window', 'traced steps or windows')}, {ranks}"
         print_fact("", f"{of}, measured on the {' and the '.join(overlap.measured_on)}")
         if overlap.outside_ms:
-            print_fact("", f"{overlap.outside_ms:,.3f} ms of communication on all ranks is outside of these")
+            print_fact("", f"{overlap.outside_ms:,.3f} ms of communication, summed over ranks, is outside of these")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json shows all")
     table.print("Collectives and transfers, most time first")
     if any(row["upper_bounds"] for row in result.rows):
@@ -83,7 +83,7 @@ def print_bandwidth(result: Bandwidth) -> None:
         print_fact("measured", f"{TIMED_BY[source]}; {plural(count, 'rank')}")
     print_fact("clocks", alignment_text(result.clocks))
     print_counts("Measured times with a known operation, by source", result.attributed.items())
-    print_counts("Launches matched across ranks, by", result.matched.items())
+    print_counts("Launches matched across ranks (batches are not), by", result.matched.items())
     print_counts("Skipped, or not fully known, by reason", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())
     if result.unattributed_ms:

@@ -99,7 +99,7 @@ def _contents(found: JobTables) -> dict[str, Any]:
         "world_size": len(found.job.world),
         "ranks": sorted(ranks),
         "missing_ranks": found.job.missing,
-        "measured_by": sorted({one.timed_by for one in ranks.values()}),
+        "measured_by": sorted({*found.timed_by.values()}),
         "steps": max(one.ended_steps for one in ranks.values()) or None,
         "operations": of_op.sort("calls", "op", descending=[True, False]).to_dicts(),
         "notes": found.job.notes,
@@ -124,8 +124,9 @@ def _print(job: dict[str, Any], top: int) -> None:
     print()
     lacking = f", missing: {rank_ranges(job['missing_ranks'])}" if job["missing_ranks"] else ""
     print_fact("ranks", f"{len(job['ranks'])} of {job['world_size']} ({rank_ranges(job['ranks'])}){lacking}")
-    print_fact("times", "; ".join(TIMED_BY[one] for one in job["measured_by"]))
-    print_fact("steps", "unknown" if job["steps"] is None else f"{job['steps']:,} complete ones on the rank with most")
+    print_fact("times", "; ".join(TIMED_BY[one] for one in job["measured_by"]) or "no call has a measured time")
+    steps = "unknown" if job["steps"] is None else f"{plural(job['steps'], 'complete step')} on the rank with most"
+    print_fact("steps", steps)
     if job["operations"]:
         table_of(job["operations"], _OPERATIONS, limit=top, more="--top").print("Operations")
     else:

@@ -10,7 +10,7 @@ from crossrank.tools.analysis.bandwidth import Bandwidth
 from crossrank.tools.analysis.figures import Figures, Matrix
 from crossrank.tools.analysis.overlap import Overlap, shown_parts
 from crossrank.tools.analysis.traffic import Traffic
-from crossrank.tools.analysis.waiting import Steps, Waiting
+from crossrank.tools.analysis.waiting import COMPARED, Steps, Waiting
 from crossrank.tools.output import charts as draw
 from crossrank.tools.output import replay
 from crossrank.tools.output.bandwidth import BOUNDS, KEYS, bandwidth_table
@@ -40,6 +40,7 @@ def report_page(figures: Figures) -> str:
         links=[(id, name) for id, (name, is_there, _) in parts.items() if is_there],
         absent=[why for _, is_there, why in parts.values() if why and not is_there],
         has_lines=parts["lines"][1],
+        compared=COMPARED,
         bounds=BOUNDS.capitalize() if any(row["upper_bounds"] for row in figures.bandwidth.rows) else "",
     )
 
@@ -51,7 +52,7 @@ def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
     """Return id of each section -> (name, whether it has data, the data that it needs)."""
     return {
         "communicates": ("Operations and groups", True, ""),
-        "traffic": ("Traffic", bool(figures.traffic.total), "sizes and ranks of calls"),
+        "traffic": ("Traffic", bool(figures.traffic.total), "sizes of calls whose ranks are known"),
         "lines": (
             "Source lines",
             any(row["source"] != _NO_LINE for row in figures.sources),
@@ -61,7 +62,7 @@ def _parts(figures: Figures) -> dict[str, tuple[str, bool, str]]:
         "waiting": (
             "Waiting time",
             figures.waiting is not None,
-            "start times of a collective on several ranks",
+            "a rank that waits for another one in a collective whose times are known on both",
         ),
         "overlap": ("Overlap", figures.bandwidth.overlap is not None, "a profiled window"),
         "exposed": (

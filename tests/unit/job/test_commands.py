@@ -50,7 +50,7 @@ clocks     2 clocks, aligned by the end times of collectives; remaining differen
 Measured times with a known operation, by source
           4  launched inside crossrank's marker
 
-Launches matched across ranks, by
+Launches matched across ranks (batches are not), by
           4  their order in the group, counted
 """  # noqa: E501
     )

@@ -153,7 +153,9 @@ def test_kernels_with_unknown_operation_are_not_compared_across_ranks(
         trace.write(tmp_path / f"rank-{rank}.json")
     found = json.loads(bandwidth(tmp_path, capsys, "--json", "--by", "op"))
     assert {row["op"]: row["collectives"] for row in found["rows"]} == {"ncclDevKernel_Generic": 2, "all_reduce": 1}
-    assert found["not_compared"] == {"calls without a number: not matched across ranks": 2}
+    assert found["not_compared"] == {
+        "calls whose place in the order of their group is unknown: not matched across ranks": 2
+    }
 
 
 def test_nesting_depth_does_not_slow_down_reading_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,8 @@ def test_ranks_of_a_large_job_keep_their_folders(tmp_path: Path) -> None:
 def test_inspect_reports_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = minimize(job(tmp_path / "job"), "2:4")
     main(["inspect", str(part)])
-    assert "steps      4 (steps 2:4 of a longer recording)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "steps      4 ended, 2 with a recorded start\n           steps 2:4 of a longer recording\n" in shown
 
 
 def test_unreadable_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

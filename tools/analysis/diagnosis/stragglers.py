@@ -71,8 +71,8 @@ def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignmen
             pg=row.pg,
             pg_ranks=row.pg_ranks,
             waiting_ranks=[rank for rank in one.ranks if rank != row.last_rank],
-            text=f"rank {row.last_rank} arrived last in {percent(row.last_share)} of {row.collectives} collectives; "
-            f"the first rank waited {row.wait_ms['p50']:.3g} ms for it (median)"
+            text=f"rank {row.last_rank} arrived last in {percent(row.last_share)} of {row.collectives} collectives, by "
+            f"the times of the hosts' calls; the first rank waited {row.wait_ms['p50']:.3g} ms for it (median)"
             + ("" if _is_late(one, unproven, row) else ", if the clocks of the ranks agree"),
         )
         for one, row in zip(times, found, strict=True)

@@ -46,7 +46,7 @@ def ranks(found: JobTables) -> pl.DataFrame:
     """Return the table `ranks`."""
     rows = [
         (
-            *(rank, *map(printable, (one.host, one.node, one.path)), one.timed_by, len(one)),
+            *(rank, *map(printable, (one.host, one.node, one.path)), found.timed_by.get(rank), len(one)),
             one.ended_steps if one.steps or one.records_steps else None,
             *(found.shift.get(rank), printable(one.ending.reason) or None, len(one.problems)),
         )

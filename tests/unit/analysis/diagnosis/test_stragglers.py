@@ -56,7 +56,10 @@ def test_the_last_rank_is_named_with_the_waits_of_the_others(tmp_path: Path) -> 
     last = GroupStragglers(**about, **times, collectives=10, last_rank=2, last_share=0.9, max_rank=2)
     assert found.stragglers == [last]
     assert found.verdict == "ok"
-    text = "rank 2 arrived last in 90.0 % of 10 collectives; the first rank waited 5 ms for it (median)"
+    text = (
+        "rank 2 arrived last in 90.0 % of 10 collectives, by the times of the hosts' calls; the first rank waited 5 ms"
+    )
+    text += " for it (median)"
     text += ", if the clocks of the ranks agree"
     assert found.advisory == [Finding(kind="straggler", **about, waiting_ranks=[0, 1, 3], text=text)]
 

@@ -456,7 +456,8 @@ def test_a_call_whose_state_is_lost_is_completed_if_torch_saw_its_end(tmp_path: 
 
 @pytest.mark.parametrize("sizes", ["input_sizes", "output_sizes"])
 def test_a_negative_size_is_unknown_and_said(tmp_path: Path, sizes: str) -> None:
-    found = read(tmp_path, entry(0, "all_reduce", 1, **DONE), entry(5, "all_reduce", 2, **DONE, **{sizes: [[-4]]}))
+    negative: dict[str, Any] = DONE | {sizes: [[-4]]}
+    found = read(tmp_path, entry(0, "all_reduce", 1, **DONE), entry(5, "all_reduce", 2, **negative))
     assert [has_size(found.signatures[kind]) for kind in found.calls.signature] == [True, False]
     assert found.signatures[found.calls.signature[1]].inputs == []
     assert found.problems == ["entries with impossible sizes, which are unknown: the first is 5"]
