@@ -540,7 +540,12 @@ ANSWERS = {
             ),
             "last_rank": Column(_INT, "rank that arrived last in most collectives that all members made"),
             "last_share": Column(_FLOAT, "share of these collectives in which it arrived last"),
-            "late_ms": Column(_FLOAT, "median time from the first rank's call to the last one's", "ms"),
+            "late_ms": Column(
+                _FLOAT,
+                "median time from the first rank's arrival to the last one's, by durations, or by the calls of hosts "
+                "with one clock; null if neither is known",
+                "ms",
+            ),
         },
     ),
     "live_ranks": TableSchema(

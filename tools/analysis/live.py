@@ -97,6 +97,8 @@ class LiveContent:
         self.calls: deque[LiveLine] = deque(maxlen=most)
         self.waits: deque[Wait] = deque(maxlen=most)
         self.took: dict[int, int] = {}
+        self.on_device = False
+        """Events of a device measure the durations."""
         self.steps: deque[tuple[int, int]] = deque(maxlen=1000)
         self.clock: dict[str, int] | None = None
         self.end: dict[str, Any] | None = None
@@ -115,6 +117,7 @@ class LiveContent:
                 continue
             if line.ran is not None and not line.ran.raised:
                 self.took[line.ran.id] = line.ran.took
+                self.on_device = line.ran.on_device
             elif isinstance(line.step, dict):
                 self.steps.append((int(line.step.get("step", 0)), int(line.step.get("t", 0))))
             elif line.group is not None:
@@ -194,10 +197,13 @@ def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang:
     world_size = world.most_common(1)[0][0] if world else None
     ranks = [_rank(rank, file, now) for rank, file in sorted(files.items())]
     steps = [one["step"] for one in ranks if one["step"] is not None]
-    nodes = {one["node"] for one in ranks}
+    groups = _groups(files)
     notes = []
-    if len(nodes) > 1:
-        notes.append(f"the last rank is by the clocks of {plural(len(nodes), 'node')}, which are not aligned")
+    if apart := sum(one.lacks_durations for one in groups):
+        notes.append(
+            f"the last rank of {plural(apart, 'group')} is unknown: clocks of several nodes are not aligned; record "
+            "with TRACING_TIMING=1, which measures durations"
+        )
     if broken := sum(file.problems for file in files.values()):
         notes.append(f"{plural(broken, 'line')} of the files could not be read")
     return Snapshot(
@@ -208,7 +214,7 @@ def snapshot(recording: str, files: Mapping[int, LiveContent], now: float, hang:
         step=[min(steps), max(steps)] if steps else None,
         step_ms=_median(one["step_ms"] for one in ranks),
         exposed_share=_median(one["exposed_share"] for one in ranks),
-        groups=_groups(files),
+        groups=sorted((one.row() for one in groups), key=lambda row: (-row["bytes"], -row["calls"], row["pg"])),
         ranks=ranks,
         hang=hang,
         notes=notes,
@@ -258,8 +264,8 @@ class _Collective:
     def __init__(self, call: LiveLine) -> None:
         self.op, self.bytes = call.op, call.bytes
         self.first, self.last, self.last_rank = 1 << 62, -1, -1
-        self.members = self.timed = 0
-        self.took = 1 << 62
+        self.members = self.timed = self.longest = 0
+        self.took, self.shortest_rank = 1 << 62, -1
 
     def add(self, rank: int, wall: int, took: int | None) -> None:
         self.members += 1
@@ -268,7 +274,14 @@ class _Collective:
             self.last, self.last_rank = wall, rank
         if took:
             self.timed += 1
-            self.took = min(self.took, took)
+            self.longest = max(self.longest, took)
+            if took < self.took:
+                self.took, self.shortest_rank = took, rank
+
+    @property
+    def releases_all(self) -> bool:
+        operation = OPERATIONS.get(self.op)
+        return operation is not None and operation.releases_all
 
 
 class _Group:
@@ -280,6 +293,9 @@ class _Group:
         self.seconds = 0.0
         self.collectives: dict[int, _Collective] = {}
         self.timed: dict[int, _Collective] = {}
+        self.clocks: set[str] = set()
+        """Hosts with a clock of their own, of the ranks with recent calls."""
+        self.on_device = False
 
     def add(self, rank: int, pg: str, calls: Sequence[LiveLine], file: LiveContent) -> None:
         """Add the recent calls of a rank on the group, and its totals."""
@@ -287,6 +303,8 @@ class _Group:
         self.bytes += file.bytes[pg]
         if not calls:
             return
+        self.on_device |= file.on_device
+        self.clocks.add("" if file.header is None else file.header.boot_id or file.header.host)
         self.recent_calls += len(calls)
         self.recent_bytes += sum(call.bytes for call in calls)
         self.seconds = max(self.seconds, (calls[-1].t - calls[0].t) / _NS)
@@ -310,11 +328,31 @@ class _Group:
                 timed = self.timed.setdefault(call.seq, _Collective(call))
                 timed.add(rank, call.t + offset, ns)
 
+    def _lateness(self) -> tuple[list[tuple[int, float]], bool]:
+        """Return ((last rank, ms from the first rank's arrival to its own) of collectives that all members made,
+        whether only durations could show them).
+
+        As in `crossrank.tools.job.collectives`, the rank with the shortest duration arrived last. Hosts with one clock
+        that measure themselves compare the times of their calls."""
+        size = self.group.size
+        if len(self.clocks) > 1 or self.on_device:
+            timed = [one for one in self.timed.values() if one.timed == size > 1 and one.releases_all]
+            if timed or len(self.clocks) > 1:
+                return [(one.shortest_rank, (one.longest - one.took) / 1e6) for one in timed], not timed and bool(
+                    self.collectives
+                )
+        whole = [one for one in self.collectives.values() if one.members == size > 1]
+        return [(one.last_rank, (one.last - one.first) / 1e6) for one in whole], False
+
+    @property
+    def lacks_durations(self) -> bool:
+        """Whether its last rank is unknown because its ranks have several clocks."""
+        return self._lateness()[1]
+
     def row(self) -> Row:
         """Return the row of `live_groups`."""
-        group = self.group
-        whole = [one for one in self.collectives.values() if one.members == group.size > 1]
-        last = Counter(one.last_rank for one in whole).most_common(1)
+        group, (late, _) = self.group, self._lateness()
+        last = Counter(rank for rank, _ in late).most_common(1)
         rates = []
         for one in self.timed.values():
             operation = OPERATIONS.get(one.op)
@@ -333,13 +371,13 @@ class _Group:
             "bytes_per_s": round(self.recent_bytes * per_second) if has_rate else None,
             "busbw_gb_per_s": _median(rates),
             "last_rank": last[0][0] if last else None,
-            "last_share": round(last[0][1] / len(whole), 4) if last else None,
-            "late_ms": _median((one.last - one.first) / 1e6 for one in whole),
+            "last_share": round(last[0][1] / len(late), 4) if last else None,
+            "late_ms": _median(ms for _, ms in late),
         }
 
 
-def _groups(files: Mapping[int, LiveContent]) -> list[Row]:
-    """Return rows by name and members: several groups of a job may share a name."""
+def _groups(files: Mapping[int, LiveContent]) -> list[_Group]:
+    """Return the groups by name and members: several groups of a job may share a name."""
     found: dict[_Key, _Group] = {}
     for rank, file in files.items():
         calls: dict[str, list[LiveLine]] = defaultdict(list)
@@ -350,8 +388,7 @@ def _groups(files: Mapping[int, LiveContent]) -> list[Row]:
             if key not in found:
                 found[key] = _Group(group)
             found[key].add(rank, pg, calls[pg], file)
-    rows = [group.row() for group in found.values()]
-    return sorted(rows, key=lambda row: (-row["bytes"], -row["calls"], row["pg"]))
+    return list(found.values())
 
 
 def _median(values: Iterable[float | None]) -> float | None:

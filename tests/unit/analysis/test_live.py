@@ -20,10 +20,14 @@ WALL = 1_780_000_000 * SECOND
 
 
 def header(rank: int, node: str = "n") -> dict[str, Any]:
-    about = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 2, "host": "h", "node": node}
+    about = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 2, "host": node, "node": node}
     return {"header": about | {"clock": {"t": 0, "wall": WALL}}}
 
 
+UNKNOWN_LAST = (
+    "the last rank of 1 group is unknown: clocks of several nodes are not aligned; record with TRACING_TIMING=1, which "
+    "measures durations"
+)
 GROUP = {"group": {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg"}}
 
 
@@ -70,6 +74,41 @@ def test_groups_have_totals_rates_and_a_last_rank() -> None:
         assert table.rows(pl.DataFrame(rows, table.schema)) == rows
 
 
+def on_two_nodes(**ran: object) -> Snapshot:
+    """Rank 1 is 2 ms late in each of three calls, and its clock is 30 ms ahead."""
+    numbers = (1, 2, 3)
+
+    def durations(ms: int) -> list[dict[str, Any]]:
+        return [{"ran": {"id": number, "t": 0, "took": ms * MS} | ran} for number in numbers if ran]
+
+    return look(
+        rank(0, *(call(number, 100 * number) for number in numbers), *durations(5)),
+        rank(1, *(call(number, 100 * number + 32) for number in numbers), *durations(3), node="m"),
+        at_ms=400,
+    )
+
+
+def test_durations_show_the_last_rank_where_clocks_differ() -> None:
+    (group,) = on_two_nodes(on_device=True).groups
+    assert (group["last_rank"], group["last_share"], group["late_ms"]) == (1, 1.0, 2.0)
+
+
+def test_the_last_rank_is_unknown_if_clocks_differ_and_nothing_is_timed() -> None:
+    found = on_two_nodes()
+    (group,) = found.groups
+    assert (group["last_rank"], group["last_share"], group["late_ms"]) == (None, None, None)
+    assert found.notes == [UNKNOWN_LAST]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_on_one_host_a_device_compares_durations_and_a_host_its_calls(on_device: bool) -> None:
+    def durations(ms: int) -> dict[str, Any]:
+        return {"ran": {"id": 1, "t": 0, "took": ms * MS, "on_device": on_device}}
+
+    (group,) = look(rank(0, call(1, 100), durations(9)), rank(1, call(1, 107), durations(5)), at_ms=200).groups
+    assert (group["last_rank"], group["late_ms"]) == (1, 4.0 if on_device else 7.0)
+
+
 def test_the_rate_of_a_single_call_is_unknown() -> None:
     found = look(rank(0, call(1, 0)), rank(1, call(1, 3)), at_ms=1000)
     (group,) = found.groups
@@ -114,7 +153,7 @@ def test_ranks_have_a_step_its_duration_exposed_share_and_silence() -> None:
     assert first["exposed_share"] == pytest.approx((50 + 50 + 70) / 300, abs=1e-4)
     assert (second["step"], second["silent_s"], second["unheard_s"], second["ended"]) == (3, None, None, "SIGTERM")
     assert second["exposed_share"] is None
-    assert found.notes == ["the last rank is by the clocks of 2 nodes, which are not aligned"]
+    assert found.notes == [UNKNOWN_LAST]
 
 
 def test_unsettled_records_count_once() -> None:
