@@ -504,6 +504,8 @@ class CommsFile:
         self.waits: list[Wait] = []
         self.ran: list[Ran] = []
         self.end: dict[str, Any] | None = None
+        self.unreadable = 0
+        """Number of lines that could not be read; each may be a call."""
         self.unknown = Counter[str]()
         """Name of a field -> number of its values that this version does not know."""
 
@@ -532,6 +534,7 @@ class CommsFile:
                     continue
                 other = decode_line(line)
             except BROKEN as error:
+                self.unreadable += 1
                 if len(self.issues.problems) < _MOST_PROBLEMS:
                     self.issues.problems.append(f"line {number} is not a comms record: {one_line(error)}")
                 else:

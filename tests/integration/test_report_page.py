@@ -135,7 +135,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
         (
             "kineto_deepep",
             ["communicates", "bandwidth", "overlap", "steps", "basis"],
-            "sizes and ranks of calls",
+            "sizes of calls whose ranks are known",
         ),
         ("dlrm_8gpu", ["communicates", "bandwidth", "waiting", "overlap", "steps", "basis"], "waits of the hosts"),
         ("linear_1gpu", ["communicates", "overlap", "basis"], "times of communication"),

@@ -72,6 +72,7 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
         called = start + kineto.base_ns
         record = to_record(described, group, number=number, time=called, c10d="")
         timed = isinstance(source, DeviceEvent) or is_work(source.name)
+        timed = timed and source.end > source.start
         began, ended = (source.start + kineto.base_ns, source.end + kineto.base_ns) if timed else (0, 0)
         builder.add(record, called=called, began=began, ended=ended)
     nameless = sum(not described.pg and described.dtype is not None for *_, described in rows)
@@ -104,7 +105,7 @@ def _kernel_rows(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
     around_of = _descriptions(naming, nesting)
     by_external_id = {event.external_id: index for index, event in enumerate(naming) if event.external_id}
     rows: list[_Row] = []
-    for event in trace.device:
+    for event in (*trace.device, *trace.untimed):
         if event.category != "kernel":
             continue
         described, known = from_kineto(event.args), communication_kernel(event.name)

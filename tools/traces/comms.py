@@ -8,7 +8,7 @@ matching it with the other rank's call shows whether it finished.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -29,6 +29,7 @@ from crossrank.tools.traces.rank_trace import (
     waits_of,
 )
 
+STRANGE_RANKS = "calls with a peer or root that is not a rank of the job: it is unknown"
 IMPOSSIBLE_TIMES = "calls, steps, waits and durations with impossible times"
 _BLOCKING_P2P = ("send", "recv")
 _MOST = 1 << 62
@@ -61,6 +62,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.problems = file.issues.problems
     trace.notes += file.notes
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
+    trace.unreadable = file.unreadable
     trace.records_steps = True
     step_lines = [line for line in file.steps if "step" in line and "t" in line]
     trace.steps = [(line["step"], clock.at(line["t"])) for line in step_lines if clock.is_possible(line["t"])]
@@ -141,7 +143,8 @@ class WallClock:
 
     def is_possible(self, t: int) -> bool:
         """Return whether the process can have noted this time: not long before the first moment or after the last."""
-        return not self._times or self._times[0] - _BEFORE <= t <= self._times[-1] + _AFTER
+        times = self._times
+        return not times or (times[0] - _BEFORE <= t and (len(times) == 1 or t <= times[-1] + _AFTER))
 
     def at(self, t: int) -> int:
         """`t` as ns since 1970."""
@@ -156,8 +159,8 @@ class WallClock:
 
 
 _BEFORE = 1_000_000_000
-_AFTER = 24 * 3600 * 1_000_000_000
-"""ns. A file notes its first moment before the first call. A process that was killed may have noted no later one."""
+_AFTER = 60_000_000_000
+"""ns. A file notes its first moment before the first call, and while the process runs, several in a second."""
 _MOST_DRIFT = 0.001
 _JITTER = 1_000_000
 """Maximum ns between reading one clock and the other."""
@@ -166,7 +169,7 @@ _JITTER = 1_000_000
 def _span(trace: RankTrace, one: Ran | Wait, clock: WallClock) -> tuple[int, int] | None:
     """Start and end of a wait or of a call's communication. Impossible times are counted, and None is returned."""
     began, ended = clock.at(one.t), clock.at(one.t + one.took)
-    if clock.is_possible(one.t) and 0 <= began <= ended < _MOST:
+    if clock.is_possible(one.t) and clock.is_possible(one.t + one.took) and 0 <= began <= ended < _MOST:
         return began, ended
     trace.unattributed[IMPOSSIBLE_TIMES] += 1
     return None
@@ -225,10 +228,22 @@ def add_records(
             trace.awaited.add(row)
         elif unawaited:
             trace.unawaited.add(row)
+    is_strange = _has_strange_rank(trace)
+    if strange := sum(map(is_strange, records)):
+        trace.unattributed[STRANGE_RANKS] += strange
+        records = [msgspec.structs.replace(one, peer=None, root=None) if is_strange(one) else one for one in records]
     called = [clock.at(record.t) if clock.is_possible(record.t) else 0 for record in records]
     if lost := called.count(0):
         trace.unattributed[IMPOSSIBLE_TIMES] += lost
     builder.add_all(records, called, state)
+
+
+def _has_strange_rank(trace: RankTrace) -> Callable[[CommRecord], bool]:
+    """Return a function that tells whether the peer or the root of a call is not a rank of the job."""
+    ranks = range(trace.world_size or MOST_RANKS)
+    return lambda one: (
+        (one.peer is not None and one.peer not in ranks) or (one.root is not None and one.root not in ranks)
+    )
 
 
 def _count(value: object) -> int:

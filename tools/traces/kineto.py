@@ -131,6 +131,8 @@ class KinetoTrace:
     """Category that is not read -> number of its events."""
     damage: list[str] = field(default_factory=list)
     """Parts of the file that could not be read, or cannot be right."""
+    untimed: list[DeviceEvent] = field(default_factory=list)
+    """Device events whose times are unusable: their calls are calls all the same. Start and end are 0."""
     window: tuple[int, int] | None = None
     """Start and end of what the profiler recorded, if the trace has them."""
     _bad: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -155,21 +157,26 @@ class KinetoTrace:
                 self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
 
     def _take(self, event: Event) -> None:
-        if event.ts is None or not -_MOST_US <= event.ts < _MOST_US:
-            self._bad["have no valid time and were skipped"].append(event.name)
-            return
-        start = _nanoseconds(event.ts)
         duration = event.dur
+        has_start = event.ts is not None and -_MOST_US <= event.ts < _MOST_US
+        has_duration = duration is not None and 0 <= duration < _MOST_US
+        start = _nanoseconds(event.ts) if has_start and event.ts is not None else 0
         try:
-            if duration is None or not 0 <= duration < _MOST_US:
-                if _ran_on_device(event):
-                    self._bad["of devices have no valid duration and were skipped"].append(event.name)
-                    return
+            if not (has_start and has_duration) and _ran_on_device(event):
+                self._bad["of devices have no valid time or duration: both are unknown"].append(event.name)
+                self._sort(event, 0, 0)
+                self.untimed.append(self.device.pop())
+                return
+            if not has_start:
+                self._bad["have no valid time and were skipped"].append(event.name)
+                return
+            if duration is None or not has_duration:
                 self._bad["have no valid duration; 0 is used"].append(event.name)
                 duration = 0
             self._sort(event, start, start + _nanoseconds(duration))
         except BROKEN:
-            self._bad["have arguments that cannot be read and were skipped"].append(event.name)
+            self._bad["have arguments that cannot be read"].append(event.name)
+            self._sort(msgspec.structs.replace(event, args=_NO_ARGS), start, start + _nanoseconds(duration or 0))
 
     def _sort(self, event: Event, start: int, end: int) -> None:
         category, name = event.cat, sys.intern(event.name)
@@ -207,6 +214,7 @@ class KinetoTrace:
         wrong = impossible_times(*self._device_times(), self.window or self._widest_window())
         if wrong:
             self.damage += described(wrong, lambda index: self.device[index].name)
+            self.untimed += [msgspec.structs.replace(self.device[index], start=0, end=0) for index in sorted(wrong)]
             self.device = [one for index, one in enumerate(self.device) if index not in wrong]
 
     def _without_impossible(self, ranges: list[_Range], what: str) -> list[_Range]:
@@ -215,6 +223,11 @@ class KinetoTrace:
         if not wrong:
             return ranges
         self.damage += described(wrong, lambda index: ranges[index].name, what)
+        for index in [
+            index for index in wrong if self.window and self.window[0] <= ranges[index].start < self.window[1]
+        ]:
+            ranges[index].end = ranges[index].start  # its end is unknown
+            del wrong[index]
         return [one for index, one in enumerate(ranges) if index not in wrong]
 
     def _device_times(self) -> tuple[EventTimes, dict[int, Column]]:

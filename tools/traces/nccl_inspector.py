@@ -23,6 +23,7 @@ LEAVES_OUT = (
     "NCCL Inspector skips calls that are smaller than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (default 8,192 B), barriers "
     "among it, and has times of whole microseconds"
 )
+TWICE = "lines of an operation that an earlier line has too: skipped"
 NO_START = "operations without a start time: that of their line less the duration is used"
 TOO_LONG = "operations that last longer than from their start to the time of their line: their times are unknown"
 _SIZE_OF_ONE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
@@ -33,6 +34,8 @@ _TIMED_BY = {
     "collective_cpu": "NCCL Inspector: from the launch, by the CPU's clock",
 }
 _MOST_PROBLEMS = 3
+_LONGEST_US = 86_400_000_000
+"""A day."""
 
 
 class _Header(msgspec.Struct):
@@ -98,9 +101,10 @@ def read_inspector(path: str) -> RankTrace:
     trace = RankTrace(rank=None, path=path, source="inspector", timed_by="inspector", placed=False, backend="nccl")
     builder, decode = TraceBuilder(trace), msgspec.json.Decoder(_Line).decode
     damaged: list[str] = []
+    seen: set[tuple[object, ...]] = set()
     for number, text in enumerate(read_lines(path, issues), 1):
         try:
-            _take(decode(text), trace, builder)
+            _take(decode(text), trace, builder, seen)
         except BROKEN as error:
             damaged.append(f"line {number} is not from NCCL Inspector ({one_line(error)})")
     trace.problems = [*issues.problems, *damaged[:_MOST_PROBLEMS]]
@@ -114,7 +118,7 @@ def read_inspector(path: str) -> RankTrace:
     return trace
 
 
-def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
+def _take(line: _Line, trace: RankTrace, builder: TraceBuilder, seen: set[tuple[object, ...]]) -> None:
     header, metadata = line.header, line.metadata
     trace.host, trace.version = metadata.hostname, metadata.inspector_output_format_version
     trace.about["pid"] = str(metadata.pid)
@@ -143,12 +147,17 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
     group = builder.define(Group(pg=pg, size=size, desc=desc, backend="nccl"), "" if is_p2p else op)
     if trace.group_rank.setdefault(group, header.rank) != header.rank and not trace.notes:
         trace.notes.append(f"{trace.path}: is of a process of several ranks; all its lines count as lines of one rank")
+    line_of = group, op, number, peer
+    if line_of in seen:
+        trace.unattributed[TWICE] += 1
+        return
+    seen.add(line_of)
     called = times.coll_start_ts or times.p2p_start_ts if times is not None else 0
     begins = [one.kernel_start_ts for one in times.kernel_events if one.kernel_start_ts] if times is not None else []
     is_possible = True
     if not called:
         trace.unattributed[NO_START] += 1
-    elif took > metadata.dump_timestamp_us - called > 0:
+    if took > _LONGEST_US or (called and took > metadata.dump_timestamp_us - called > 0):
         trace.unattributed[TOO_LONG] += 1
         is_possible, took = False, 0
     called = called or max(metadata.dump_timestamp_us - took, 0)

@@ -329,6 +329,8 @@ class RankTrace:
     """Number of these calls."""
     dropped: int = 0
     """Number of calls that the recorder itself could not keep."""
+    unreadable: int = 0
+    """Number of calls, or lines that may be calls, that the file has and no reader can read."""
     is_copy: bool = False
     """The file is of another rank, whose calls replace those of this rank."""
     starts_late: bool = False

@@ -44,9 +44,10 @@ def diagnose(
     job.clock_offset = {int(rank): int(offset_ms * 1e6) for rank, offset_ms in clocks.offset_ms.items()}
     pairing = pair_up(job)
     graph = wait_for_graph(job, pairing)
-    if allow_missing:
-        for op in graph.ops:
-            op.absent -= lacking.keys()
+    # A call that a file has lost would look like one that its rank has not made.
+    lossy = {rank for rank, one in job.ranks.items() if one.dropped or one.unreadable}
+    for op in graph.ops if allow_missing or lossy else ():
+        op.absent -= lacking.keys() | lossy if allow_missing else lossy
     if evidence.logs_only:
         lacking = {} if evidence.log_is_cut else without_a_line(graph, lacking)
     search = Search(job, graph, pairing, {} if allow_missing else lacking)
@@ -55,9 +56,9 @@ def diagnose(
         _accuse_not_all(search)
     if evidence.told and not any(root.culprit_ranks for root in search.roots if root.kind != "log_missing"):
         search.roots = evidence.told
-    short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
+    short = lossy | {rank for rank in job.ranks if _lost_open_calls(job, rank)}
     for finding in search.roots:
-        if short.intersection(finding.culprit_ranks):  # the ring may have lost the call it waits in
+        if short.intersection(finding.culprit_ranks):  # the ring or the file may have lost the call it waits in
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
     found = search.roots + search.consequences

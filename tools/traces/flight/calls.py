@@ -73,6 +73,8 @@ _UNNOTED = ("c10d", "root", "reduce", "in_split", "out_split")
 """Fields of a collective that torch's recorder does not record, or records less exactly."""
 UNRECORDED = ("monitored_barrier_",)
 """Collectives of gloo that torch's recorder neither records nor counts."""
+_OUT_OF_ORDER = 60_000_000_000
+"""ns by which calls of several threads may be recorded out of order."""
 _CLOCKS = 10_000_000
 """ns by which the clocks of host and device may differ within a call."""
 _COMPARED = 8
@@ -97,7 +99,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     moment = dump.moment
     rank = moment.rank if rank is None and moment is not None else rank
     trace = RankTrace(rank=rank, path=path, source="flight", version=dump.version, problems=list(dump.problems))
-    trace.timed_by, trace.placed = "flight", False
+    trace.timed_by, trace.placed, trace.unreadable = "flight", False, dump.entries.unreadable
     backends = _backends(dump)
     trace.backend = next((backend for backend in backends if backend != GLOO), backends[0] if backends else "")
     trace.dump.active_only = _is_active_only(dump, trace.backend)
@@ -220,6 +222,13 @@ def _is_active_only(dump: FlightDump, backend: str) -> bool:
     return any(progress.last_completed_collective > 0 for progress in dump.status.values())
 
 
+def _odd_ones(values: _Column) -> list[int]:
+    """Return the positions of values that are not between those around them, which are in order."""
+    before, own, after = values[:-2], values[1:-1], values[2:]
+    found: list[int] = (np.flatnonzero((before <= after) & ((own < before) | (own > after))) + 1).tolist()
+    return found
+
+
 class _Reading:
     """Converts the entries of one dump to columns."""
 
@@ -253,17 +262,25 @@ class _Reading:
                 f"entries with impossible sizes, which are unknown: the first is {self._impossible[0]}"
             )
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
+        self._mend_numbers(pg_id, seq, p2p == 0)
         group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, np.where(p2p, -1, seq), called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
+        strange = (ended > 0) & ((called > ended) | (began > ended))
+        strange[[place for place in _odd_ones(called) if abs(called[place] - called[place - 1]) > _OUT_OF_ORDER]] = True
+        if lost := int(strange.sum()):
+            called[strange & ((called > ended) | (ended == 0))] = 0
+            began[strange] = ended[strange] = 0
+            trace.problems.append(f"{lost:,} entries have times in an impossible order: they are unknown")
         # torch notices an end after it, so a call lasts no longer than from its launch to that.
         too_long = (ended > 0) & (called > 0) & (took > ended - called + _CLOCKS)
         if lost := int(too_long.sum()):
             took[too_long] = 0
             trace.problems.append(f"{lost:,} durations are longer than from the launch to the end: they are unknown")
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
+        is_known = np.array([value in _STATES for value in columns["state"]])
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
         is_retired = np.array(columns["retired"], bool)
-        state[(np.array(columns["state"]) == "") & is_retired & (ended > 0)] = COMPLETED
+        state[~is_known & is_retired & (ended > 0)] = COMPLETED
         self._pg_ids = dict(zip(pg_id[::-1].tolist(), group[::-1].tolist(), strict=True))  # the first entry decides
         highest = np.zeros(len(trace.groups), np.int64)
         np.maximum.at(highest, group, seq)
@@ -314,6 +331,22 @@ class _Reading:
         }
         trace.dump.launching = {int(record_id[entry]) for entry in launching}
         trace.calls.extend({name: values[keep] for name, values in found.items()})
+
+    def _mend_numbers(self, pg_id: _Column, seq: _Column, counted: _Column) -> None:
+        """Correct the number of a collective that is not between those of its neighbours, which rise by one: it is
+        damaged. If they do not show which number is missing, its entry counts as unreadable."""
+        wrong = 0
+        for number in set(pg_id[counted].tolist()):
+            rows = np.flatnonzero(counted & (pg_id == number))
+            own = seq[rows]
+            for place in _odd_ones(own):
+                wrong += 1
+                if own[place + 1] - own[place - 1] == 2:
+                    seq[rows[place]] = own[place - 1] + 1
+                else:
+                    self._trace.unreadable += 1
+        if wrong:
+            self._trace.problems.append(f"{wrong:,} entries have a number that is not between those around them")
 
     def _tell_apart(
         self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, number: _Column, called: _Column

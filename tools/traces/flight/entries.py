@@ -61,6 +61,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 _DESCRIPTION = ("process_group", "profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 Columns = dict[str, list[Any]]
 """Fields of `Entry`, as decoded: None if an entry lacks one."""
+_IDENTITY = ("record_id", "profiling_name", "process_group", "pg_id", "collective_seq_id", "p2p_seq_id")
 LAUNCH = ("record_id", "state", "is_p2p", "pg_id", "collective_seq_id", "p2p_seq_id")
 """Fields that show the launch of an entry, and whether it is finished."""
 _COLUMNS = {one.name: GenericAlias(list, one.type) for one in structs.fields(Entry) if one.name not in _DESCRIPTION}
@@ -79,6 +80,8 @@ class Entries:
     """For each entry, the row of the first entry of its kind."""
     columns: dict[str, list[Any]]
     """The other fields, by the names of `Entry`."""
+    unreadable: int = 0
+    """Number of entries that could not be read."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -154,14 +157,16 @@ def read_rows(rows: list[Any], problems: list[str], budget: Budget) -> Entries:
             return _checked(given, map(_encode, zip(*(given[name] for name in _DESCRIPTION), strict=True)))
     except BROKEN:
         pass
-    entries = _row_by_row(rows, problems)
+    entries, unreadable = _row_by_row(rows, problems)
     kinds, kind = _by_kind(map(attrgetter(*_DESCRIPTION), entries))
     columns = {name: list(map(attrgetter(name), entries)) for name in _COLUMNS}
-    return Entries({row: entries[row] for row in kinds}, kind, columns)
+    return Entries({row: entries[row] for row in kinds}, kind, columns, unreadable)
 
 
 def _checked(given: Columns, keys: Iterable[Hashable]) -> Entries:
     """Entries of these columns; those with equal `keys` are of one kind."""
+    if len(set(given["record_id"])) < len(given["record_id"]):
+        raise ValueError("two entries have one number")
     columns = {name: msgspec.convert(given[name], column) for name, column in _COLUMNS.items()}
     kinds, kind = _by_kind(keys)
     first = {row: {name: column[row] for name, column in given.items()} for row in kinds}
@@ -208,14 +213,24 @@ def _lists(values: list[Any]) -> list[Any]:
     return values if _LISTS.issuperset(map(type, values)) else [one for one in values if type(one) in _LISTS]
 
 
-def _row_by_row(rows: list[Any], problems: list[str]) -> list[Entry]:
-    entries, broken, first = [], 0, ""
+def _row_by_row(rows: list[Any], problems: list[str]) -> tuple[list[Entry], int]:
+    """Return (the entries, number of entries that cannot be read). What an entry lacks, or has as null, is unknown,
+    but what says which call it is. The first of several entries with one number counts."""
+    entries: dict[int, Entry] = {}
+    broken, twice, first = 0, 0, ""
     for number, row in enumerate(rows):
         try:
-            entries.append(msgspec.convert(row, Entry))
+            given = row.items() if type(row) is dict else ()
+            known = {name: value for name, value in given if value is not None or name in _IDENTITY}
+            entry = msgspec.convert(known, Entry)
         except BROKEN as error:
             broken += 1
             first = first or f"entry {number}: {one_line(error)[:200]}"
+            continue
+        twice += entry.record_id in entries
+        entries.setdefault(entry.record_id, entry)
     if broken:
         problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were skipped")
-    return entries
+    if twice:
+        problems.append(f"{twice} entries have the number of an earlier one and were skipped")
+    return list(entries.values()), broken
