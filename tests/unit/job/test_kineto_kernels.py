@@ -251,3 +251,19 @@ def test_calls_are_counted_on_all_ranks_if_one_has_no_numbers_of_torch(tmp_path:
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(content))
     joined = crossrank.load(tmp_path).table("calls")["collective"].value_counts()
     assert joined["count"].to_list() == [2] * 4
+
+
+@pytest.mark.parametrize("bad", [{"dur": None}, {"dur": -1}, {"ts": None}, {"dur": 1e30}])
+def test_the_call_of_a_kernel_without_usable_times_keeps_its_place(tmp_path: Path, bad: dict[str, Any]) -> None:
+    """Calls without numbers are counted: a lost one would shift all later ones."""
+    for rank in range(2):
+        trace = Trace()
+        for _ in range(5):
+            trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", **DESCRIBED)
+        if rank:
+            kernels = [event for event in trace.events if event["cat"] == "kernel"]
+            kernels[2].update(bad)
+        trace.write(tmp_path / f"rank-{rank}.json")
+    collectives = crossrank.load(tmp_path).table("collectives")
+    assert collectives["ranks"].to_list() == [2, 2, 1, 2, 2]
+    assert collectives["expected"].to_list() == [2] * 5

@@ -13,7 +13,7 @@ import pytest
 from crossrank.comm import UNKNOWN_STEP, CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.output.frames.rank_frames import steps as steps_table
-from crossrank.tools.traces.comms import IMPOSSIBLE_TIMES, WallClock, read_comms, stack_of
+from crossrank.tools.traces.comms import IMPOSSIBLE_TIMES, STRANGE_RANKS, WallClock, read_comms, stack_of
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, RETIRED, SCHEDULED, RankGroup, RankTrace
@@ -219,3 +219,28 @@ def test_a_line_without_a_kind_is_counted(tmp_path: Path) -> None:
 def test_an_unknown_step_is_not_the_first_one(tmp_path: Path) -> None:
     found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE | {"step": "abc"}, LAST, {"end": {}}))
     assert list(found.calls.step) == [UNKNOWN_STEP, 1]
+
+
+@pytest.mark.parametrize("place", ["peer", "root"])
+@pytest.mark.parametrize("rank", [4, 42, -1])
+def test_a_rank_outside_of_the_job_is_unknown(tmp_path: Path, place: str, rank: int) -> None:
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, SEND | {place: rank}, LAST, {"end": {}}))
+    first = found.signatures[found.calls.signature[0]]
+    assert (first.peer, first.root) == (None, None)
+    assert found.unattributed[STRANGE_RANKS] == 1
+
+
+def test_a_time_after_the_last_one_of_the_file_is_unknown(tmp_path: Path) -> None:
+    clock = {"clock": {"t": 10 * SECOND, "wall": WALL + 10 * SECOND}}
+    far = LAST | {"t": 86_400 * SECOND}
+    wait = {"wait": {"id": 7, "t": 2000, "took": 10**17, "thread": 1}}
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE, far, wait, clock, {"end": {}}))
+    assert (list(found.calls.called), len(found.host_waits)) == ([WALL + 1000, 0], 0)
+    assert found.unattributed == {IMPOSSIBLE_TIMES: 2}
+
+
+def test_a_line_that_cannot_be_read_may_be_a_call(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", GROUP_LINE, REDUCE, LAST)
+    with Path(path).open("a") as file:
+        file.write('{"id":10,"op":"all_red\n')
+    assert read_comms(path).unreadable == 1

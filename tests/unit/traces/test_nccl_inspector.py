@@ -18,7 +18,7 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import INSPECTOR, look
-from crossrank.tools.traces.nccl_inspector import LEAVES_OUT, NO_START, TOO_LONG, read_inspector
+from crossrank.tools.traces.nccl_inspector import LEAVES_OUT, NO_START, TOO_LONG, TWICE, read_inspector
 from crossrank.tools.traces.rank_trace import RankTrace
 
 LOGS = Path(__file__).parent / "inspector"
@@ -154,3 +154,11 @@ def test_a_duration_must_end_before_its_line(
     assert found.timed
     assert [began > 0 for began in found.calls.began] == [known if number == 2 else True for number in range(12)]
     assert found.unattributed == ({said: 1} if said else {})
+
+
+def test_a_repeated_line_counts_once(tmp_path: Path) -> None:
+    given = (LOGS / "node0-pid100.log").read_text().splitlines()
+    path = tmp_path / "a.log"
+    path.write_text("\n".join([*given[:4], *given[3:]]) + "\n")
+    found = read_inspector(str(path))
+    assert (len(found), found.unattributed) == (12, {TWICE: 1})

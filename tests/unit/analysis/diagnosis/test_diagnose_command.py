@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -354,3 +355,41 @@ def test_dump_versions_and_formats_may_be_mixed(tmp_path: Path, diagnose: Comman
     job.write(tmp_path, ranks=[3], frames=False)
     code, found, _ = diagnose.json(tmp_path)
     assert (code, found["suspect_ranks"]) == (1, [1])
+
+
+def changed_entries(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    dump = pickle.loads(path.read_bytes())
+    change(dump["entries"])
+    path.write_bytes(pickle.dumps(dump, 2))
+
+
+@pytest.mark.parametrize("place", [0, 3, -1])
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_whose_dump_has_lost_a_call_is_not_accused(
+    rank: int, place: int, stuck: Path, diagnose: Command
+) -> None:
+    """Rank 2 is the culprit. Its own dump may no longer show that."""
+    changed_entries(stuck / f"rank_{rank}", lambda entries: entries[place].update(profiling_name=None))
+    _, found, err = diagnose.json(stuck)
+    assert found["suspect_ranks"] == ([] if rank == 2 else [2])
+    assert "entries are unusable (entry" in err + str(found["notes"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries.insert(3, dict(entries[3])),
+        lambda entries: entries[3].update(state="exploded"),
+        lambda entries: entries[3].pop("state"),
+        lambda entries: entries[3].update(collective_seq_id=entries[3]["collective_seq_id"] + 1000),
+        lambda entries: entries[3].update(input_dtypes=None),
+    ],
+    ids=["doubled", "unknown state", "no state", "jumping number", "no type"],
+)
+@pytest.mark.parametrize("rank", range(4))
+def test_a_damaged_entry_of_a_healthy_job_is_not_a_fault(
+    rank: int, change: Callable[[list[dict[str, Any]]], None], healthy: Path, diagnose: Command
+) -> None:
+    changed_entries(healthy / f"rank_{rank}", change)
+    code, found, _ = diagnose.json(healthy)
+    assert (code, found["verdict"], found["suspect_ranks"]) == (0, "ok", [])

@@ -474,3 +474,26 @@ def test_a_duration_longer_than_from_the_launch_to_the_end_is_unknown(tmp_path: 
 def test_a_send_whose_peer_is_damaged_is_a_send(tmp_path: Path) -> None:
     (record,) = read(tmp_path, entry(0, "send 0->x", p2p=3)).records()
     assert (record.op, record.peer) == ("send", None)
+
+
+DAY = 86_400 * 1_000_000_000
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_call_that_was_made_after_its_end_has_no_times(tmp_path: Path, place: int) -> None:
+    entries = [entry(number, "all_reduce", number + 1, **DONE) for number in range(4)]
+    entries[place]["time_created_ns"] += DAY
+    found = read(tmp_path, *entries)
+    assert [called == 0 for called in found.calls.called] == [number == place for number in range(4)]
+    assert [ended == 0 for ended in found.calls.ended] == [number == place for number in range(4)]
+    assert found.problems == ["1 entries have times in an impossible order: they are unknown"]
+
+
+def test_a_number_that_is_not_between_its_neighbours_is_corrected(tmp_path: Path) -> None:
+    entries = [entry(number, "all_reduce", number + 1, **DONE) for number in range(5)]
+    entries[2]["collective_seq_id"] = 1003
+    found = read(tmp_path, *entries)
+    assert list(found.calls.number) == [1, 2, 3, 4, 5]
+    assert (found.unreadable, found.problems) == (0, ["1 entries have a number that is not between those around them"])
+    entries[3]["collective_seq_id"] = 9  # 2, ?, 9, 5: nobody can tell which numbers these are
+    assert read(tmp_path, *entries).problems
