@@ -158,7 +158,7 @@ class WallClock:
         return t + offsets[place - 1] + (offsets[place] - offsets[place - 1]) * (t - before) // (after - before)
 
 
-_BEFORE = 1_000_000_000
+_BEFORE = 10_000_000_000
 _AFTER = 60_000_000_000
 """ns. A file notes its first moment before the first call, and while the process runs, several in a second."""
 _MOST_DRIFT = 0.001
