@@ -28,11 +28,14 @@ class Decoder(Generic[T]):
         unknown: Counter[str],
         instead: Mapping[str, object] | None = None,
         needed: Collection[str] = (),
+        *,
+        strict: bool = True,
     ) -> None:
         """`instead`: what a field gets for an unknown value, if that is not its default. `needed`: fields with
-        a default that must have a known value all the same."""
+        a default that must have a known value all the same. `strict` is as in `msgspec`."""
         self._kind, self.unknown, self._instead, self._needed = kind, unknown, instead or {}, needed
-        self._decode = msgspec.json.Decoder(kind).decode
+        self._strict = strict
+        self._decode = msgspec.json.Decoder(kind, strict=strict).decode
 
     def decode(self, data: bytes) -> T:
         """Return what the JSON says. Raises what `msgspec` raises if it is broken, or lacks what it must have."""
@@ -48,9 +51,11 @@ class Decoder(Generic[T]):
     def _fitted(self, kind: Any, value: object, name: str) -> Any:
         """Return `value` as `kind`, without the values in it that are unknown."""
         try:
-            return msgspec.convert(value, kind)
+            return msgspec.convert(value, kind, strict=self._strict)
         except msgspec.ValidationError:
             kind = _without_none(kind)
+            if kind is msgspec.Raw:
+                return msgspec.Raw(msgspec.json.encode(value))
             if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
                 return self._fitted_struct(kind, value, name)
             if isinstance(value, dict) and get_origin(kind) is dict:

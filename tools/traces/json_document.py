@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from crossrank import machine
 from crossrank.budget import OBJECTS, ROWS, Budget
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_chunks
+from crossrank.unknown_values import Decoder
 
 Content = TypeVar("Content")
 
@@ -58,6 +60,8 @@ class Shape(Generic[Content]):
     row: type[Any]
     bare_list: bool = False
     """Whether the list alone, without the object around it, is accepted."""
+    lenient: bool = False
+    """Whether a field of a row that cannot be read is unknown. If not, it costs the row."""
     hashed: bool = True
     """Whether the SHA-256 is needed."""
 
@@ -194,7 +198,9 @@ class Document(Generic[Content]):
         """Read row by row what does not decode as a whole. None if there is no row."""
         problems, name = self.issues.problems, self._shape.rows
         text = self._rest[1:].decode(errors="replace")
-        decoder = msgspec.json.Decoder(self._shape.row, strict=False)
+        unknown = Counter[str]()
+        lenient = Decoder(self._shape.row, unknown, strict=False)
+        decoder = lenient if self._shape.lenient else msgspec.json.Decoder(self._shape.row, strict=False)
         rows, broken = list[Any](), list[str]()
         reader = _Rows(text, self._closing.decode())
         for number, row in enumerate(reader, start=self._count + 1):
@@ -207,6 +213,9 @@ class Document(Generic[Content]):
         total = self._count + len(rows)
         if broken:
             problems.append(f"{len(broken)} of {len(broken) + total} {name} are unusable (first: {broken[0]})")
+        if unknown:
+            fields = ", ".join(f"{field} {count:,}" for field, count in unknown.most_common())
+            problems.append(f"values of {name} that cannot be read are unknown: {fields}")
         if reader.nulls:
             problems.append(f"numbers that JSON lacks (inf, nan): {reader.nulls}; they are taken as unknown")
         after = text[reader.end :].lstrip()

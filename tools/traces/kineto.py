@@ -320,7 +320,7 @@ class DeviceArgs(msgspec.Struct, gc=False):
     record_correlation: Number | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
 
 
-_SHAPE = Shape(what="a Kineto trace", content=KinetoFile, rows="traceEvents", row=Event, bare_list=True)
+_SHAPE = Shape(what="a Kineto trace", content=KinetoFile, rows="traceEvents", row=Event, bare_list=True, lenient=True)
 _MOST_US = float(1 << 53)
 """285 years."""
 _DEVICE_SYNCS = ("cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchronize")
@@ -355,6 +355,8 @@ def _nanoseconds(us: float) -> int:
 
 def _ran_on_device(event: Event) -> bool:
     """Whether a device ran the event. In an unknown category, only such events have a stream."""
+    if event.cat in HOST_CATEGORIES or event.cat == SYNC_CATEGORY or event.cat.endswith(_CALL_SUFFIXES):
+        return False
     if event.cat in ACTIVITY_CATEGORIES or event.cat in _KERNELS:
         return True
     return bool(event.cat) and event.cat not in _NO_WORK and _device_args(event.args).stream is not None
