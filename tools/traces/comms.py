@@ -51,7 +51,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         raise CrossrankError(f"{path}: {'; '.join(file.issues.problems)}; record it again")
     end = file.end or {}
     clocks = [header.clock, *file.clocks]
-    clock = WallClock(clocks)
+    clock = WallClock(clocks, starts=True)
     trace.rank = header.rank if rank is None else rank
     trace.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
     trace.version = header.schema
@@ -125,7 +125,9 @@ class WallClock:
     larger difference means that the wall clock was set; that change is ignored.
     """
 
-    def __init__(self, moments: Iterable[dict[str, int]]) -> None:
+    def __init__(self, moments: Iterable[dict[str, int]], *, starts: bool = False) -> None:
+        """`starts`: nothing was noted before the first moment. That of a dump comes after its calls."""
+        self._starts = starts
         self._times: list[int] = []
         self._offsets: list[int] = []
         self.set_by = 0
@@ -142,9 +144,11 @@ class WallClock:
             self._offsets.append(offset)
 
     def is_possible(self, t: int) -> bool:
-        """Return whether the process can have noted this time: not long before the first moment or after the last."""
+        """Return whether the process can have noted this time: not before its start, or long after the last moment."""
         times = self._times
-        return not times or (times[0] - _BEFORE <= t and (len(times) == 1 or t <= times[-1] + _AFTER))
+        return not times or not (
+            (self._starts and t < times[0] - _BEFORE) or (len(times) > 1 and t > times[-1] + _AFTER)
+        )
 
     def at(self, t: int) -> int:
         """`t` as ns since 1970."""
@@ -160,7 +164,7 @@ class WallClock:
 
 _BEFORE = 10_000_000_000
 _AFTER = 60_000_000_000
-"""ns. A file notes its first moment before the first call, and while the process runs, several in a second."""
+"""ns. A file notes its first moment before the first call, and while the process runs, one in ten seconds."""
 _MOST_DRIFT = 0.001
 _JITTER = 1_000_000
 """Maximum ns between reading one clock and the other."""

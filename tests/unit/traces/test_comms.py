@@ -244,3 +244,8 @@ def test_a_line_that_cannot_be_read_may_be_a_call(tmp_path: Path) -> None:
     with Path(path).open("a") as file:
         file.write('{"id":10,"op":"all_red\n')
     assert read_comms(path).unreadable == 1
+
+
+def test_a_dump_has_calls_from_long_before_its_moment() -> None:
+    dump, file = (WallClock([{"t": 900 * SECOND, "wall": WALL}], starts=starts) for starts in (False, True))
+    assert (dump.is_possible(0), file.is_possible(0), file.is_possible(2000 * SECOND)) == (True, False, True)
