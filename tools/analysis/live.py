@@ -328,9 +328,8 @@ class _Group:
                 timed = self.timed.setdefault(call.seq, _Collective(call))
                 timed.add(rank, call.t + offset, ns)
 
-    def _lateness(self) -> tuple[list[tuple[int, float]], bool]:
-        """Return ((last rank, ms from the first rank's arrival to its own) of collectives that all members made,
-        whether only durations could show them).
+    def _lateness(self) -> list[tuple[int, float]]:
+        """Return (last rank, ms from the first rank's arrival to its own) of collectives that all members made.
 
         As in `crossrank.tools.job.collectives`, the rank with the shortest duration arrived last. Hosts with one clock
         that measure themselves compare the times of their calls."""
@@ -338,20 +337,18 @@ class _Group:
         if len(self.clocks) > 1 or self.on_device:
             timed = [one for one in self.timed.values() if one.timed == size > 1 and one.releases_all]
             if timed or len(self.clocks) > 1:
-                return [(one.shortest_rank, (one.longest - one.took) / 1e6) for one in timed], not timed and bool(
-                    self.collectives
-                )
+                return [(one.shortest_rank, (one.longest - one.took) / 1e6) for one in timed]
         whole = [one for one in self.collectives.values() if one.members == size > 1]
-        return [(one.last_rank, (one.last - one.first) / 1e6) for one in whole], False
+        return [(one.last_rank, (one.last - one.first) / 1e6) for one in whole]
 
     @property
     def lacks_durations(self) -> bool:
         """Whether its last rank is unknown because its ranks have several clocks."""
-        return self._lateness()[1]
+        return len(self.clocks) > 1 and bool(self.collectives) and not self._lateness()
 
     def row(self) -> Row:
         """Return the row of `live_groups`."""
-        group, (late, _) = self.group, self._lateness()
+        group, late = self.group, self._lateness()
         last = Counter(rank for rank, _ in late).most_common(1)
         rates = []
         for one in self.timed.values():

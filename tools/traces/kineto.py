@@ -176,7 +176,7 @@ class KinetoTrace:
             self._sort(event, start, start + _nanoseconds(duration))
         except BROKEN:
             self._bad["have arguments that cannot be read"].append(event.name)
-            self._sort(msgspec.structs.replace(event, args=_NO_ARGS), start, start + _nanoseconds(duration or 0))
+            self._take(msgspec.structs.replace(event, args=_NO_ARGS))
 
     def _sort(self, event: Event, start: int, end: int) -> None:
         category, name = event.cat, sys.intern(event.name)
