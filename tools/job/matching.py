@@ -5,7 +5,8 @@ A lane is the calls of one group, or of one sender and receiver. Calls of a lane
 If a file has no numbers, crossrank counts the calls. That is wrong if files start at different calls, so it checks
 the result: calls of one collective have the same operation, root and size, and none ends before another starts. If a
 lane has too many contradictions, its calls are not joined. If ranks have different numbers of calls, because captures
-start and end at different calls, `shift_between` aligns them. Calls that are not joined are counted, with the reason.
+start and end at different calls or a file is damaged, `align` finds which calls belong together. Calls that are not
+joined are counted, with the reason.
 """
 
 from __future__ import annotations
@@ -16,21 +17,16 @@ import numpy as np
 import polars as pl
 
 from crossrank.comm import OPERATIONS
+from crossrank.tools.job.alignment import align
 from crossrank.tools.job.launches import CallKind, Launches, of_collectives
 from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import Interned
 
 _MAX_CONTRADICTIONS = 0.05
 """Counted numbers with a larger share of contradictions count as shifted."""
-_MAX_SHIFT = 256
-"""Calls that one rank may have more than another at one edge of a capture."""
-_MIN_OVERLAP = 0.5
-"""Share of the shorter sequence that both ranks must have."""
-_MIN_RATIO = 4
-"""Time differences must vary this many times less at the chosen shift than at any other."""
-
 NO_NUMBER = "calls whose place in the order of their group is unknown: not matched across ranks"
 UNLIKE_COUNTS = "calls on groups whose ranks have different numbers of calls: not matched across ranks"
+MISSING = "calls that other ranks of the group lack, or that may belong to several of theirs: not matched across ranks"
 AT_EDGE = "calls at the start or end of a capture that other ranks of the group do not have"
 SHIFTED = "calls that crossrank numbered by counting, and that contradict each other: not matched across ranks"
 TWICE = "calls that share their number with another call of the rank: not matched across ranks"
@@ -67,9 +63,9 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
     calls = found.calls.hstack(kinds.select("lane", "apart")[found.calls["kind"]])
     calls = _exclude(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
     if calls["counted"].any() and (unlike := _unlike_counts(calls)).any():
-        calls, at_edge, unlike = _renumber_shifted(calls, unlike, kinds["meaning"])
-        calls = _exclude(calls, at_edge, AT_EDGE, unmatched)
-        calls = _exclude(calls, unlike, UNLIKE_COUNTS, unmatched)
+        calls, excluded = _renumber(calls, unlike, kinds["meaning"])
+        for reason, of_calls in excluded.items():
+            calls = _exclude(calls, of_calls, reason, unmatched)
     return _exclude_unlike_calls(_exclude_doubles(_join(calls), unmatched), kinds, unmatched)
 
 
@@ -124,16 +120,13 @@ def part_lanes(calls: pl.DataFrame, usable: pl.Expr, slack_ns: float, unmatched:
     return calls if parted["apart"].equals(calls["apart"]) else _join(parted.drop("bad", "checked"))
 
 
-def _renumber_shifted(
-    calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series
-) -> tuple[pl.DataFrame, pl.Series, pl.Series]:
-    """Renumber lanes whose ranks start at different calls.
+def _renumber(calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series) -> tuple[pl.DataFrame, dict[str, pl.Series]]:
+    """Renumber the lanes whose ranks are `unlike`. Return (the calls, reason -> the calls that it excludes).
 
-    Returns (the calls, whether each is missing on other ranks, whether each is still `unlike`). On each lane the ranks
-    are aligned to the rank with the fewest calls.
+    On each lane, the ranks are aligned to one with the most common number of calls.
     """
-    number = calls["number"].fill_null(0).to_numpy().copy()
-    rest, at_edge = unlike.to_numpy().copy(), np.zeros(len(calls), bool)
+    number, rest = calls["number"].fill_null(0).to_numpy().copy(), unlike.to_numpy().copy()
+    at_edge, missing = np.zeros((2, len(calls)), bool)
     moment = calls.select(pl.coalesce("ended_ns", "called_ns").fill_null(0)).to_series().to_numpy()
     what = meaning.gather(calls["kind"]).to_numpy()
     order = (
@@ -146,59 +139,28 @@ def _renumber_shifted(
     for (lane, _), part in order.group_by("lane", "rank", maintain_order=True):
         by_lane.setdefault(lane, []).append(part["row"].to_numpy())
     for of_ranks in by_lane.values():
-        fewest = min(of_ranks, key=len)
-        shifts = [
-            0 if rows is fewest else shift_between(what[fewest], moment[fewest], what[rows], moment[rows])
-            for rows in of_ranks
-        ]
-        known = [(rows, shift) for rows, shift in zip(of_ranks, shifts, strict=True) if shift is not None]
-        if len(known) < len(shifts):
+        counts = Counter(map(len, of_ranks))
+        reference = max(of_ranks, key=lambda rows: (counts[len(rows)], len(rows)))
+        places = []
+        for rows in of_ranks:
+            if rows is reference:
+                places.append(np.arange(len(rows)))
+            elif (found := align(what[rows], moment[rows], what[reference], moment[reference])) is not None:
+                places.append(found)
+        if len(places) < len(of_ranks):
             continue
-        first = max(-shift for _, shift in known)
-        last = min(len(rows) - shift for rows, shift in known)
-        for rows, shift in known:
-            place = np.arange(len(rows)) - shift
-            rest[rows] = False
-            at_edge[rows] = (place < first) | (place >= last)
-            number[rows] = np.where(at_edge[rows], number[rows], place - first + 1)
+        members = np.bincount(np.concatenate([place[place >= 0] for place in places]), minlength=len(reference))
+        first = int(np.argmax(members > 1))
+        for rows, place in zip(of_ranks, places, strict=True):
+            joined = (place >= 0) & (members[place] > 1)
+            inside = np.flatnonzero(joined)
+            index = np.arange(len(rows))
+            rest[rows], missing[rows] = False, ~joined
+            at_edge[rows] = ~joined & ((index < inside[0]) | (index > inside[-1])) if len(inside) else True
+            number[rows] = np.where(joined, place - first + 1, number[rows])
     renumbered = pl.when(pl.col("number").is_not_null()).then(pl.Series(number))
-    return calls.with_columns(number=renumbered), pl.Series(at_edge), pl.Series(rest)
-
-
-def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int | None:
-    """Return the index in `other` of the first call of the shorter `what`, negative if `other` lacks it; None if the
-    shift is ambiguous.
-
-    Equal numbers in `what` and `other` may be one collective. `when` and `other_when` are ns, 0 = unknown. Criteria:
-
-    1. the calls themselves;
-    2. their times, if the clocks agree to less than half the time between calls;
-    3. the variation of the time differences, which needs no aligned clocks.
-    """
-    more = len(other) - len(what)
-    if more > _MAX_SHIFT or len(what) == 0:
-        return None
-    least = max(1, int(len(what) * _MIN_OVERLAP))
-    fitting = []
-    for shift in range(max(-_MAX_SHIFT, least - len(what)), min(more + _MAX_SHIFT, len(other) - least) + 1):
-        mine = slice(max(0, -shift), min(len(what), len(other) - shift))
-        theirs = slice(mine.start + shift, mine.stop + shift)
-        if np.array_equal(what[mine], other[theirs]):
-            fitting.append((shift, mine, theirs))
-    whole = [one for one in fitting if 0 <= one[0] <= more]
-    if len(fitting) == 1 or (len(whole) == 1 and len(np.unique(what)) > 1):
-        return (whole or fitting)[0][0]
-    if not fitting or (when == 0).any() or (other_when == 0).any():
-        return None
-    gaps = [other_when[theirs] - when[mine] for _, mine, theirs in fitting]
-    apart = np.array([float(np.median(np.abs(gap))) for gap in gaps])
-    best = int(apart.argmin())
-    if len(what) > 1 and apart[best] < float(np.median(np.diff(when))) / 2:
-        return fitting[best][0]
-    vary = np.array([float(np.median(np.abs(gap - np.median(gap)))) for gap in gaps])
-    best = int(vary.argmin())
-    others = np.delete(vary, best)
-    return fitting[best][0] if len(gaps[best]) > 2 and _MIN_RATIO * vary[best] < others.min() else None
+    excluded = {AT_EDGE: pl.Series(at_edge), MISSING: pl.Series(missing), UNLIKE_COUNTS: pl.Series(rest)}
+    return calls.with_columns(number=renumbered), excluded
 
 
 def _operation(kind: CallKind) -> str:

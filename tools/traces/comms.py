@@ -7,15 +7,20 @@ matching it with the other rank's call shows whether it finished.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.recording import ANSWERS, READ_WAITS, CommsFile, Ran, Wait
+from crossrank.text import plural
+from crossrank.tools.traces.call_numbers import mend_numbers, wrong_numbers_text
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.kept import shared
@@ -93,8 +98,15 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         until = max([last.t, *(line["t"] for line in file.clocks if "t" in line)])
         if last.t < until and clock.at(until) < _MOST:
             trace.ending.taken_at = clock.at(until)
+    _mend(trace)
     if file.ran or file.waits:
         row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
+        if len(row_of) < len(trace.calls.id):
+            repeated = {identity for identity, count in Counter(trace.calls.id).items() if count > 1}
+            trace.problems.append(
+                f"ids of several calls: {plural(len(repeated), 'id')}, whose ends and waits are unknown"
+            )
+            row_of = {identity: row for identity, row in row_of.items() if identity not in repeated}
         _add_times(trace, file.ran, clock, row_of)
         _add_waits(trace, file.waits, clock, row_of)
     if clock.set_by:
@@ -108,6 +120,18 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         ends = [line["wall"] for line in clocks if "wall" in line] + ([clock.at(last.t)] if last else [])
         trace.span = header.clock["wall"], max(ends)
     return trace
+
+
+def _mend(trace: RankTrace) -> None:
+    """Correct damaged numbers of collectives."""
+    calls = trace.calls
+    number, group = np.array(calls.number, np.int64), np.array(calls.group, np.int64)
+    p2p = np.array([is_p2p(one) for one in trace.signatures], bool)[np.array(calls.signature)]
+    wrong, unclear = mend_numbers(number, np.where(p2p | (number <= 0), -1, group))
+    if wrong:
+        trace.problems.append(wrong_numbers_text(wrong))
+        trace.unreadable += unclear
+        calls.number = array("q", number.tobytes())
 
 
 def _profiler_steps(steps: Sequence[tuple[int, int]], edges: Sequence[int]) -> frozenset[int]:

@@ -91,6 +91,8 @@ class ExecutionTrace:
     """Ordered by id. Ids are unique; every caller exists or is 0."""
     groups: tuple[Group, ...]
     """Groups that `## process_group:init ##` nodes list."""
+    orphans: frozenset[int]
+    """Ids of the nodes whose caller is not in the file."""
     warnings: tuple[str, ...]
     damage: tuple[str, ...]
     """Parts of the file that could not be read."""
@@ -170,7 +172,7 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
     damage = list(document.damage)
     if nodes.odd:
         damage.append(f"{len(nodes.odd)} attribute(s) are not as the schema has them (first: of node {nodes.odd[0]})")
-    warnings = _schema_warnings(file.schema) + _repair(nodes.kept())
+    repairs, orphans = _repair(nodes.kept())
     return ExecutionTrace(
         path=path,
         sha256=document.sha256,
@@ -181,7 +183,8 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
         finish_ts=file.finish_ts,
         nodes=nodes.nodes,
         groups=_groups_of(nodes.nodes, document.budget),
-        warnings=tuple(warnings),
+        orphans=orphans,
+        warnings=(*_schema_warnings(file.schema), *repairs),
         damage=tuple(damage),
     )
 
@@ -327,8 +330,9 @@ def _schema_warnings(schema: str) -> list[str]:
     return [f"schema {schema!r} is not known, read as {NEWEST_SCHEMA!r}; check what it links"]
 
 
-def _repair(nodes: list[HostOp]) -> list[str]:
-    """Make ids unique, and every caller an existing node, in place. Return a warning for each change."""
+def _repair(nodes: list[HostOp]) -> tuple[list[str], frozenset[int]]:
+    """Make ids unique, and every caller an existing node, in place. Return (a warning for each change, the ids of the
+    nodes whose caller does not exist)."""
     warnings = []
     nodes.sort(key=_id_of)
     ids = {node.id for node in nodes}
@@ -353,7 +357,7 @@ def _repair(nodes: list[HostOp]) -> list[str]:
             f"{len(lost)} node(s) name a parent that is not in the file (first: node {lost[0].id}; an operation that "
             "was still open when the trace ended is not written); they are put under the root of their thread"
         )
-    return warnings + _break_cycles(nodes)
+    return warnings + _break_cycles(nodes), frozenset(node.id for node in lost)
 
 
 def _break_cycles(nodes: list[HostOp]) -> list[str]:

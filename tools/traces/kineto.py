@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 from crossrank.comm import Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.privacy import Privacy
+from crossrank.text import plural
 from crossrank.tools.traces.device_times import (
     UNKNOWN,
     Column,
@@ -109,6 +110,7 @@ class SyncEvent(msgspec.Struct, gc=False):
 
 
 _Range = TypeVar("_Range", HostEvent, RuntimeCall)
+_Doubled = TypeVar("_Doubled", HostEvent, DeviceEvent)
 
 
 @dataclass(kw_only=True)
@@ -208,7 +210,9 @@ class KinetoTrace:
             self.unread[category or "(none)"] += 1
 
     def leave_out_impossible(self) -> None:
-        """Take the events away whose times cannot be right; `damage` says how many."""
+        """Take the events away that the file repeats or whose times cannot be right; `damage` says how many."""
+        self.host = self._without_doubles(self.host, "rf_id", "host range")
+        self.device = self._without_doubles(self.device, "correlation", "device event")
         self.host = self._without_impossible(self.host, "host range")
         self.calls = self._without_impossible(self.calls, "runtime call")
         wrong = impossible_times(*self._device_times(), self.window or self._widest_window())
@@ -216,6 +220,24 @@ class KinetoTrace:
             self.damage += described(wrong, lambda index: self.device[index].name)
             self.untimed += [msgspec.structs.replace(self.device[index], start=0, end=0) for index in sorted(wrong)]
             self.device = [one for index, one in enumerate(self.device) if index not in wrong]
+
+    def _without_doubles(self, events: list[_Doubled], key: str, what: str) -> list[_Doubled]:
+        """Return the events that differ from all others in a field. `key`: name of a field that most have and few
+        share."""
+        ids = [getattr(one, key) for one in events]
+        shared = {number for number, count in Counter(ids).items() if count > 1 and number is not None}
+        seen: set[tuple[object, ...]] = set()
+        doubled: list[int] = []
+        for place in [place for place, number in enumerate(ids) if number in shared] if shared else []:
+            fields = _fields(events[place])
+            if fields in seen and events[place].end > events[place].start:
+                doubled.append(place)
+            seen.add(fields)
+        if not doubled:
+            return events
+        first = events[doubled[0]].name
+        self.damage.append(f"left out: {plural(len(doubled), what)} that the file has twice (first: {first!r})")
+        return [one for index, one in enumerate(events) if index not in set(doubled)]
 
     def _without_impossible(self, ranges: list[_Range], what: str) -> list[_Range]:
         start, end = (np.array([getattr(one, name) for one in ranges], np.int64) for name in ("start", "end"))
@@ -327,6 +349,10 @@ _DEVICE_SYNCS = ("cudaDeviceSynchronize", "hipDeviceSynchronize", "cuCtxSynchron
 
 _host_args = msgspec.json.Decoder(HostArgs, strict=False).decode
 _device_args = msgspec.json.Decoder(DeviceArgs, strict=False).decode
+
+
+def _fields(event: HostEvent | DeviceEvent) -> tuple[object, ...]:
+    return (*msgspec.structs.astuple(event)[:-1], bytes(event.args))
 
 
 def read_kineto(path: str) -> KinetoTrace:

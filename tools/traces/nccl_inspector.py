@@ -9,15 +9,19 @@ have start times only with NCCL_INSPECTOR_DUMP_VERBOSE=1.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
 from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, operation_of
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_lines
+from crossrank.tools.traces.call_numbers import odd_ones
 from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, TraceBuilder
+from crossrank.unknown_values import Decoder
 
 LEAVES_OUT = (
     "NCCL Inspector skips calls that are smaller than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (default 8,192 B), barriers "
@@ -26,6 +30,7 @@ LEAVES_OUT = (
 TWICE = "lines of an operation that an earlier line has too: skipped"
 NO_START = "operations without a start time: that of their line less the duration is used"
 TOO_LONG = "operations that last longer than from their start to the time of their line: their times are unknown"
+ODD_TIME = "operations whose time is far from those of the lines around them: it is unknown"
 _SIZE_OF_ONE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 """Operations for which NCCL counts one rank's part, while S is that of all ranks."""
 _TIMED_BY = {
@@ -36,6 +41,8 @@ _TIMED_BY = {
 _MOST_PROBLEMS = 3
 _LONGEST_US = 86_400_000_000
 """A day."""
+_OUT_OF_ORDER = 60_000_000_000
+"""ns. Lines are nearly in the order of time."""
 
 
 class _Header(msgspec.Struct):
@@ -67,20 +74,24 @@ class _Times(msgspec.Struct):
 
 
 class _Collective(msgspec.Struct):
+    """A field with its default is unknown."""
+
     coll: str
-    coll_sn: Count
-    coll_msg_size_bytes: Count
-    coll_exec_time_us: Count
+    coll_sn: Count = -1
+    coll_msg_size_bytes: Count = 0
+    coll_exec_time_us: Count = 0
     coll_timing_source: str = "kernel_gpu"
     event_trace_ts: _Times | None = None
 
 
 class _Transfer(msgspec.Struct):
+    """A field with its default is unknown."""
+
     p2p: str
-    p2p_sn: Count
-    p2p_peer: Int
-    p2p_msg_size_bytes: Count
-    p2p_exec_time_us: Count
+    p2p_sn: Count = -1
+    p2p_peer: Int = -1
+    p2p_msg_size_bytes: Count = 0
+    p2p_exec_time_us: Count = 0
     p2p_timing_source: str = "kernel_gpu"
     event_trace_ts: _Times | None = None
 
@@ -99,7 +110,8 @@ def read_inspector(path: str) -> RankTrace:
     """
     issues = ReadIssues(path)
     trace = RankTrace(rank=None, path=path, source="inspector", timed_by="inspector", placed=False, backend="nccl")
-    builder, decode = TraceBuilder(trace), msgspec.json.Decoder(_Line).decode
+    builder, unknown = TraceBuilder(trace), Counter[str]()
+    decode = Decoder(_Line, unknown).decode
     damaged: list[str] = []
     seen: set[tuple[object, ...]] = set()
     for number, text in enumerate(read_lines(path, issues), 1):
@@ -110,6 +122,14 @@ def read_inspector(path: str) -> RankTrace:
     trace.problems = [*issues.problems, *damaged[:_MOST_PROBLEMS]]
     if len(damaged) > _MOST_PROBLEMS:
         trace.problems.append(f"{len(damaged) - _MOST_PROBLEMS} more lines are not from NCCL Inspector either")
+    written = np.array(trace.calls.called, np.int64)
+    for row in odd_ones(written):
+        if abs(written[row] - written[row - 1]) > _OUT_OF_ORDER:
+            trace.calls.called[row] = trace.calls.began[row] = trace.calls.ended[row] = 0
+            trace.unattributed[ODD_TIME] += 1
+    if unknown:
+        named = ", ".join(f"{name} {count:,}" for name, count in unknown.items())
+        trace.problems.append(f"values that cannot be read are unknown: {named}")
     if trace.unattributed[NO_START] == len(trace):  # older versions do not write it
         trace.timed = False
         del trace.unattributed[NO_START]
@@ -124,7 +144,8 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder, seen: set[tuple[
     trace.about["pid"] = str(metadata.pid)
     collective, transfer = line.coll_perf, line.p2p_perf
     if collective is not None:
-        name, number, peer = collective.coll, collective.coll_sn + 1, None  # NCCL counts from 0
+        name, number, peer = collective.coll, collective.coll_sn, -1
+        number += number >= 0  # NCCL counts from 0
         bytes, took, source = (
             collective.coll_msg_size_bytes,
             collective.coll_exec_time_us,
@@ -148,7 +169,7 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder, seen: set[tuple[
     if trace.group_rank.setdefault(group, header.rank) != header.rank and not trace.notes:
         trace.notes.append(f"{trace.path}: is of a process of several ranks; all its lines count as lines of one rank")
     line_of = group, op, number, peer
-    if line_of in seen:
+    if number >= 0 and line_of in seen:
         trace.unattributed[TWICE] += 1
         return
     seen.add(line_of)
@@ -169,9 +190,9 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder, seen: set[tuple[
         pg=pg,
         bytes=bytes * size if op in _SIZE_OF_ONE else bytes,
         t=0,
-        seq=None if is_p2p else number,
-        p2p_seq=number if is_p2p else None,
-        peer=peer,
+        seq=number if number >= 0 and not is_p2p else None,
+        p2p_seq=number if number >= 0 and is_p2p else None,
+        peer=peer if is_p2p else None,
     )
     builder.add(
         record,
@@ -181,7 +202,8 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder, seen: set[tuple[
         took=took * 1000,
         group=group,
     )
-    trace.attributed[_TIMED_BY.get(source, f"NCCL Inspector: {source}")] += 1
+    if took:
+        trace.attributed[_TIMED_BY.get(source, f"NCCL Inspector: {source}")] += 1
 
 
 def number_ranks(traces: Sequence[RankTrace]) -> None:

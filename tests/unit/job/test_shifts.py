@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
+from crossrank.tools.job.alignment import shift_between
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.job.matching import AT_EDGE, UNLIKE_COUNTS, shift_between
+from crossrank.tools.job.matching import AT_EDGE, UNLIKE_COUNTS
 from crossrank.tools.job.one_run import problems
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -19,12 +21,14 @@ from tests.unit.traces.nsight.exports import EPOCH, ExportFile
 MS = 1_000_000
 
 
-def rank_times(folder: Path, rank: int, numbers: range, *, clock: int = 0, jitter: int = 0) -> RankTrace:
-    """All_reduces at every ms, of which `numbers` were captured, on a clock that is off by `clock` ns."""
+def rank_times(
+    folder: Path, rank: int, numbers: Iterable[int], *, clock: int = 0, jitter: int = 0, ranks: int = 2
+) -> RankTrace:
+    """All_reduces of `ranks` ranks at every ms: those with `numbers`, on a clock that is off by `clock` ns."""
     export = ExportFile(epoch=EPOCH + clock)
     process = export.process(70 + rank)
-    process.identity(rank)
-    process.group()
+    process.identity(rank, ranks)
+    process.group(ranks=tuple(range(ranks)))
     for number in numbers:
         start = MS * (10 + number) + jitter * number * number
         process.marker(start, start + 9000, None)

@@ -13,6 +13,7 @@ their usual calls, if no other rank did. Otherwise there is no culprit.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -49,6 +50,8 @@ _DIVIDES = "alltoall_base_"
 """c10d's operation that divides one tensor among the ranks."""
 _PAIRS = 2
 """Pairs of ranks that the text on a mismatch of splits shows."""
+_NAME = re.compile(r"[\w.:+-]{1,80}", re.ASCII)
+"""Names of operations. Another text is damaged: the operation is unknown."""
 _FURTHER = 64
 """Calls after the first mismatch that show whether a rank made one call too many or too few."""
 
@@ -76,6 +79,8 @@ class MatchKey(NamedTuple):
 
 
 def match_key(signature: CommRecord) -> MatchKey:
+    if not _NAME.fullmatch(signature.op):
+        return MatchKey()
     row = OPERATIONS.get(signature.op)
     agrees = "input" if row is None else row.agrees
     elements: int | tuple[int, ...] | None = None

@@ -181,24 +181,30 @@ def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
     return nearest
 
 
-def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) -> list[str]:
-    """Correct the caller of each operation if the recorded caller did not run around it, or another ran in between.
+def correct_callers(et: ExecutionTrace, match: HostMatch, nesting: Nesting) -> list[str]:
+    """Correct the caller of each operation if the recorded caller did not run around it or is not in the file, or if
+    another ran in between.
 
     Changes `HostOp.caller` in place. Returns a warning about it.
     """
+    host = et.nodes
     op_of = {op.id: op for op in host}
     roots = {op.tid: op.id for op in reversed(host) if is_thread_root(op)}
     nearest = nearest_nodes(match, nesting)
     corrected = []
     for position, op in enumerate(host):
         caller = op_of.get(op.caller)
-        if caller is None or caller.start_ns is None or op.is_work or op.start_ns is None:
+        if op.is_work or op.start_ns is None:
             continue
         event = nesting.parent[match.event_of[position]]
         around = host[nearest[event]] if event >= 0 and nearest[event] >= 0 else None
-        if around is caller:
+        if op.id in et.orphans:
+            if around is None or around.is_work or around.tid != op.tid:
+                continue
+            op.caller = around.id
+        elif caller is None or caller.start_ns is None or around is caller:
             continue
-        if caller.is_work or not caller.start_ns <= op.start_ns <= caller.end_ns:
+        elif caller.is_work or not caller.start_ns <= op.start_ns <= caller.end_ns:
             op.caller = around.id if around is not None else roots.get(op.tid, 0)
         elif around is not None and _is_between(caller, around, op):
             op.caller = around.id

@@ -76,7 +76,7 @@ class _Linking:
         self.records = {record.id: record for record in made if f"{RANGE}{record.id}" in ranges}
 
     def link(self, rank: int | None) -> LinkedTrace:
-        corrections = correct_callers(self.host, self.match, self.nesting)
+        corrections = correct_callers(self.et, self.match, self.nesting)
         activities, ids = self.launches.activities, self.launches.id_of
         header = self.comms.header if self.comms else None
         world_size = header.world_size if header else self.kineto.world_size

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from crossrank.comm import OPERATIONS, CommRecord, Group, has_possible_size, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.recording import name_in_epoch
+from crossrank.tools.traces.call_numbers import mend_numbers, odd_ones, wrong_numbers_text
 from crossrank.tools.traces.comms import WallClock, add_records, stack_of
 from crossrank.tools.traces.flight.dump import (
     MOST_FRAMES,
@@ -222,13 +223,6 @@ def _is_active_only(dump: FlightDump, backend: str) -> bool:
     return any(progress.last_completed_collective > 0 for progress in dump.status.values())
 
 
-def _odd_ones(values: _Column) -> list[int]:
-    """Return the positions of values that are not between those around them, which are in order."""
-    before, own, after = values[:-2], values[1:-1], values[2:]
-    found: list[int] = (np.flatnonzero((before <= after) & ((own < before) | (own > after))) + 1).tolist()
-    return found
-
-
 class _Reading:
     """Converts the entries of one dump to columns."""
 
@@ -262,11 +256,14 @@ class _Reading:
                 f"entries with impossible sizes, which are unknown: the first is {self._impossible[0]}"
             )
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
-        self._mend_numbers(pg_id, seq, p2p == 0)
+        wrong, unclear = mend_numbers(seq, np.where(p2p == 0, pg_id, -1))
+        if wrong:
+            trace.problems.append(wrong_numbers_text(wrong))
+            trace.unreadable += unclear
         group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, np.where(p2p, -1, seq), called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         strange = (ended > 0) & ((called > ended) | (began > ended))
-        strange[[place for place in _odd_ones(called) if abs(called[place] - called[place - 1]) > _OUT_OF_ORDER]] = True
+        strange[[place for place in odd_ones(called) if abs(called[place] - called[place - 1]) > _OUT_OF_ORDER]] = True
         if lost := int(strange.sum()):
             called[strange & ((called > ended) | (ended == 0))] = 0
             began[strange] = ended[strange] = 0
@@ -278,6 +275,8 @@ class _Reading:
             trace.problems.append(f"{lost:,} durations are longer than from the launch to the end: they are unknown")
         state_of = {value: _STATES.get(value, SCHEDULED) for value in set(columns["state"])}
         is_known = np.array([value in _STATES for value in columns["state"]])
+        if lost := int((~is_known).sum()):
+            trace.problems.append(f"{lost:,} entries have a state that crossrank does not know")
         state = np.array(list(map(state_of.__getitem__, columns["state"])))
         is_retired = np.array(columns["retired"], bool)
         state[~is_known & is_retired & (ended > 0)] = COMPLETED
@@ -331,22 +330,6 @@ class _Reading:
         }
         trace.dump.launching = {int(record_id[entry]) for entry in launching}
         trace.calls.extend({name: values[keep] for name, values in found.items()})
-
-    def _mend_numbers(self, pg_id: _Column, seq: _Column, counted: _Column) -> None:
-        """Correct the number of a collective that is not between those of its neighbours, which rise by one: it is
-        damaged. If they do not show which number is missing, its entry counts as unreadable."""
-        wrong = 0
-        for number in set(pg_id[counted].tolist()):
-            rows = np.flatnonzero(counted & (pg_id == number))
-            own = seq[rows]
-            for place in _odd_ones(own):
-                wrong += 1
-                if own[place + 1] - own[place - 1] == 2:
-                    seq[rows[place]] = own[place - 1] + 1
-                else:
-                    self._trace.unreadable += 1
-        if wrong:
-            self._trace.problems.append(f"{wrong:,} entries have a number that is not between those around them")
 
     def _tell_apart(
         self, group: _Column, signature: _Column, kind: _Column, pg_id: _Column, number: _Column, called: _Column

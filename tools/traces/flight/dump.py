@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -30,6 +29,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Number
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.privacy import Privacy
 from crossrank.recording import ReadIssues, read_chunks, with_epoch
+from crossrank.text import plural
 from crossrank.tools.traces.activity import RankActivity
 from crossrank.tools.traces.flight.entries import (
     LAUNCH,
@@ -221,7 +221,7 @@ def decode_flight_dump(
     """
     if not data:
         raise NoDumpError(f"{path}: {'; '.join(['is empty', *problems])}")
-    content, columns = _decode(path, data, budget)
+    content, columns = _decode(path, data, problems, budget)
     if not isinstance(content, dict) or not any(name in content for name in ("version", "pg_config", "entries")):
         raise NoDumpError(
             f"{path}: is not a flight-recorder dump: it lacks version, pg_config and entries", unrecognized=True
@@ -360,7 +360,7 @@ def _whole(path: str, data: bytes) -> Any:
         raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
 
 
-def _decode(path: str, data: bytes, budget: Budget) -> tuple[Any, Columns | None]:
+def _decode(path: str, data: bytes, problems: list[str], budget: Budget) -> tuple[Any, Columns | None]:
     """The content of a dump, and its entries as columns if they were read as columns."""
     if data[:1] == _PICKLE:
         spend_containers(data, budget)
@@ -371,9 +371,14 @@ def _decode(path: str, data: bytes, budget: Budget) -> tuple[Any, Columns | None
     budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
     try:
         return orjson.loads(data), None
+    except BROKEN:
+        text = data.decode(errors="replace")
+    try:
+        # NaN and Infinity. orjson refuses other things that json takes: lone surrogates, numbers beyond 64 bits.
+        content = orjson.loads(orjson.dumps(json.loads(text, parse_constant=lambda _: None)))
     except BROKEN as error:
-        with suppress(*BROKEN):
-            # NaN and Infinity. orjson refuses other things that json takes: lone surrogates, numbers beyond 64 bits.
-            return orjson.loads(orjson.dumps(json.loads(data, parse_constant=lambda _: None))), None
         # Not row by row: a call that the dump has lost would look like one that its rank has not made.
         raise NoDumpError(f"{path}: is not complete JSON ({one_line(error)[:200]}); take the dump again") from error
+    if odd := len(data) - len(data.decode(errors="ignore").encode()):
+        problems.append(f"values with {plural(odd, 'byte')} that {'is' if odd == 1 else 'are'} not UTF-8 are wrong")
+    return content, None

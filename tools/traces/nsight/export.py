@@ -123,9 +123,9 @@ class Export:
     def _parts(self, table: str, columns: Sequence[str], where: str) -> Iterator[list[Column]]:
         there = [name for name in columns if name in self.columns(table) | {"rowid"}]
 
-        def rows(number: str) -> Iterator[Sequence[object]]:
+        def rows(number: str) -> Iterator[Sequence[object]]:  # no generator: it would outlive the connection
             select = ", ".join(number.format(f'"{name}"') if name in there else str(NONE) for name in columns)
-            yield from self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
+            return self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
 
         given, read = rows(f"COALESCE({{0}}, {NONE})"), 0
         while True:

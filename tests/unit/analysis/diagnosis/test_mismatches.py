@@ -218,3 +218,11 @@ def test_one_diverging_rank_of_three_is_named_although_a_fourth_is_missing(
 ) -> None:
     ranks = [rank(one, *calls(made), groups=(world(4),)) for one, made in enumerate(of_ranks) if made]
     assert [(one.kind, one.culprits) for one in find_mismatches(job(*ranks))] == [("type_mismatch", accused)]
+
+
+@pytest.mark.parametrize(
+    "name", ["q" * 10_000, "all\ufffdreduce", "", "\x00" * 8], ids=["long", "no UTF-8", "empty", "0"]
+)
+def test_a_damaged_name_of_an_operation_differs_from_no_call(name: str) -> None:
+    assert match_key(record(name)).fits(match_key(record("all_gather")))
+    assert not match_key(record("unheard_of")).fits(match_key(record("all_gather")))
