@@ -249,3 +249,26 @@ def test_a_line_that_cannot_be_read_may_be_a_call(tmp_path: Path) -> None:
 def test_a_dump_has_calls_from_long_before_its_moment() -> None:
     dump, file = (WallClock([{"t": 900 * SECOND, "wall": WALL}], starts=starts) for starts in (False, True))
     assert (dump.is_possible(0), file.is_possible(0), file.is_possible(2000 * SECOND)) == (True, False, True)
+
+
+def test_a_number_that_jumps_and_returns_is_corrected(tmp_path: Path) -> None:
+    calls = [REDUCE | {"id": 7 + n, "t": 1000 + n, "seq": 1005 if n == 2 else n + 1} for n in range(5)]
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, *calls, {"end": {}}))
+    assert list(found.calls.number) == [1, 2, 3, 4, 5]
+    assert found.problems == ["1 calls have a number that is not between those of the calls around them"]
+    assert found.unreadable == 0
+
+
+def test_numbers_in_another_order_stay(tmp_path: Path) -> None:
+    calls = [REDUCE | {"id": 7 + n, "t": 1000 + n, "seq": seq} for n, seq in enumerate((1, 3, 2, 4))]
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, *calls, {"end": {}}))
+    assert (list(found.calls.number), found.problems) == ([1, 3, 2, 4], [])
+
+
+def test_waits_and_ends_of_an_id_that_two_calls_have_belong_to_neither(tmp_path: Path) -> None:
+    waits = [{"wait": {"id": number, "t": 5000, "took": 10, "thread": 5}} for number in (7, 9)]
+    lines = REDUCE, REDUCE | {"seq": 2}, LAST | {"seq": 3}, *waits, {"ran": {"id": 7, "t": 1000, "took": 10}}
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, *lines, {"end": {}}))
+    assert list(found.host_waits.row) == [-1, 2]
+    assert list(found.calls.began) == [0, 0, 0]
+    assert found.problems == ["ids of several calls: 1 id, whose ends and waits are unknown"]

@@ -229,3 +229,16 @@ def test_a_field_that_cannot_be_read_costs_itself_alone(tmp_path: Path, field: s
     assert [one.name for one in trace.device if one.name != "n"] == ["first", "last"]
     assert [one.correlation for one in found] == [4] * (2 if field == "cat" else 3)
     assert f"values of traceEvents that cannot be read are unknown: {field} 1" in trace.damage
+
+
+def test_an_event_that_the_file_has_twice_counts_once(tmp_path: Path) -> None:
+    kernels = [event("kernel", ts=number, args={"correlation": 8, "stream": 7}) for number in (1, 1, 9)]
+    hosts = [event(name="gloo:all_reduce", args={"Record function id": 5})] * 2
+    unlike = [event(ts=20, args={"Record function id": 6}), event(ts=30, args={"Record function id": 6})]
+    trace = read(tmp_path, {"traceEvents": [*kernels, *hosts, *unlike]})
+    assert [one.start for one in trace.device] == [1000, 9000]
+    assert [(one.name, one.start) for one in trace.host] == [("gloo:all_reduce", 1000), ("n", 20_000), ("n", 30_000)]
+    assert trace.damage == [
+        "left out: 1 host range that the file has twice (first: 'gloo:all_reduce')",
+        "left out: 1 device event that the file has twice (first: 'n')",
+    ]

@@ -18,7 +18,7 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import INSPECTOR, look
-from crossrank.tools.traces.nccl_inspector import LEAVES_OUT, NO_START, TOO_LONG, TWICE, read_inspector
+from crossrank.tools.traces.nccl_inspector import LEAVES_OUT, NO_START, ODD_TIME, TOO_LONG, TWICE, read_inspector
 from crossrank.tools.traces.rank_trace import RankTrace
 
 LOGS = Path(__file__).parent / "inspector"
@@ -164,3 +164,13 @@ def test_a_repeated_line_counts_once(tmp_path: Path) -> None:
     path.write_text("\n".join([*given[:4], *given[3:]]) + "\n")
     found = read_inspector(str(path))
     assert (len(found), found.unattributed) == (12, {TWICE: 1})
+
+
+def test_a_line_that_is_a_day_later_than_those_around_it_has_no_time(tmp_path: Path) -> None:
+    content = lines(sorted(LOGS.iterdir())[0])
+    content[5]["metadata"]["dump_timestamp_us"] += 86_400_000_000
+    path = tmp_path / "node0-pid7.log"
+    path.write_text("".join(json.dumps(line) + "\n" for line in content))
+    trace = read_inspector(str(path))
+    assert [row for row, called in enumerate(trace.calls.called) if not called] == [5]
+    assert (trace.calls.took[5] > 0, trace.unattributed) == (True, {ODD_TIME: 1})

@@ -93,6 +93,18 @@ def test_a_call_with_a_wrong_recorded_caller_is_one_communication(tmp_path: Path
     assert "the execution trace names a wrong caller for 1 operation" in result.report.warnings[0]
 
 
+def test_a_call_whose_inner_operation_is_lost_keeps_its_kernel(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    ours = trace.op("crossrank#7", 0, 90, inputs=text(RANGE))
+    lost = trace.op("record_param_comms", 10, 70, ours)
+    inner = trace.op("nccl:all_reduce", 20, 50, lost)
+    trace.nodes = [node for node in trace.nodes if node["id"] != lost]
+    result = link(*trace.write(tmp_path))
+    assert [(one.origin, one.host) for one in result.communications] == [("crossrank range", ours)]
+    assert {op.id: op.caller for op in result.host}[inner] == ours
+    assert any("name a parent that is not in the file (first: node" in one for one in result.report.warnings)
+
+
 def test_the_c10d_op_is_the_fallback_and_calls_are_counted(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.kineto_head["distributedInfo"]["pg_config"] = [{"pg_name": "0", "pg_size": 2, "ranks": [0, 1]}]

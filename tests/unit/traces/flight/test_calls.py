@@ -500,3 +500,9 @@ def test_a_number_that_is_not_between_its_neighbours_is_corrected(tmp_path: Path
     )
     entries[3]["collective_seq_id"] = 9  # 2, ?, 9, 5: nobody can tell which numbers these are
     assert read(tmp_path, *entries).problems
+
+
+def test_an_unknown_state_is_counted(tmp_path: Path) -> None:
+    entries = [entry(number, "all_reduce", number + 1, **DONE) for number in range(3)]
+    entries[1]["state"] = "exploded"
+    assert read(tmp_path, *entries).problems == ["1 entries have a state that crossrank does not know"]

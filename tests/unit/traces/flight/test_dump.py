@@ -183,6 +183,10 @@ def test_a_value_that_json_lacks_is_unknown_and_a_lost_entry_refuses_the_dump(
     path.write_text(json.dumps(content))
     trace = read_flight(str(path), 0)
     assert (len(trace), trace.calls.took[1]) == (len(content["entries"]), 0)
+    path.write_bytes(json.dumps(content).replace('"profiling_name": "', '"profiling_name": "\xff', 1).encode("latin-1"))
+    trace = read_flight(str(path), 0)
+    assert len(trace) == len(content["entries"])
+    assert trace.problems[0] == "values with 1 byte that is not UTF-8 are wrong"
     path.write_text(json.dumps(content).replace('"record_id": 1', '"record_id 1'))
     with pytest.raises(NoDumpError, match="is not complete JSON"):
         read_flight_dump(str(path))
