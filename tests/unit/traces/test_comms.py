@@ -267,8 +267,9 @@ def test_numbers_in_another_order_stay(tmp_path: Path) -> None:
 
 def test_waits_and_ends_of_an_id_that_two_calls_have_belong_to_neither(tmp_path: Path) -> None:
     waits = [{"wait": {"id": number, "t": 5000, "took": 10, "thread": 5}} for number in (7, 9)]
-    lines = REDUCE, REDUCE | {"seq": 2}, LAST | {"seq": 3}, *waits, {"ran": {"id": 7, "t": 1000, "took": 10}}
-    found = read_comms(write(tmp_path / "c", GROUP_LINE, *lines, {"end": {}}))
+    calls = REDUCE, REDUCE | {"seq": 2}, LAST | {"seq": 3}
+    ran = {"ran": {"id": 7, "t": 1000, "took": 10}}
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, *calls, *waits, ran, {"end": {}}))
     assert list(found.host_waits.row) == [-1, 2]
     assert list(found.calls.began) == [0, 0, 0]
     assert found.problems == ["ids of several calls: 1 id, whose ends and waits are unknown"]
