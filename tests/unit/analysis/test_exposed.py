@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
+
 from crossrank.comm import CommRecord, Group
 from crossrank.recording import WAITED_IN
 from crossrank.tools.analysis.exposed import Exposed, exposed_of
@@ -152,3 +154,16 @@ def test_traced_gpu_kernels_replace_the_share_of_host_waits() -> None:
 
 def test_a_job_without_recorded_waits_has_no_exposed_communication() -> None:
     assert exposed_of([rank(0), rank(1)]) is None
+
+
+@pytest.mark.parametrize(("waited_in", "without"), [("backward", 0), ("wait", 2), ("launch", 2)])
+def test_only_the_end_of_a_backward_pass_waits_for_earlier_calls(waited_in: str, without: int) -> None:
+    trace = RankTrace(rank=0, path="", source="comms", backend="gloo")
+    builder = TraceBuilder(trace, [Group(pg="0", size=2)])
+    for id in range(3):
+        record = CommRecord(id=id, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, step=1)
+        builder.add(record, called=1)
+    trace.host_waits = HostWaits(
+        array("q", [2]), array("q", [5 * MS]), array("q", [9 * MS]), array("B", [WAITED_IN.index(waited_in)])
+    )
+    assert exposed(trace).calls_without == without

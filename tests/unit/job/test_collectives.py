@@ -407,3 +407,15 @@ def test_no_rank_that_is_last_has_waited() -> None:
         found.collectives.with_row_index("collective").cast({"collective": pl.UInt32}), on="collective"
     )
     assert last.filter(pl.col("rank") == pl.col("last_rank"))["waiting_ns"].to_list() == [0] * 39
+
+
+@pytest.mark.parametrize(("unlike", "unmatched"), [(2, {DISAGREE: 4}), (3, {SHIFTED: 80})])
+def test_counted_numbers_with_more_than_a_twentieth_of_contradictions_are_not_compared(
+    unlike: int, unmatched: dict[str, int]
+) -> None:
+    ranks = [Rank(0, numbered=False), Rank(1, numbered=False)]
+    for number in range(40):
+        for rank, one in enumerate(ranks):
+            size = 64 if rank and number < unlike else 1_000_000
+            one.call(1000 * number + 100, 1000 * number + 200, bytes=size)
+    assert together(*ranks).unmatched == unmatched
