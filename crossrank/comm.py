@@ -39,6 +39,8 @@ UNKNOWN_STEP = -(1 << 31)
 MOST = 1 << 50
 """More bytes, or items of any kind, than a job has. A larger number is damage. Sums of them fit into 64 bits."""
 Amount = Annotated[int, msgspec.Meta(ge=0, lt=MOST)]
+REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+"""In the order of c10d's RedOpType. A record has `op_N` for a number that is larger."""
 """A number of bytes or items."""
 Extents = Annotated[list[Int], msgspec.Meta(max_length=64), Privacy.SIZE]
 """Extents of a tensor. torch allows at most 64 dimensions."""

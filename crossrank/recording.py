@@ -273,6 +273,8 @@ class ReadIssues:
     def __init__(self, path: str) -> None:
         self.path = path
         self.problems: list[str] = []
+        self.is_cut = False
+        """Whether a compressed file ends in a part that is not complete: what follows is lost."""
         self.budget = Budget(path)
 
 
@@ -334,6 +336,7 @@ def _decompress(
             try:
                 content = stream.decompress(chunk)
             except (zlib.error, zstandard.ZstdError) as error:
+                issues.is_cut = True
                 issues.problems.append(
                     f"broken {part} before byte {offset} ({one_line(error)}); the part before it was read"
                 )
@@ -342,6 +345,7 @@ def _decompress(
                 yield content
             chunk = stream.unused_data
     if not stream.eof:
+        issues.is_cut = True
         issues.problems.append(f"the last {part} is cut off; the part before it was read")
 
 
@@ -461,6 +465,8 @@ class Line(msgspec.Struct):
 
 
 _NO_KIND = Line()
+_NO_CALLS = tuple(f'{{"{kind}":'.encode() for kind in ("wait", "ran", "clock", "step", "window", "group", "gpu", "end"))
+"""How lines begin that are no calls."""
 IDENTITY = ("seq", "p2p_seq", "peer", "batch", "epoch")
 """Fields that say which call a record is of. A call without its number would count as another one."""
 _LISTS_BY_KIND = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
@@ -504,8 +510,9 @@ class CommsFile:
         self.waits: list[Wait] = []
         self.ran: list[Ran] = []
         self.end: dict[str, Any] | None = None
-        self.unreadable = 0
-        """Number of lines that could not be read; each may be a call."""
+        self.lost_after: int | None = None
+        """Id of the call before the last line that may be a call and cannot be read; -1 = it is before all calls, None
+        = there is no such line."""
         self.unknown = Counter[str]()
         """Name of a field -> number of its values that this version does not know."""
 
@@ -516,15 +523,19 @@ class CommsFile:
 
     def records(self) -> Iterator[CommRecord]:
         """Yield the records in the order of the file."""
-        decode_record = Decoder(CommRecord, self.unknown, {"step": UNKNOWN_STEP}, needed=IDENTITY).decode
+        instead = {"step": UNKNOWN_STEP, "bytes": -1, "t": 0}
+        decode_record = Decoder(CommRecord, self.unknown, instead, needed=IDENTITY).decode
         decode_line = Decoder(Line, self.unknown).decode
         decode_wait = Decoder(dict[str, Wait], self.unknown, {"wait.in": "unknown"}).decode
         decode_ran = Decoder(dict[str, Ran], self.unknown).decode
         number = more = 0
+        last = -1
         for number, line in enumerate(read_lines(self.path, self.issues), 1):
             try:
                 if line.startswith(b'{"id":'):
-                    yield with_epoch(decode_record(line))
+                    record = with_epoch(decode_record(line))
+                    last = record.id
+                    yield record
                     continue
                 if line.startswith(b'{"wait":'):
                     self._add_span("wait", decode_wait, line, self.waits)
@@ -534,7 +545,8 @@ class CommsFile:
                     continue
                 other = decode_line(line)
             except BROKEN as error:
-                self.unreadable += 1
+                if not line.startswith(_NO_CALLS):
+                    self.lost_after = last
                 if len(self.issues.problems) < _MOST_PROBLEMS:
                     self.issues.problems.append(f"line {number} is not a comms record: {one_line(error)}")
                 else:
@@ -552,6 +564,8 @@ class CommsFile:
             if number == 1 and self.header is None:
                 self.issues.problems.append("line 1 is not a crossrank header")
                 return
+        if self.issues.is_cut:
+            self.lost_after = last
         if more:
             self.issues.problems.append(f"{more} more lines are not comms records")
         if number == 0 and not self.issues.problems:

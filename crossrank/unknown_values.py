@@ -1,7 +1,7 @@
 """Decodes files that a newer version of crossrank wrote: a value that this version does not know is unknown.
 
 A field with a default may have such a value. It gets its default, or what `instead` says, and is counted. A field
-without a default must have a known value: without it nothing is left to read.
+without both must have a known value: without it nothing is left to read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Decoder(Generic[T]):
             try:
                 known[one.name] = self._fitted(one.type, value[one.encode_name], path)
             except msgspec.ValidationError:
-                if one.required or path in self._needed:
+                if (one.required and path not in self._instead) or path in self._needed:
                     raise
                 self.unknown[path] += 1
                 if path in self._instead:

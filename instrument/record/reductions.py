@@ -13,10 +13,9 @@ from typing import Any
 
 from torch.distributed import ReduceOp, distributed_c10d
 
+from crossrank.comm import REDUCTIONS
 from crossrank.instrument.log import log
 
-# In the order of c10d's RedOpType.
-_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _ARGUMENT = "op"
 
 
@@ -31,7 +30,7 @@ def name_of(reduce_op: Any) -> str | None:
 
 def name_of_code(code: int) -> str:
     """The reduction of one of c10d's RedOpType."""
-    return _NAMES[code] if 0 <= code < len(_NAMES) else f"op_{code}"
+    return REDUCTIONS[code] if 0 <= code < len(REDUCTIONS) else f"op_{code}"
 
 
 class ReductionReader:
@@ -40,7 +39,7 @@ class ReductionReader:
     def __init__(self) -> None:
         self._codes = _functions_with_op()
         # premul_sum is a ReduceOp with a factor, not one of these constants.
-        constants = (name for name in _NAMES if name != "premul_sum" and hasattr(ReduceOp, name.upper()))
+        constants = (name for name in REDUCTIONS if name != "premul_sum" and hasattr(ReduceOp, name.upper()))
         self._constants = {getattr(ReduceOp, name.upper()): name for name in constants}
 
     def read(self, frame: FrameType | None, reduce_op: Any) -> str | None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
+from crossrank.comm import is_p2p
+from crossrank.text import plural
+from crossrank.tools.traces.rank_trace import RankTrace
+
+_FAR = 1000
+"""A number that rises by this more than its lane has calls is wrong: so many calls are not left out at once."""
 Column = npt.NDArray[np.int64]
 
 
@@ -15,25 +23,50 @@ def odd_ones(values: Column) -> list[int]:
     return found
 
 
-def mend_numbers(number: Column, lane: Column) -> tuple[int, int]:
+def mend_numbers(number: Column, lane: Column) -> tuple[int, list[int]]:
     """Correct each number that is not between those before and after it in its lane, although they leave room for it.
 
     `number` and `lane` have a value per call, in the order of the calls; -1 in `lane` = not in one. Changes `number` in
-    place. Return (how many were wrong, how many of these stay wrong because their neighbours leave room for several).
+    place. Return (how many were wrong, positions of those of them that are unknown). A number is unknown if more than
+    one fits, or if it is the last one and far from the others: it is 0 then.
     """
-    wrong = unclear = 0
+    wrong, unknown = 0, list[int]()
     for one in set(lane.tolist()) - {-1}:
         rows = np.flatnonzero(lane == one)
         before, own, after = (number[rows[start : len(rows) - 2 + start]] for start in range(3))
+        known = set(number[rows].tolist())
         for place in np.flatnonzero((after - before >= 2) & ((own < before) | (own > after))).tolist():
+            first, last = int(number[rows[place]]), int(number[rows[place + 2]])
+            if not known.isdisjoint(range(first + 1, min(last, first + 3))):
+                continue  # rows in another order
             wrong += 1
-            if number[rows[place + 2]] - number[rows[place]] == 2:
-                number[rows[place + 1]] = number[rows[place]] + 1
+            if last - first == 2:
+                number[rows[place + 1]] = first + 1
             else:
-                unclear += 1
-    return wrong, unclear
+                unknown.append(int(rows[place + 1]))
+        if len(rows) > 2 and number[rows[-1]] - number[rows[-2]] > len(rows) + _FAR:
+            wrong += 1
+            unknown.append(int(rows[-1]))
+    number[unknown] = 0
+    return wrong, unknown
 
 
 def wrong_numbers_text(wrong: int) -> str:
     """Return the sentence about numbers that `mend_numbers` found."""
     return f"{wrong:,} calls have a number that is not between those of the calls around them"
+
+
+def mend(trace: RankTrace) -> None:
+    """Correct damaged numbers of collectives. One without a number may be the one that other ranks wait for."""
+    calls = trace.calls
+    number, group = np.array(calls.number, np.int64), np.array(calls.group, np.int64)
+    p2p = np.array([is_p2p(one) for one in trace.signatures], bool)[np.array(calls.signature)]
+    wrong, unknown = mend_numbers(number, np.where(p2p | (number <= 0), -1, group))
+    if wrong:
+        trace.problems.append(wrong_numbers_text(wrong))
+        calls.number = array("q", number.tobytes())
+    nameless = np.flatnonzero(~p2p & (number == 0)) if (number > 0).any() else np.array(unknown, np.int64)
+    if len(nameless) > len(unknown):
+        trace.problems.append(f"{plural(len(nameless) - len(unknown), 'collective')} without a number")
+    for row in nameless.tolist():
+        trace.lose_after(calls.id[row])

@@ -7,20 +7,18 @@ matching it with the other rank's call shows whether it finished.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
-import numpy as np
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.recording import ANSWERS, READ_WAITS, CommsFile, Ran, Wait
 from crossrank.text import plural
-from crossrank.tools.traces.call_numbers import mend_numbers, wrong_numbers_text
+from crossrank.tools.traces.call_numbers import mend
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight.dump import Frame, Raised
 from crossrank.tools.traces.kept import shared
@@ -67,7 +65,12 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.problems = file.issues.problems
     trace.notes += file.notes
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
-    trace.unreadable = file.unreadable
+    trace.lost_after = file.lost_after
+    _drop_doubles(trace, records)
+    defined = {group.pg for group in file.groups}
+    if strange := [record.id for record in records if record.pg not in defined]:
+        trace.problems.append(f"{plural(len(strange), 'call')} on a group that the file does not have")
+        trace.lose_after(strange[-1])
     trace.records_steps = True
     step_lines = [line for line in file.steps if "step" in line and "t" in line]
     trace.steps = [(line["step"], clock.at(line["t"])) for line in step_lines if clock.is_possible(line["t"])]
@@ -98,7 +101,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         until = max([last.t, *(line["t"] for line in file.clocks if "t" in line)])
         if last.t < until and clock.at(until) < _MOST:
             trace.ending.taken_at = clock.at(until)
-    _mend(trace)
+    mend(trace)
     if file.ran or file.waits:
         row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
         if len(row_of) < len(trace.calls.id):
@@ -122,16 +125,21 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     return trace
 
 
-def _mend(trace: RankTrace) -> None:
-    """Correct damaged numbers of collectives."""
-    calls = trace.calls
-    number, group = np.array(calls.number, np.int64), np.array(calls.group, np.int64)
-    p2p = np.array([is_p2p(one) for one in trace.signatures], bool)[np.array(calls.signature)]
-    wrong, unclear = mend_numbers(number, np.where(p2p | (number <= 0), -1, group))
-    if wrong:
-        trace.problems.append(wrong_numbers_text(wrong))
-        trace.unreadable += unclear
-        calls.number = array("q", number.tobytes())
+def _drop_doubles(trace: RankTrace, records: list[CommRecord]) -> None:
+    """Drop the calls that the file has twice, in place."""
+    ids = {record.id for record in records}
+    if len(ids) == len(records):
+        return
+    kept: dict[int, list[CommRecord]] = {}
+    doubled = []
+    for row, record in enumerate(records):
+        if record in kept.setdefault(record.id, []):
+            doubled.append(row)
+        kept[record.id].append(record)
+    for row in reversed(doubled):
+        del records[row]
+    if doubled:
+        trace.problems.append(f"{plural(len(doubled), 'call')} that the file has twice: counted once")
 
 
 def _profiler_steps(steps: Sequence[tuple[int, int]], edges: Sequence[int]) -> frozenset[int]:

@@ -329,8 +329,9 @@ class RankTrace:
     """Number of these calls."""
     dropped: int = 0
     """Number of calls that the recorder itself could not keep."""
-    unreadable: int = 0
-    """Number of calls, or lines that may be calls, that the file has and no reader can read."""
+    lost_after: int | None = None
+    """Id of the call before the last row that may be a call and cannot be read; -1 = it is before all calls, None = all
+    rows can be read."""
     is_copy: bool = False
     """The file is of another rank, whose calls replace those of this rank."""
     starts_late: bool = False
@@ -392,6 +393,14 @@ class RankTrace:
         place = np.searchsorted(begins, called, side="right") - 1
         is_known = (place >= 0) & (place < len(self.steps) - 1) & self.timed
         return np.where(is_known, numbers[place], UNKNOWN_STEP).astype(np.int32)
+
+    def lose_after(self, call: int) -> None:
+        """Note that what follows the call with this id, or the call itself, cannot be read."""
+        self.lost_after = max(call, call if self.lost_after is None else self.lost_after)
+
+    def may_lack_calls(self, after: int = -1) -> bool:
+        """Return whether the file may have had a call after the one with this id that it does not show."""
+        return bool(self.dropped) or (self.lost_after is not None and self.lost_after >= after)
 
     @property
     def step_spans(self) -> list[tuple[int, int, int]]:
@@ -522,14 +531,14 @@ class TraceBuilder:
         number = (record.p2p_seq if is_p2p(record) else record.seq) or 0
         if not (
             all(0 <= moment < _LATEST for moment in (called, began, ended, took, number))
-            and UNKNOWN_STEP <= record.step < _MOST_STEPS
+            and (record.step == UNKNOWN_STEP or 0 <= record.step < _MOST_STEPS)
             and abs(record.id) < _LATEST
             and abs(record.thread or 0) < _LATEST
         ):
             self.trace.unattributed[IMPOSSIBLE] += 1
             called = began = ended = took = number = 0
             record = msgspec.structs.replace(
-                record, step=0, id=record.id if abs(record.id) < _LATEST else -1, thread=None
+                record, step=UNKNOWN_STEP, id=record.id if abs(record.id) < _LATEST else -1, thread=None
             )
         calls = self.trace.calls
         calls.append(
@@ -556,7 +565,7 @@ class TraceBuilder:
         number = [(one.p2p_seq if p2p[kind] else one.seq) or 0 for one, kind in zip(records, signature, strict=True)]
         id, step, thread = ([getattr(one, name) or 0 for one in records] for name in ("id", "step", "thread"))
         least, most = min((0, *called, *number)), max(map(abs, (0, *called, *number, *id, *thread)))
-        if least < 0 or most >= _LATEST or not UNKNOWN_STEP <= min((0, *step)) <= max((0, *step)) < _MOST_STEPS:
+        if least < 0 or most >= _LATEST or min((0, *step)) < 0 or max((0, *step)) >= _MOST_STEPS:
             for record, moment, one in zip(records, called, state, strict=True):
                 self.add(record, called=moment, state=one)
             return

@@ -118,7 +118,12 @@ def test_invalid_header_and_record_values_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "c", REDUCE | {"t": -WALL - 1, "id": 1 << 61, "step": 1 << 31}, {"end": {}}, world_size=0)
     found = read_comms(path)
     assert (found.world_size, found.unattributed) == (None, {IMPOSSIBLE: 1, IMPOSSIBLE_TIMES: 1})
-    assert (*found.calls.called, *found.calls.step, *found.calls.number, *found.calls.id) == (0, 0, 0, 1 << 61)
+    assert (*found.calls.called, *found.calls.step, *found.calls.number, *found.calls.id) == (
+        0,
+        UNKNOWN_STEP,
+        0,
+        1 << 61,
+    )
     assert read_comms(write(tmp_path / "e", {"end": {}})).span == (WALL, WALL)
     assert found.notes == [f"{path}: reports 0 ranks for the job, which is not a valid number"]
     (tmp_path / "d").write_text("{}")
@@ -243,7 +248,7 @@ def test_a_line_that_cannot_be_read_may_be_a_call(tmp_path: Path) -> None:
     path = write(tmp_path / "c", GROUP_LINE, REDUCE, LAST)
     with Path(path).open("a") as file:
         file.write('{"id":10,"op":"all_red\n')
-    assert read_comms(path).unreadable == 1
+    assert read_comms(path).lost_after == 9
 
 
 def test_a_dump_has_calls_from_long_before_its_moment() -> None:
@@ -256,7 +261,7 @@ def test_a_number_that_jumps_and_returns_is_corrected(tmp_path: Path) -> None:
     found = read_comms(write(tmp_path / "c", GROUP_LINE, *calls, {"end": {}}))
     assert list(found.calls.number) == [1, 2, 3, 4, 5]
     assert found.problems == ["1 calls have a number that is not between those of the calls around them"]
-    assert found.unreadable == 0
+    assert found.lost_after is None
 
 
 def test_numbers_in_another_order_stay(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossrank.comm import MOST, CommRecord, Group
+from crossrank.comm import MOST, UNKNOWN_STEP, CommRecord, Group
 from crossrank.tools.traces.rank_trace import (
     IMPOSSIBLE,
     RankTrace,
@@ -65,6 +65,7 @@ def test_calls_are_sorted_by_time_with_their_related_data() -> None:
         ({"t": -1, "seq": 4}, (0, 0), False),
         ({"t": 1 << 62, "seq": 4}, (0, 0), False),
         ({"step": 1 << 31, "seq": 4}, (0, 0), False),
+        ({"step": -1, "seq": 4}, (0, 0), False),
         ({"id": -(1 << 62), "seq": 4}, (0, 0), False),
     ],
 )
@@ -73,7 +74,10 @@ def test_a_call_with_impossible_numbers_loses_them(fields: dict[str, int], given
     trace = RankTrace(rank=0, path="f", source="comms")
     TraceBuilder(trace).add(record, called=record.t)
     assert (trace.calls.called[0], trace.calls.number[0]) == given
-    assert (trace.calls.id[0], trace.calls.step[0]) == (-1 if abs(record.id) > 1 << 61 else 5, 0)
+    assert (trace.calls.id[0], trace.calls.step[0]) == (
+        -1 if abs(record.id) > 1 << 61 else 5,
+        0 if kept else UNKNOWN_STEP,
+    )
     assert trace.unattributed == ({} if kept else {IMPOSSIBLE: 1})
     assert [one.group for one in trace.groups] == [Group(pg="0", size=0)]
 

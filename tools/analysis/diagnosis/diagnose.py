@@ -24,7 +24,7 @@ from crossrank.tools.analysis.diagnosis.search import Search
 from crossrank.tools.analysis.diagnosis.stacks import add_places
 from crossrank.tools.analysis.diagnosis.states import MOVING
 from crossrank.tools.analysis.diagnosis.stragglers import find_stragglers
-from crossrank.tools.analysis.diagnosis.wait_for_graph import wait_for_graph
+from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, wait_for_graph
 from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, RankTrace
 
 
@@ -44,10 +44,11 @@ def diagnose(
     job.clock_offset = {int(rank): int(offset_ms * 1e6) for rank, offset_ms in clocks.offset_ms.items()}
     pairing = pair_up(job)
     graph = wait_for_graph(job, pairing)
-    # A call that a file has lost would look like one that its rank has not made.
-    lossy = {rank for rank, one in job.ranks.items() if one.dropped or one.unreadable}
-    for op in graph.ops if allow_missing or lossy else ():
-        op.absent -= lacking.keys() | lossy if allow_missing else lossy
+    for op in graph.ops:
+        op.absent -= lacking.keys() if allow_missing else set()
+        # A call that a file has lost would look like one that its rank has not made.
+        lossy = {rank for rank in op.absent.intersection(job.ranks) if _may_have_lost(job, rank, op)}
+        op.absent, op.unknown = op.absent - lossy, op.unknown | lossy
     if evidence.logs_only:
         lacking = {} if evidence.log_is_cut else without_a_line(graph, lacking)
     search = Search(job, graph, pairing, {} if allow_missing else lacking)
@@ -56,9 +57,10 @@ def diagnose(
         _accuse_not_all(search)
     if evidence.told and not any(root.culprit_ranks for root in search.roots if root.kind != "log_missing"):
         search.roots = evidence.told
-    short = lossy | {rank for rank in job.ranks if _lost_open_calls(job, rank)}
+    short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
+    damaged = {rank for rank, one in job.ranks.items() if _lost_its_last_call(one)}
     for finding in search.roots:
-        if short.intersection(finding.culprit_ranks):  # the ring or the file may have lost the call it waits in
+        if (short | damaged).intersection(finding.culprit_ranks):  # the call it waits in may be lost
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
     found = search.roots + search.consequences
@@ -85,7 +87,7 @@ def diagnose(
             *evidence.notes,
             *job.outside,
             *outside_calls.polling_note(search),
-            *_notes(job, found, short, lacking if allow_missing else ()),
+            *_notes(job, found, short, damaged, lacking if allow_missing else ()),
             *(_about_logs(found) if evidence.logs_only else ()),
         ],
         counts={
@@ -173,7 +175,11 @@ def _backend(job: JobState, finding: Finding) -> str:
 
 
 def _notes(
-    job: JobState, found: Collection[Finding], short: Collection[int], missing: Collection[int]
+    job: JobState,
+    found: Collection[Finding],
+    short: Collection[int],
+    damaged: Collection[int],
+    missing: Collection[int],
 ) -> Iterator[str]:
     """Yield the assumptions of the verdict, and what could not be read."""
     if inferred := sum(group.inferred and len(group.ranks) > 0 for group in job.groups):
@@ -186,6 +192,8 @@ def _notes(
             f"{rank_text(short)} has more unfinished calls than its recorder keeps, so the call that it waits in may "
             "be lost, and it is named as no culprit; increase TORCH_FR_BUFFER_SIZE"
         )
+    if damaged and found:
+        yield f"the file of {rank_text(damaged)} may have lost its last call, so it is named as no culprit"
     if blind := [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]:
         yield (
             f"torch wrote the dumps of {rank_text(blind)}, on gloo: they lack sends and receives, so a rank that waits "
@@ -228,6 +236,18 @@ def _knows_no_p2p(trace: RankTrace) -> bool:
     """Return whether the file may lack sends and receives: a dump of torch itself, on gloo."""
     ours = trace.source == "comms" or trace.ending.taken_at is not None or trace.numbered_pairs
     return trace.backend == GLOO and not ours
+
+
+def _may_have_lost(job: JobState, rank: int, op: StuckOp) -> bool:
+    """Return whether the file of a rank may have had this call, in a row that cannot be read."""
+    trace, lane = job.ranks[rank], op.group.lanes.get(rank)
+    if op.is_p2p:
+        return _lost_its_last_call(trace)
+    return trace.may_lack_calls(trace.calls.id[lane.rows[-1]] if lane is not None and len(lane.rows) else -1)
+
+
+def _lost_its_last_call(trace: RankTrace) -> bool:
+    return trace.may_lack_calls(max(trace.calls.id, default=-1))
 
 
 def _lost_open_calls(job: JobState, rank: int) -> bool:

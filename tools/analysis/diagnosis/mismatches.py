@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from crossrank.comm import DEFAULT_GROUP, OPERATIONS, CommRecord, is_p2p
+from crossrank.comm import DEFAULT_GROUP, MOST, OPERATIONS, REDUCTIONS, CommRecord, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.tools.analysis.diagnosis.call_history import (
     is_from_elsewhere,
@@ -79,7 +79,8 @@ class MatchKey(NamedTuple):
 
 
 def match_key(signature: CommRecord) -> MatchKey:
-    if not _NAME.fullmatch(signature.op):
+    """Return the properties of a call; those with a value that crossrank does not know are unknown."""
+    if not _is_operation(signature):
         return MatchKey()
     row = OPERATIONS.get(signature.op)
     agrees = "input" if row is None else row.agrees
@@ -87,14 +88,29 @@ def match_key(signature: CommRecord) -> MatchKey:
     if signature.members:
         # In an uneven all_gather the outputs are equal on every rank; the inputs differ.
         elements = tuple(_elements(member.outputs or member.inputs) for member in signature.members)
-    elif agrees != "none" and not _is_uneven_by_name(signature) and (signature.inputs or signature.outputs):
-        elements = _elements(signature.inputs if agrees == "input" else signature.outputs)
+    elif agrees != "none" and not _is_uneven_by_name(signature):
+        side = signature.inputs if agrees == "input" else signature.outputs
+        count = _elements(side) if side else None
+        elements = count if count is not None and count <= MOST else None
     # Dumps of torch before 2.7, and rings that lost the members, do not show the calls of a batch.
     op = None if signature.op == "coalesced" and not signature.members else signature.op
-    dtype = signature.dtype
-    if signature.out_dtype is not None:
-        dtype = f"{dtype} into {signature.out_dtype}"
-    return MatchKey(op, elements, dtype, signature.root, signature.reduce)
+    dtypes = [dtype for dtype in (signature.dtype, signature.out_dtype) if dtype is not None]
+    dtype = " into ".join(dtypes) if dtypes and all(map(dtype_of, dtypes)) else None
+    return MatchKey(op, elements, dtype, signature.root, _reduction(signature))
+
+
+def _reduction(signature: CommRecord) -> str | None:
+    name = signature.reduce or ""
+    return name if name in REDUCTIONS or name.startswith("op_") else None
+
+
+def _is_operation(signature: CommRecord) -> bool:
+    """Return whether the name of the operation is right. A name without a row is that of an operation that crossrank
+    does not know, or damaged: its name in c10d shows which, except in a dump, which has only one name."""
+    op, c10d = signature.op, signature.c10d
+    if op in OPERATIONS or op == "coalesced":
+        return True
+    return _NAME.fullmatch(op) is not None and ":" not in c10d and operation_of(c10d) is None
 
 
 def contradiction(signature: CommRecord, size: int) -> str:
@@ -164,7 +180,7 @@ def find_mismatches(job: JobState) -> list[Mismatch]:
     keys: Interned[MatchKey] = Interned()
     of_signature = [keys.number(match_key(signature)) for signature in job.signatures]
     # For ranks that are not comparable: only these two fields are compared.
-    barely = [keys.number(MatchKey(root=one.root, reduce=one.reduce)) for one in job.signatures]
+    barely = [keys.number(MatchKey(root=one.root, reduce=_reduction(one))) for one in job.signatures]
     comparisons = (_Comparison(job, group, (barely, of_signature), keys.rows) for group in job.groups)
     return [found for one in comparisons if (found := one.first()) is not None]
 

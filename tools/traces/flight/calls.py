@@ -100,7 +100,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     moment = dump.moment
     rank = moment.rank if rank is None and moment is not None else rank
     trace = RankTrace(rank=rank, path=path, source="flight", version=dump.version, problems=list(dump.problems))
-    trace.timed_by, trace.placed, trace.unreadable = "flight", False, dump.entries.unreadable
+    trace.timed_by, trace.placed, trace.lost_after = "flight", False, dump.entries.lost_after
     backends = _backends(dump)
     trace.backend = next((backend for backend in backends if backend != GLOO), backends[0] if backends else "")
     trace.dump.active_only = _is_active_only(dump, trace.backend)
@@ -256,10 +256,11 @@ class _Reading:
                 f"entries with impossible sizes, which are unknown: the first is {self._impossible[0]}"
             )
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
-        wrong, unclear = mend_numbers(seq, np.where(p2p == 0, pg_id, -1))
+        wrong, unknown = mend_numbers(seq, np.where(p2p == 0, pg_id, -1))
         if wrong:
             trace.problems.append(wrong_numbers_text(wrong))
-            trace.unreadable += unclear
+            for row in unknown:
+                trace.lose_after(int(record_id[row]))
         group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, np.where(p2p, -1, seq), called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         strange = (ended > 0) & ((called > ended) | (began > ended))

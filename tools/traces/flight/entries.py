@@ -80,8 +80,8 @@ class Entries:
     """For each entry, the row of the first entry of its kind."""
     columns: dict[str, list[Any]]
     """The other fields, by the names of `Entry`."""
-    unreadable: int = 0
-    """Number of entries that could not be read."""
+    lost_after: int | None = None
+    """record_id of the entry before the last one that cannot be read; -1 = it is before all, None = there is none."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -157,10 +157,10 @@ def read_rows(rows: list[Any], problems: list[str], budget: Budget) -> Entries:
             return _checked(given, map(_encode, zip(*(given[name] for name in _DESCRIPTION), strict=True)))
     except BROKEN:
         pass
-    entries, unreadable = _row_by_row(rows, problems)
+    entries, lost_after = _row_by_row(rows, problems)
     kinds, kind = _by_kind(map(attrgetter(*_DESCRIPTION), entries))
     columns = {name: list(map(attrgetter(name), entries)) for name in _COLUMNS}
-    return Entries({row: entries[row] for row in kinds}, kind, columns, unreadable)
+    return Entries({row: entries[row] for row in kinds}, kind, columns, lost_after)
 
 
 def _checked(given: Columns, keys: Iterable[Hashable]) -> Entries:
@@ -213,11 +213,12 @@ def _lists(values: list[Any]) -> list[Any]:
     return values if _LISTS.issuperset(map(type, values)) else [one for one in values if type(one) in _LISTS]
 
 
-def _row_by_row(rows: list[Any], problems: list[str]) -> tuple[list[Entry], int]:
-    """Return (the entries, number of entries that cannot be read). What an entry lacks, or has as null, is unknown,
+def _row_by_row(rows: list[Any], problems: list[str]) -> tuple[list[Entry], int | None]:
+    """Return (the entries, `Entries.lost_after`). What an entry lacks, or has as null, is unknown,
     but what says which call it is. The first of several entries with one number counts."""
     entries: dict[int, Entry] = {}
     broken, twice, first = 0, 0, ""
+    last, lost_after = -1, None
     for number, row in enumerate(rows):
         try:
             given = row.items() if type(row) is dict else ()
@@ -225,12 +226,14 @@ def _row_by_row(rows: list[Any], problems: list[str]) -> tuple[list[Entry], int]
             entry = msgspec.convert(known, Entry)
         except BROKEN as error:
             broken += 1
+            lost_after = last
             first = first or f"entry {number}: {one_line(error)[:200]}"
             continue
         twice += entry.record_id in entries
         entries.setdefault(entry.record_id, entry)
+        last = entry.record_id
     if broken:
         problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were skipped")
     if twice:
         problems.append(f"{twice} entries have the number of an earlier one and were skipped")
-    return list(entries.values()), broken
+    return list(entries.values()), lost_after

@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from crossrank.comm import operation_of
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import (
     Batch,
@@ -112,7 +113,8 @@ def _records(program: Sequence[Call]) -> list[dict[str, Any]]:
         for one in call.ops if isinstance(call, Batch) else (call,):
             if isinstance(one, Collective):
                 counts[one.group] += 1
-                op = {"_all_gather_base": "all_gather"}.get(one.op, one.op.removeprefix("_"))
+                operation = operation_of(one.op)
+                op = one.op if operation is None else operation.name
                 root = 0 if op == "broadcast" else None
                 records.append({"op": op, "pg": one.group, "root": root, "seq": counts[one.group]})
             elif isinstance(one, Send | Recv):

@@ -494,8 +494,8 @@ def test_a_number_that_is_not_between_its_neighbours_is_corrected(tmp_path: Path
     entries[2]["collective_seq_id"] = 1003
     found = read(tmp_path, *entries)
     assert list(found.calls.number) == [1, 2, 3, 4, 5]
-    assert (found.unreadable, found.problems) == (
-        0,
+    assert (found.lost_after, found.problems) == (
+        None,
         ["1 calls have a number that is not between those of the calls around them"],
     )
     entries[3]["collective_seq_id"] = 9  # 2, ?, 9, 5: nobody can tell which numbers these are
