@@ -11,6 +11,7 @@ other alignment is clearly worse.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,25 +35,46 @@ by the time between calls, at most 1."""
 _TIGHT = 0.25
 """Times that differ by more than this share of the time between calls do not say which calls are a pair."""
 _OFFSETS = 3
-"""Offsets between two clocks that are tried, besides 0."""
+"""Offsets between two clocks that are tried of each kind, besides 0."""
 _FEWEST = 4
 """Pairs that show the offset between two clocks."""
 _CLEAR = 0.25
 """An alignment must be cheaper by this than one that pairs a call with another one."""
 
 
-def align(what: Ints, when: Ints, other: Ints, other_when: Ints) -> Ints | None:
-    """Return the index in `other` of each call of `what`, or -1; None if too few have one that is certain.
+class Sequence(NamedTuple):
+    """The calls of one rank on one group, in order."""
 
-    Equal numbers in `what` and `other` may be one collective. `when` and `other_when` are ns, 0 = unknown.
-    """
-    if len(what) > len(other):
-        inverse = align(other, other_when, what, when)
-        return None if inverse is None else _inverted(inverse, len(what))
+    what: Ints
+    """Calls of two ranks with equal numbers may be one collective."""
+    when: Ints
+    """ns, 0 = unknown."""
+    step: Ints
+    """Negative = unknown."""
+
+
+def align(mine: Sequence, theirs: Sequence) -> Ints | None:
+    """Return the index in `theirs` of each call of `mine`, or -1; None if too few have one that is certain."""
+    if len(mine.what) > len(theirs.what):
+        inverse = align(theirs, mine)
+        return None if inverse is None else _inverted(inverse, len(mine.what))
+    (what, when, step), (other, other_when, other_step) = mine, theirs
     if np.array_equal(what, other) and _is_close(when, other_when):
         return np.arange(len(what))
+    if (step >= 0).all() and (other_step >= 0).all():  # the best key: ranks count steps alike
+        pairs = np.unique(
+            np.concatenate([np.stack(one, axis=1) for one in ((what, step), (other, other_step))]),
+            axis=0,
+            return_inverse=True,
+        )[1]
+        found = _by_calls(pairs[: len(what)].ravel(), when, pairs[len(what) :].ravel(), other_when)
+        if found is not None:
+            return found
+    return _by_calls(what, when, other, other_when)
+
+
+def _by_calls(what: Ints, when: Ints, other: Ints, other_when: Ints) -> Ints | None:
     shift = shift_between(what, when, other, other_when)
-    rigid = None
     if shift is not None:
         rigid = np.arange(len(what)) + shift
         rigid[(rigid < 0) | (rigid >= len(other))] = -1
@@ -92,7 +114,7 @@ def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int 
     """Return the index in `other` of the first call of the shorter `what`, negative if `other` lacks it; None if the
     shift is ambiguous.
 
-    Arguments are as in `align`. Criteria:
+    Arguments are those of two `Sequence`s. Criteria:
 
     1. the calls themselves;
     2. their times, if the clocks agree to less than half the time between calls;
@@ -147,7 +169,7 @@ def _column_medians(values: Floats, counts: Bools) -> Floats:
 
 
 def _with_gaps(what: Ints, when: Ints, other: Ints, other_when: Ints) -> Ints | None:
-    """As `align`, if either file may lack calls between others."""
+    """As `align`, for files of which either may lack calls between others."""
     more = len(other) - len(what)
     pad = min(_MAX_SHIFT, (_MAX_CELLS // max(1, len(what)) - more) // 2, len(what))
     if more > _MAX_SHIFT or pad < 1:
@@ -193,7 +215,7 @@ def _agree(one: Ints, other: Ints) -> bool:
 
 def _offsets(apart: Floats, alike: Bools) -> Iterator[float]:
     """Return the offsets between the clocks that may be right: 0, and the medians of the shifts at which the time
-    differences vary least."""
+    differences vary least, or at which most calls are alike."""
     yield 0.0
     many = alike.sum(axis=0) >= max(2, len(apart) * _MIN_OVERLAP / 2)
     apart, alike = apart[:, many], alike[:, many]
@@ -202,7 +224,8 @@ def _offsets(apart: Floats, alike: Bools) -> Iterator[float]:
     medians = _column_medians(apart, alike)
     ordered = np.sort(np.where(alike, np.abs(apart - medians), np.inf), axis=0)
     quarter = ordered[alike.sum(axis=0) // 4, np.arange(alike.shape[1])]  # if calls are lost, most are apart
-    yield from medians[np.argsort(quarter, kind="stable")[:_OFFSETS]].tolist()
+    by_spread, by_count = (np.argsort(one, kind="stable")[:_OFFSETS].tolist() for one in (quarter, -alike.sum(axis=0)))
+    yield from (float(medians[column]) for column in dict.fromkeys(by_spread + by_count))
 
 
 def _cheapest(cost: Floats, count: int) -> tuple[float, Ints | None]:

@@ -17,11 +17,12 @@ import numpy as np
 import polars as pl
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.job.alignment import align
+from crossrank.tools.job.alignment import Sequence, align
 from crossrank.tools.job.launches import CallKind, Launches, of_collectives
 from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import Interned
 
+_NO_STEP = -1
 _MAX_CONTRADICTIONS = 0.05
 """Counted numbers with a larger share of contradictions count as shifted."""
 NO_NUMBER = "calls whose place in the order of their group is unknown: not matched across ranks"
@@ -129,6 +130,7 @@ def _renumber(calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series) -> tup
     at_edge, missing = np.zeros((2, len(calls)), bool)
     moment = calls.select(pl.coalesce("ended_ns", "called_ns").fill_null(0)).to_series().to_numpy()
     what = meaning.gather(calls["kind"]).to_numpy()
+    step = calls["step"].fill_null(_NO_STEP).to_numpy()
     order = (
         calls.select("lane", "rank", "number")
         .with_row_index("row")
@@ -145,8 +147,10 @@ def _renumber(calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series) -> tup
         for rows in of_ranks:
             if rows is reference:
                 places.append(np.arange(len(rows)))
-            elif (found := align(what[rows], moment[rows], what[reference], moment[reference])) is not None:
-                places.append(found)
+            else:
+                mine, theirs = (Sequence(what[one], moment[one], step[one]) for one in (rows, reference))
+                if (found := align(mine, theirs)) is not None:
+                    places.append(found)
         if len(places) < len(of_ranks):
             continue
         members = np.bincount(np.concatenate([place[place >= 0] for place in places]), minlength=len(reference))

@@ -13,8 +13,8 @@ from crossrank.tools.traces.rank_trace import RankTrace
 
 _MAX_GAP_NS = 60_000_000_000
 """Ranks of one run overlap at least to within this gap, on clocks of different nodes."""
-_FIRST_DAY_NS = 86_400_000_000_000
-"""Earlier times are not from a wall clock, but from a clock that starts with the capture."""
+_YEAR_2000_NS = 946_684_800_000_000_000
+"""Earlier times are not from a wall clock, but from a clock that starts with the capture or the machine."""
 _ADVICE = "give the files of one run"
 
 
@@ -73,5 +73,5 @@ def facts_of(one: RankTrace) -> RankFacts:
 
 def span_of(times_ns: Iterable[int]) -> tuple[int, int] | None:
     """Return the first and the last time of a wall clock; None if there is none."""
-    moments = [time_ns for time_ns in times_ns if time_ns > _FIRST_DAY_NS]
+    moments = [time_ns for time_ns in times_ns if time_ns > _YEAR_2000_NS]
     return (min(moments), max(moments)) if moments else None

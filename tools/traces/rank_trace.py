@@ -469,7 +469,7 @@ def waits_of(trace: RankTrace) -> Waits:
     return trace.waits
 
 
-IMPOSSIBLE = "calls with impossible numbers: they have no times or sizes"
+IMPOSSIBLE = "calls with impossible numbers or times, which are unknown"
 _LATEST = 1 << 62
 _MOST_STEPS = 1 << 31
 
@@ -526,20 +526,22 @@ class TraceBuilder:
     ) -> int:
         """Append a call and return its row. Times are ns since 1970; `record.t` may be on another clock.
 
-        A call with impossible numbers is counted, and has no number and no times.
+        A call with impossible numbers is counted, and they are unknown.
         """
         number = (record.p2p_seq if is_p2p(record) else record.seq) or 0
-        if not (
-            all(0 <= moment < _LATEST for moment in (called, began, ended, took, number))
-            and (record.step == UNKNOWN_STEP or 0 <= record.step < _MOST_STEPS)
-            and abs(record.id) < _LATEST
-            and abs(record.thread or 0) < _LATEST
-        ):
+        has_step = record.step == UNKNOWN_STEP or 0 <= record.step < _MOST_STEPS
+        has_ids = abs(record.id) < _LATEST and abs(record.thread or 0) < _LATEST
+        if not (all(0 <= value < _LATEST for value in (called, began, ended, took, number)) and has_step and has_ids):
             self.trace.unattributed[IMPOSSIBLE] += 1
-            called = began = ended = took = number = 0
+            if not all(0 <= moment < _LATEST for moment in (called, began, ended, took)):
+                called = began = ended = took = 0
             record = msgspec.structs.replace(
-                record, step=UNKNOWN_STEP, id=record.id if abs(record.id) < _LATEST else -1, thread=None
+                record,
+                step=record.step if has_step else UNKNOWN_STEP,
+                id=record.id if abs(record.id) < _LATEST else -1,
+                thread=record.thread if abs(record.thread or 0) < _LATEST else None,
             )
+            number = number if 0 <= number < _LATEST else 0
         calls = self.trace.calls
         calls.append(
             group=self.group(record.pg) if group is None else group,

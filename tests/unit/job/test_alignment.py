@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from crossrank.tools.job.alignment import align
+from crossrank.tools.job.alignment import Sequence, align
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.matching import MISSING
@@ -26,15 +26,21 @@ def pairs(
     noise: float = 1000.0,
     period: float = 1e6,
     timed: bool = True,
+    even: bool = False,
+    steps_of: int = 0,
 ) -> tuple[int, int]:
     """Return (right, wrong) pairs of ranks whose files have the calls with these numbers, at irregular times."""
     random = np.random.default_rng(7)
     count = max(*first, *second) + 1
-    moment = 10**9 + np.cumsum(random.exponential(period, count))
+    moment = 10**9 + np.cumsum(np.full(count, period) if even else random.exponential(period, count))
     what = random.integers(0, operations, count)
-    mine, theirs = (moment[one] + random.normal(0, noise, len(one)) for one in (first, second))
-    when, other_when = (timed * one.astype(np.int64) for one in (mine, theirs + clock))
-    found = align(what[first], when, what[second], other_when)
+    own, others = (moment[one] + random.normal(0, noise, len(one)) for one in (first, second))
+    when, other_when = (timed * one.astype(np.int64) for one in (own, others + clock))
+    steps = (np.array(one) // steps_of if steps_of else np.full(len(one), -1) for one in (first, second))
+    first_rank, second_rank = (
+        Sequence(what[one], at, step) for one, at, step in zip((first, second), (when, other_when), steps, strict=True)
+    )
+    found = align(first_rank, second_rank)
     if found is None:
         return 0, 0
     partners = [(number, second[place]) for number, place in zip(first, found, strict=True) if place >= 0]
@@ -73,6 +79,13 @@ def test_operations_decide_where_no_times_are_known() -> None:
 
 def test_equal_calls_without_times_have_no_certain_partner() -> None:
     assert pairs(without(30), ALL, timed=False) == (0, 0)
+
+
+@pytest.mark.parametrize("clock", [700_000, 5_000_000_123])
+def test_steps_decide_where_every_step_is_like_the_others(clock: int) -> None:
+    right, wrong = pairs(without(4), ALL, clock=clock, even=True, steps_of=10)
+    assert (wrong, right >= 57) == (0, True)
+    assert pairs(without(4), ALL, clock=clock, even=True)[1] == 0
 
 
 def test_times_that_differ_by_more_than_the_time_between_calls_decide_nothing() -> None:

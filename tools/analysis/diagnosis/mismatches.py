@@ -127,10 +127,13 @@ def contradiction(signature: CommRecord, size: int) -> str:
     if op != "all_reduce" and (not size or _is_uneven(signature) or _is_uneven_by_name(signature)):
         return ""
     given, got = _elements(signature.inputs), _elements(signature.outputs)
+    if max(given, got) > MOST:
+        return ""  # damaged
     whole, shares = (given, got) if op == "reduce_scatter" else (got, given)
     if whole != (shares if op == "all_reduce" else shares * size):
         return f"{given} elements in, {got} elements out"
-    return f"{signature.dtype} in, {signature.out_dtype} out" if signature.out_dtype is not None else ""
+    both_known = dtype_of(signature.dtype or "") is not None and dtype_of(signature.out_dtype or "") is not None
+    return f"{signature.dtype} in, {signature.out_dtype} out" if both_known else ""
 
 
 def _copied_bytes(key: MatchKey) -> int | str:

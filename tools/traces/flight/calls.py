@@ -474,7 +474,8 @@ class _Reading:
             inputs, outputs = _scattered(inputs, outputs)
         into, out = (next(map(_dtype, types), None) for types in (entry.input_dtypes, entry.output_dtypes))
         comms = ParamComms(name=name, pg=of_group.pg, inputs=inputs, outputs=outputs, dtype=into or out)
-        record = to_record(comms, of_group, number=0, time=0, c10d=name)
+        c10d = name if operation is not None else entry.profiling_name  # with its backend, it is the name of a dump
+        record = to_record(comms, of_group, number=0, time=0, c10d=c10d)
         return msgspec.structs.replace(
             record,
             out_dtype=out if out != record.dtype else None,

@@ -124,7 +124,7 @@ ALL = "by [1] of [0, 1, 2]"
 LEFT_OUT = f"{ALL}: rank 1 skipped this call; its next calls match those of the other ranks"
 TOO_MANY = f"{ALL}: rank 1 made this call and the other ranks did not; the next calls match again"
 ODD = f"{ALL}: rank 0,2: A; rank 1"
-OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g")
+OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="float32", out_dtype="float64")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ OUT_9, OUT_8 = call(outputs=[[9]]), call(outputs=[[8]], dtype="f", out_dtype="g"
         ),
         (
             ("a", [OUT_8], ""),
-            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: f in, g out",
+            "dtype_mismatch all_reduce #1 since 0 by [1] of [0, 1]: rank 1: float32 in, float64 out",
         ),
         (
             ([OUT_9], [OUT_9], ""),
