@@ -48,7 +48,7 @@ class Figures(msgspec.Struct, kw_only=True):
     world_size: int
     ranks: int
     missing_ranks: str
-    nodes: int
+    nodes: int | None
     about: dict[str, str]
     """Versions and settings -> value on most ranks."""
     calls: int
@@ -109,7 +109,7 @@ def figures(
         world_size=size,
         ranks=len(ranks),
         missing_ranks=rank_ranges(table.missing_ranks),
-        nodes=len({one.node for one in ranks if one.node}),
+        nodes=len({one.node for one in ranks if one.node}) or None,
         about=_about(ranks),
         calls=table.calls,
         bytes=_known_bytes(int(kinds["bytes"].sum()), int(kinds["unsized"].sum()), int(kinds["calls"].sum())),
@@ -180,7 +180,7 @@ def _classes(found: JobTables) -> list[str]:
     for number, group in enumerate(found.job.groups):
         desc = "" if group.desc == "undefined" else group.desc
         keys.append((desc, group.known_size, "" if desc else locality_of.get(number, "")))
-    count = Counter(keys)
+    count = Counter(keys[number] for number in {kind.group for kind in found.kinds})
     names = []
     for key, group in zip(keys, found.job.groups, strict=True):
         desc, size, where = key

@@ -40,7 +40,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     labels: list[str]
     bytes: list[list[int]]
     """Sums over all recorded calls."""
-    total: int
+    total: int | None
     modelled: int
     """Bytes of collectives in `total`, which are modelled as on a ring."""
     between_nodes: int | None
@@ -87,7 +87,7 @@ def traffic(found: JobTables) -> Traffic:
         what=what,
         labels=labels,
         bytes=np.rint(matrix).astype(np.int64).tolist(),
-        total=round(float(matrix.sum())),
+        total=round(float(matrix.sum())) or None,
         modelled=round(modelled),
         between_nodes=round(between) if nodes is not None else None,
         not_placed=lost.total(),

@@ -24,6 +24,8 @@ class Waiting(msgspec.Struct, kw_only=True):
 
     measured: str
     """What the waiting times are computed from: times of communication, or times of calls on the host."""
+    by_calls: bool
+    """Whether that is the times of calls on the host."""
     axis: str
     """Unit of the bins: `step`, or ms since the start."""
     bins: list[float]
@@ -58,7 +60,8 @@ def waiting_of(found: JobTables) -> Waiting | None:
     calls = _calls(found)
     placed = all(one.placed for one in found.job.ranks.values())
     measured = "start and end times of communication" if placed else "durations of communication on each rank"
-    if not _has_times(found):
+    by_calls = not _has_times(found)
+    if by_calls:
         measured = "the times at which the hosts made their calls"
     shown = calls.drop_nulls(("wait", "moment"))
     if not len(shown.filter(pl.col("wait") > 0)):
@@ -78,6 +81,7 @@ def waiting_of(found: JobTables) -> Waiting | None:
     mean_of = {(block, place): mean for block, place, mean in means.iter_rows()}
     return Waiting(
         measured=measured,
+        by_calls=by_calls,
         axis=axis,
         bins=begins,
         p50_us=p50,
@@ -122,7 +126,8 @@ def _wait_by_calls(calls: pl.DataFrame, found: JobTables) -> pl.DataFrame:
     usable = pl.col("releases_all") & pl.col("moment").is_not_null() & (pl.col("launches") > 1) & ~pl.col("opens")
     last = pl.col("moment").filter(usable).max().over("collective")
     calls = found.about(calls, "releases_all").with_columns(wait=pl.when(usable).then(last - pl.col("moment")))
-    return calls.with_columns(last_rank=pl.col("rank").filter(pl.col("wait") == 0).last().over("collective"))
+    is_last = (pl.col("wait") == 0) & (pl.max("wait").over("collective") > 0)
+    return calls.with_columns(last_rank=pl.col("rank").filter(is_last).last().over("collective"))
 
 
 def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
@@ -192,10 +197,10 @@ def _count_arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
     known = calls.lazy().filter(_COUNTED)
     took_part = known.group_by("rank").agg(collectives=pl.len(), last=(rank == last).sum()).collect()
     late = known.filter((wait > 0) & last.is_not_null())
-    # The rank that waited longest in a collective was first, unless it was last.
-    longest_wait = {"last_rank": pl.first("last_rank"), "rank": rank.filter(wait == wait.max()).min()}
+    # The rank that waited longest in a collective was first. If several did, none was.
+    longest_wait = {"rank": rank.filter(wait == wait.max()).min(), "several": (wait == wait.max()).sum() > 1}
     longest = _in_parts(late, ["collective"], lambda part: part.group_by("collective").agg(**longest_wait))
-    earliest = longest.filter(rank != last).group_by("rank").agg(first=pl.len())
+    earliest = longest.filter(~pl.col("several")).group_by("rank").agg(first=pl.len())
     counted = calls.lazy().filter(wait > 0)
     waiting = covered(counted, ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
     waited_for = covered(late, ["last_rank"], moment, moment + wait)

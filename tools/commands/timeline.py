@@ -53,8 +53,9 @@ class TimelineCommand:
 def _print(output: str, size: int, written: Written, found: JobTables) -> None:
     print_fact("timeline", f"{output}, {amount(size)}")
     print_fact("next", "open it at https://ui.perfetto.dev, in a browser on your computer")
-    steps = f"{written.steps:,} complete steps, counted on each rank"
-    print_fact("contents", f"{plural(written.ranks, 'rank')}, {steps}, {written.duration_ms:,.1f} ms")
+    steps = "no known steps" if written.steps is None else f"{written.steps:,} complete steps, counted on each rank"
+    calls = f"{written.duration_ms:,.1f} ms from the first call to the last"
+    print_fact("contents", f"{plural(written.ranks, 'rank')}, {steps}, {calls}")
     print_fact("", f"{written.calls:,} calls or batches, {written.activities:,} with a measured start and end")
     print_fact("", f"{written.arrows:,} arrows from the first rank of a collective or transfer to the last")
     print_fact("clocks", alignment_text(found.clocks))

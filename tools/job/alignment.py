@@ -169,7 +169,7 @@ def _column_medians(values: Floats, counts: Bools) -> Floats:
 
 
 def _with_gaps(what: Ints, when: Ints, other: Ints, other_when: Ints) -> Ints | None:
-    """As `align`, for files of which either may lack calls between others."""
+    """As `align`. Either file may lack calls between others."""
     more = len(other) - len(what)
     pad = min(_MAX_SHIFT, (_MAX_CELLS // max(1, len(what)) - more) // 2, len(what))
     if more > _MAX_SHIFT or pad < 1:

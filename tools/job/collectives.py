@@ -239,8 +239,12 @@ def _measure(
     del of_call  # as large as the calls
     waits = calls.lazy().group_by("collective").agg(longest_wait_ns=pl.max("waiting_ns")).sort("collective").collect()
     # Durations of kernels are exact on any clock. A start within the error of the clocks does not count as late.
-    is_late = waits["longest_wait_ns"].gather(last["collective"]) > clocks.slack_ns
-    last = last.filter(pl.col("exact") | is_late).group_by("collective").agg(last_rank=pl.last("rank"))
+    longest = waits["longest_wait_ns"].gather(last["collective"])
+    last = (
+        last.filter((pl.col("exact") & (longest > 0)) | (longest > clocks.slack_ns))
+        .group_by("collective")
+        .agg(last_rank=pl.last("rank"))
+    )
     collectives = collectives.hstack(waits.select("longest_wait_ns")).join(last, on="collective", how="left")
     return calls, with_rates(found, collectives.sort("collective").select(_COLLECTIVE_COLUMNS))
 

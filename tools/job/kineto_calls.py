@@ -24,6 +24,7 @@ from crossrank.text import plural
 from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, MARKERS
 from crossrank.tools.graph.linking.nesting import Nesting, is_work, nest
 from crossrank.tools.job.traced_windows import take_kineto
+from crossrank.tools.traces.call_numbers import mostly_numbered
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
 from crossrank.tools.traces.param_comms import ParamComms, from_kineto, shapes_from_elements, to_record
@@ -86,12 +87,13 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
 
 
 def _are_numbered(calls: Sequence[ParamComms]) -> bool:
-    """Return whether each collective has torch's number within its group (`Seq`), which is the same on all ranks.
+    """Return whether the collectives have torch's numbers within their groups (`Seq`), which are the same on all ranks.
 
     Calls of a batch share a number, and a launch of a CUDA graph repeats those of its calls: they are counted."""
     operations = {one.name: operation_of(one.name) for one in calls}
     numbers = [(one.pg, one.seq) for one in calls if (operation := operations[one.name]) is None or not operation.p2p]
-    return bool(numbers) and all(seq for _, seq in numbers) and len(set(numbers)) == len(numbers)
+    given = [one for one in numbers if one[1]]
+    return bool(given) and mostly_numbered([not seq for _, seq in numbers]) and len(set(given)) == len(given)
 
 
 _Row = tuple[int, DeviceEvent | HostEvent, ParamComms]

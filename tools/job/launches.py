@@ -47,8 +47,8 @@ TIMED_BY = {
 """What measured the times of a rank."""
 
 LEFT_OUT = "calls inside a node: counted, but not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
-UNTIMED = "calls without a measured time: not finished, or outside of the traced windows"
-BEGIN_ALONE = "calls with a start time only"
+UNTIMED = "calls without a measured time: not finished, not timed, or outside of the traced windows"
+BEGIN_ALONE = "calls or batches with a start time only"
 OTHER_ITERATION = "calls whose recorded size is from another step than their time: their size is unknown"
 _RANKS_PER_CHUNK = 64
 """Ranks that are converted at once: the intermediate columns are several times as large as the launches."""
@@ -270,8 +270,10 @@ class _LaunchBuilder:
         batched, numbered, given = pl.col("batched"), pl.col("numbered"), pl.col("number")
         # torch numbers sends and receives per group, crossrank per pair.
         counted = ~numbered | (pl.col("p2p") & ~pl.col("numbered_pairs"))
-        without = (given < 0) | ~(pl.col("known") | numbered | batched)
         own = (given == 0) | counted | batched
+        # In a file with numbers, a call without one is damaged: counting would give it the number of another call.
+        is_damaged = (given == 0) & ~counted & ~batched & (given > 0).any().over("rank")
+        without = (given < 0) | ~(pl.col("known") | numbered | batched) | is_damaged
         return made.hstack(of_kind[made["kind"]]).select(
             *(pl.col(name).cast(_CALLS[name]) for name in ("rank", "kind", "row", "id")),
             number=pl.when(without).then(None).when(own).then("running").otherwise(given),

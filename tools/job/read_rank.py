@@ -11,7 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from crossrank.comm import CommRecord
+import msgspec
+
+from crossrank.comm import CommRecord, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
@@ -23,6 +25,7 @@ from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, Li
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
 from crossrank.tools.job.traced_windows import take_linked
+from crossrank.tools.traces.call_numbers import mostly_numbered
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import INSPECTOR, Files
 from crossrank.tools.traces.flight.calls import read_flight
@@ -182,13 +185,14 @@ def read_linked_window(given: RankSources) -> RankTrace:
 
 def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
     """A linked trace: calls with their times, and the waits that its execution trace has."""
+    counted = [one.seq_counted for one in window.communications if not is_p2p(one.record)]
     trace = RankTrace(
         rank=given.rank if given.rank is not None else window.rank,
         path=given.path,
         source="linked",
         timed_by="kineto",
         world_size=window.world_size,
-        numbered=not any(one.seq_counted for one in window.communications),
+        numbered=mostly_numbered(counted),
         numbered_pairs=all(one.origin in OURS for one in window.communications),
         span=(window.base_ns, window.base_ns + HALF_HOUR) if window.base_ns else None,
     )
@@ -196,6 +200,8 @@ def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
     for communication in window.communications:
         # Records from a comms file are on that file's clock: here all go on the trace's.
         host, record = hosts.get(communication.host), communication.record
+        if trace.numbered and communication.seq_counted and not is_p2p(record):
+            record = msgspec.structs.replace(record, seq=None)
         began = None if host is None else host.start_ns
         builder.add(record, called=record.t if began is None else began + window.base_ns)
     _give_times(window, trace, enumerate(window.communications))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from crossrank.text import plural
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _FAR = 1000
-"""A number that rises by this more than its lane has calls is wrong: so many calls are not left out at once."""
+"""A number that rises by this more than its lane has calls is wrong."""
 Column = npt.NDArray[np.int64]
 
 
@@ -21,6 +22,12 @@ def odd_ones(values: Column) -> list[int]:
     before, own, after = values[:-2], values[1:-1], values[2:]
     found: list[int] = (np.flatnonzero((before <= after) & ((own < before) | (own > after))) + 1).tolist()
     return found
+
+
+def mostly_numbered(lacks: Sequence[bool]) -> bool:
+    """Return whether calls have numbers of their own, if at most one of them, or a twentieth, `lacks` it: counting
+    would number all calls of the file otherwise than those of the other ranks."""
+    return len(lacks) > sum(lacks) <= max(1, len(lacks) // 20) or not lacks
 
 
 def mend_numbers(number: Column, lane: Column) -> tuple[int, list[int]]:

@@ -134,13 +134,13 @@ def test_a_launch_is_complete_if_its_call_ids_are_consecutive() -> None:
 @pytest.mark.parametrize(
     ("records", "facts", "number", "counted"),
     [
-        ([{"op": "all_reduce"}, {"op": "all_reduce", "seq": 9}], {}, [1, 9], False),
+        ([{"op": "all_reduce"}, {"op": "all_reduce", "seq": 9}], {}, [None, 9], False),
         ([{"op": "all_reduce", "seq": 8}, {"op": "all_reduce", "seq": 9}], {"numbered": False}, [1, 2], True),
         ([{"op": "kernel", "seq": 8}, {"op": "kernel"}], {"numbered": False}, [None, None], True),
-        ([{"op": "kernel", "seq": 8}, {"op": "kernel"}], {}, [8, 2], False),
+        ([{"op": "kernel", "seq": 8}, {"op": "kernel"}], {}, [8, None], False),
     ],
 )
-def test_unnumbered_calls_are_numbered_by_order(
+def test_calls_are_counted_only_in_files_without_numbers(
     records: list[dict[str, Any]], facts: dict[str, Any], number: list[int | None], counted: bool
 ) -> None:
     found = made(traced(*records, **facts))

@@ -84,6 +84,7 @@ def two_ranks() -> tuple[Rank, Rank]:
     first.call(100, 500).call(600, 700, "all_gather", bytes=2_000_000)
     second.call(400, 500).call(600, 700, "all_gather", bytes=2_000_000)
     first.times.steps, second.times.steps = [(1, EPOCH + 300_000)], [(1, EPOCH + 350_000)]
+    first.times.records_steps = second.times.records_steps = True
     return first, second
 
 
@@ -165,6 +166,7 @@ def test_a_rank_whose_calls_have_no_times_has_its_steps() -> None:
     first, second = Rank(0).call(100, 500), Rank(1).call(0, 0)
     second.times.calls.called[0] = 0
     second.times.steps = [(1, EPOCH + 100_000), (2, EPOCH + 300_000)]
+    second.times.records_steps = True
     trace = timeline(first, second)
     assert [event[:3] for event in trace.events["rank 1/steps"]] == [
         ("step 0", 0, 5_000),

@@ -118,12 +118,8 @@ def test_invalid_header_and_record_values_are_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "c", REDUCE | {"t": -WALL - 1, "id": 1 << 61, "step": 1 << 31}, {"end": {}}, world_size=0)
     found = read_comms(path)
     assert (found.world_size, found.unattributed) == (None, {IMPOSSIBLE: 1, IMPOSSIBLE_TIMES: 1})
-    assert (*found.calls.called, *found.calls.step, *found.calls.number, *found.calls.id) == (
-        0,
-        UNKNOWN_STEP,
-        0,
-        1 << 61,
-    )
+    calls = found.calls
+    assert (*calls.called, *calls.step, *calls.number, *calls.id) == (0, UNKNOWN_STEP, 1, 1 << 61)
     assert read_comms(write(tmp_path / "e", {"end": {}})).span == (WALL, WALL)
     assert found.notes == [f"{path}: reports 0 ranks for the job, which is not a valid number"]
     (tmp_path / "d").write_text("{}")

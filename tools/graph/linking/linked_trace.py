@@ -216,7 +216,7 @@ class LinkedTrace(Provenance, kw_only=True):
     def __repr__(self) -> str:
         if self.text:
             return self.text
-        counts = (len(self.host), "host operations"), (len(self.activities), "activities"), (len(self.edges), "edges")
+        counts = (len(self.host), "host nodes"), (len(self.activities), "activities"), (len(self.edges), "edges")
         things = ", ".join(f"{count:,} {what}" for count, what in counts)
         return f"<LinkedTrace of rank {self.rank}: {things}, {len(self.communications):,} communications>"
 

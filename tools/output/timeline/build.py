@@ -33,10 +33,11 @@ class Written(msgspec.Struct, kw_only=True):
     """Calls with start and end on the device."""
     arrows: int
     """Collectives with an arrow."""
-    steps: int
-    """Steps with a known start, over all ranks."""
+    steps: int | None
+    """Steps with a known start and end, over all ranks; null if no rank has steps."""
     counters: list[str]
     duration_ms: float
+    """From the first call to the last."""
     epoch_ns: int
     """ns since 1970 at time 0; 0 without a wall clock."""
 
@@ -51,15 +52,17 @@ def write_timeline(found: JobTables, file: BinaryIO, *, flows: Flows = "first-la
     if zero is None:
         path = next(iter(ranks.values())).path
         raise CrossrankError(f"{path}: no communication has a time, so the timeline would be empty")
+    begins = [one.steps[0][1] + found.shift.get(rank, 0) for rank, one in ranks.items() if one.steps]
+    first, zero = zero, min([zero, *begins])
     calls = _with_flows(found, flows)
     written = Written(
         ranks=len(ranks),
         calls=calls["called_ns"].count(),
         activities=int(calls["on_device"].sum()),
         arrows=calls["flow"].n_unique() - calls["flow"].has_nulls(),
-        steps=sum(one.ended_steps for one in ranks.values()),
+        steps=sum(one.ended_steps for one in ranks.values()) if begins else None,
         counters=[],
-        duration_ms=(last - zero) / 1e6,
+        duration_ms=(last - first) / 1e6,
         epoch_ns=zero,
     )
     labels = [_label(found, kind) for kind in found.kinds] or [""]
@@ -75,8 +78,8 @@ def write_timeline(found: JobTables, file: BinaryIO, *, flows: Flows = "first-la
         parent = writer.track(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
         own = by_rank.get((rank,), calls.clear())
         if one.steps:
-            begins = [(number, moment + found.shift.get(rank, 0)) for number, moment in one.steps]
-            writer.events(writer.track("steps", parent), _steps(begins, own, zero))
+            of_rank = [(number, moment + found.shift.get(rank, 0)) for number, moment in one.steps]
+            writer.events(writer.track("steps", parent), _steps(of_rank, own, zero, one.records_steps))
         for name, events in _rank_tracks(own, labels, zero):
             writer.events(writer.track(name, parent), events)
     return written
@@ -143,14 +146,14 @@ def slots(start: Ints, end: Ints) -> Ints:
     return slot
 
 
-def _steps(steps: Sequence[tuple[int, int]], calls: pl.DataFrame, zero: int) -> Events:
-    """Return the steps. A step that starts before the timeline is cut at its start."""
+def _steps(steps: Sequence[tuple[int, int]], calls: pl.DataFrame, zero: int, has_earlier: bool) -> Events:
+    """Return the steps. `has_earlier`: calls before the first one are of the step before it."""
     latest = (calls[name].max() for name in ("called_ns", "ended_ns"))
     last = max([zero, *(moment for moment in latest if moment is not None)])
     begins = [max(moment, zero) for _, moment in steps]
     names = [f"step {number}" for number, _ in steps]
     # The first step line of a recording is step 1: step 0 is before it.
-    if begins[0] > zero:
+    if has_earlier and begins[0] > zero:
         names.insert(0, f"step {steps[0][0] - 1}")
         begins.insert(0, zero)
     edges = np.array([*begins, max(last, begins[-1])], np.int64) - zero
