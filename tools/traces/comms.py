@@ -86,6 +86,9 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         trace.notes.append(f"{path}: reports {header.world_size} ranks for the job, which is not a valid number")
     is_cut = file.end is None or trace.ending.reason in CUT_SHORT
     for group in file.groups:
+        if group.ranks is not None and not _are_members(group.ranks, trace.world_size):
+            trace.problems.append(f"the ranks of group {group.pg[:60]!r} are not ranks of the job: they are unknown")
+            group = msgspec.structs.replace(group, ranks=None)
         builder.define(group)
         trace.backend = trace.backend or group.backend
     last = records[-1] if records else None
@@ -123,6 +126,10 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         ends = [line["wall"] for line in clocks if "wall" in line] + ([clock.at(last.t)] if last else [])
         trace.span = header.clock["wall"], max(ends)
     return trace
+
+
+def _are_members(ranks: Sequence[int], world_size: int | None) -> bool:
+    return len(set(ranks)) == len(ranks) and all(0 <= rank < (world_size or MOST_RANKS) for rank in ranks)
 
 
 def _drop_doubles(trace: RankTrace, records: list[CommRecord]) -> None:

@@ -274,3 +274,36 @@ def test_waits_and_ends_of_an_id_that_two_calls_have_belong_to_neither(tmp_path:
     assert list(found.host_waits.row) == [-1, 2]
     assert list(found.calls.began) == [0, 0, 0]
     assert found.problems == ["ids of several calls: 1 id, whose ends and waits are unknown"]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 9], [0, 1, 1, 2], [-1, 0, 1, 2]])
+def test_members_that_are_no_ranks_of_the_job_are_unknown(tmp_path: Path, ranks: list[int]) -> None:
+    found = read_comms(write(tmp_path / "c", {"group": GROUP | {"ranks": ranks}}, REDUCE, {"end": {}}))
+    assert found.groups[0].group.ranks is None
+    assert found.problems == ["the ranks of group '0' are not ranks of the job: they are unknown"]
+
+
+def test_a_call_that_the_file_has_twice_counts_once(tmp_path: Path) -> None:
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE, REDUCE, LAST, {"end": {}}))
+    assert list(found.calls.id) == [7, 9]
+    assert found.problems == ["1 call that the file has twice: counted once"]
+
+
+def test_a_call_of_an_unknown_group_or_without_a_number_may_be_any_call(tmp_path: Path) -> None:
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE, LAST | {"pg": "77"}, {"end": {}}))
+    assert (found.lost_after, found.problems) == (9, ["1 call on a group that the file does not have"])
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE, LAST | {"seq": None}, {"end": {}}))
+    assert (found.lost_after, found.problems) == (9, ["1 collective without a number"])
+
+
+def test_a_size_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
+    found = read_comms(write(tmp_path / "c", GROUP_LINE, REDUCE | {"bytes": 1 << 63}, LAST, {"end": {}}))
+    assert [one.bytes for one in found.records()] == [-1, 8]
+    assert found.lost_after is None
+
+
+def test_lines_that_are_no_calls_hide_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", GROUP_LINE, REDUCE, LAST)
+    with Path(path).open("a") as file:
+        file.write('{"wait":broken\n{"end":broken\n')
+    assert read_comms(path).lost_after is None

@@ -226,3 +226,25 @@ def test_one_diverging_rank_of_three_is_named_although_a_fourth_is_missing(
 def test_a_damaged_name_of_an_operation_differs_from_no_call(name: str) -> None:
     assert match_key(record(name)).fits(match_key(record("all_gather")))
     assert not match_key(record("unheard_of")).fits(match_key(record("all_gather")))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        record(dtype="floatXX"),
+        record(dtype="q" * 10_000),
+        record(reduce="zum"),
+        record("all_reducee", c10d="allreduce_"),
+        record("foo", c10d="nccl:foo"),
+        record(inputs=[], outputs=[[8]]),
+        record(inputs=[[1 << 40, 1 << 40]]),
+    ],
+    ids=["dtype", "long dtype", "reduction", "operation", "operation of a dump", "no input", "impossible size"],
+)
+def test_a_value_that_is_none_of_its_kind_differs_from_no_call(damaged: CommRecord) -> None:
+    assert match_key(damaged).fits(match_key(record(dtype="float32", reduce="sum")))
+
+
+def test_a_damaged_type_or_size_contradicts_nothing() -> None:
+    assert contradiction(record(dtype="Zloat", out_dtype="float32"), 2) == ""
+    assert contradiction(record(outputs=[[1 << 40, 1 << 40]]), 2) == ""
