@@ -19,7 +19,7 @@ import numpy as np
 from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, operation_of
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_lines
-from crossrank.tools.traces.call_numbers import odd_ones
+from crossrank.tools.traces.call_numbers import mend, odd_ones
 from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, TraceBuilder
 from crossrank.unknown_values import Decoder
 
@@ -122,6 +122,7 @@ def read_inspector(path: str) -> RankTrace:
     trace.problems = [*issues.problems, *damaged[:_MOST_PROBLEMS]]
     if len(damaged) > _MOST_PROBLEMS:
         trace.problems.append(f"{len(damaged) - _MOST_PROBLEMS} more lines are not from NCCL Inspector either")
+    mend(trace)
     written = np.array(trace.calls.called, np.int64)
     for row in odd_ones(written):
         if abs(written[row] - written[row - 1]) > _OUT_OF_ORDER:
@@ -181,6 +182,7 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder, seen: set[tuple[
     if took > _LONGEST_US or (called and took > metadata.dump_timestamp_us - called > 0):
         trace.unattributed[TOO_LONG] += 1
         is_possible, took = False, 0
+    has_times = is_possible and took > 0
     called = called or max(metadata.dump_timestamp_us - took, 0)
     began = min(begins, default=called)
     record = CommRecord(
@@ -197,8 +199,8 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder, seen: set[tuple[
     builder.add(
         record,
         called=called * 1000,
-        began=began * 1000 * is_possible,
-        ended=(began + took) * 1000 * is_possible,
+        began=began * 1000 if has_times else 0,
+        ended=(began + took) * 1000 if has_times else 0,
         took=took * 1000,
         group=group,
     )

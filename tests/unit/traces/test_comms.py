@@ -277,7 +277,7 @@ def test_waits_and_ends_of_an_id_that_two_calls_have_belong_to_neither(tmp_path:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 9], [0, 1, 1, 2], [-1, 0, 1, 2]])
-def test_members_that_are_no_ranks_of_the_job_are_unknown(tmp_path: Path, ranks: list[int]) -> None:
+def test_members_outside_of_the_job_are_unknown(tmp_path: Path, ranks: list[int]) -> None:
     found = read_comms(write(tmp_path / "c", {"group": GROUP | {"ranks": ranks}}, REDUCE, {"end": {}}))
     assert found.groups[0].group.ranks is None
     assert found.problems == ["the ranks of group '0' are not ranks of the job: they are unknown"]
@@ -302,7 +302,7 @@ def test_a_size_that_cannot_be_read_costs_itself_alone(tmp_path: Path) -> None:
     assert found.lost_after is None
 
 
-def test_lines_that_are_no_calls_hide_none(tmp_path: Path) -> None:
+def test_a_broken_line_of_another_kind_hides_no_call(tmp_path: Path) -> None:
     path = write(tmp_path / "c", GROUP_LINE, REDUCE, LAST)
     with Path(path).open("a") as file:
         file.write('{"wait":broken\n{"end":broken\n')

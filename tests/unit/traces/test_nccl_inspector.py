@@ -117,7 +117,8 @@ def test_invalid_lines_are_reported_and_the_rest_is_read(tmp_path: Path) -> None
     assert look(str(path)).kind == INSPECTOR
     trace = read_inspector(str(path))
     assert len(trace) == 12, "a number that cannot be read costs the number alone"
-    of_line, of_number = trace.problems
+    of_line, of_call, of_number = trace.problems
+    assert of_call == "1 collective without a number"
     assert of_line.startswith("line 13 is not")
     assert of_number == "values that cannot be read are unknown: coll_perf.coll_sn 1"
     path.write_text(text[:300])

@@ -241,7 +241,7 @@ def test_a_damaged_name_of_an_operation_differs_from_no_call(name: str) -> None:
     ],
     ids=["dtype", "long dtype", "reduction", "operation", "operation of a dump", "no input", "impossible size"],
 )
-def test_a_value_that_is_none_of_its_kind_differs_from_no_call(damaged: CommRecord) -> None:
+def test_an_unknown_value_differs_from_no_call(damaged: CommRecord) -> None:
     assert match_key(damaged).fits(match_key(record(dtype="float32", reduce="sum")))
 
 
