@@ -2,11 +2,10 @@
 
 A lane is the calls of one group, or of one sender and receiver. Calls of a lane with the same number are joined.
 
-If a file has no numbers, crossrank counts the calls. That is wrong if files start at different calls, so it checks
-the result: calls of one collective have the same operation, root and size, and none ends before another starts. If a
-lane has too many contradictions, its calls are not joined. If ranks have different numbers of calls, because captures
-start and end at different calls or a file is damaged, `align` finds which calls belong together. Calls that are not
-joined are counted, with the reason.
+If a file has no numbers, crossrank counts the calls. That is wrong if files start at different calls or a file is
+damaged. So `align` finds which calls belong together, if ranks have different numbers of calls, or if calls of one
+collective differ in operation, root or size. If it does not find it, or if calls of one collective end before others of
+it start, too often, the calls of the lane are not joined. Calls that are not joined are counted, with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from crossrank.tools.traces.rank_trace import Interned
 
 _NO_STEP = -1
 _MAX_CONTRADICTIONS = 0.05
-"""Counted numbers with a larger share of contradictions count as shifted."""
+"""Counted numbers with a larger share of contradictions are aligned, or count as shifted."""
 NO_NUMBER = "calls whose place in the order of their group is unknown: not matched across ranks"
 UNLIKE_COUNTS = "calls on groups whose ranks have different numbers of calls: not matched across ranks"
 MISSING = "calls that other ranks of the group lack, or that may belong to several of theirs: not matched across ranks"
@@ -63,7 +62,7 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
     kinds = pl.DataFrame(rows, schema=_OF_KIND, orient="row")
     calls = found.calls.hstack(kinds.select("lane", "apart")[found.calls["kind"]])
     calls = _exclude(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
-    if calls["counted"].any() and (unlike := _unlike_counts(calls)).any():
+    if calls["counted"].any() and (unlike := _unlike_ranks(calls, kinds["meaning"])).any():
         calls, excluded = _renumber(calls, unlike, kinds["meaning"])
         for reason, of_calls in excluded.items():
             calls = _exclude(calls, of_calls, reason, unmatched)
@@ -152,6 +151,8 @@ def _renumber(calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series) -> tup
                 if (found := align(mine, theirs)) is not None:
                     places.append(found)
         if len(places) < len(of_ranks):
+            for rows in of_ranks if len(counts) == 1 else ():
+                rest[rows] = False  # they stay as they are: whether they contradict each other is checked later
             continue
         members = np.bincount(np.concatenate([place[place >= 0] for place in places]), minlength=len(reference))
         first = int(np.argmax(members > 1))
@@ -190,9 +191,18 @@ def _exclude_unlike_calls(calls: pl.DataFrame, kinds: pl.DataFrame, unmatched: C
     return _join(calls.drop("unlike"))
 
 
-def _unlike_counts(calls: pl.DataFrame) -> pl.Series:
-    """Select calls with counted numbers on lanes whose ranks have different numbers of calls."""
-    counted = _COUNTED & ~_APART
-    counts = calls.filter(counted).group_by("lane", "rank").len()
-    differ = counts.group_by("lane").agg(differ=pl.min("len") < pl.max("len")).filter("differ")
-    return calls.select(counted & pl.col("lane").is_in(differ["lane"].to_list())).to_series()
+def _unlike_ranks(calls: pl.DataFrame, meaning: pl.Series) -> pl.Series:
+    """Select calls with counted numbers on lanes whose ranks have different numbers of calls, or calls that contradict
+    each other."""
+    counted = calls.select("lane", "rank", "number", what=meaning.gather(calls["kind"])).filter(
+        calls.select(_COUNTED & ~_APART).to_series()
+    )
+    counts = counted.group_by("lane", "rank").len().group_by("lane").agg(differ=pl.min("len") < pl.max("len"))
+    contradict = (
+        counted.group_by("lane", "number")
+        .agg(differ=pl.min("what") < pl.max("what"))
+        .group_by("lane")
+        .agg(differ=pl.mean("differ") > _MAX_CONTRADICTIONS)
+    )
+    lanes = pl.concat([counts, contradict]).filter("differ")["lane"].unique()
+    return calls.select(_COUNTED & ~_APART & pl.col("lane").is_in(lanes.to_list())).to_series()
