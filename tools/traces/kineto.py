@@ -295,7 +295,9 @@ def profiler_iterations(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[in
         if number != name and number.isdecimal() and len(number) < 10:
             marked.append((begin, end, int(number)))
     steps = [(number, begin) for begin, _, number in sorted(marked)]
-    return [*steps, (steps[-1][0] + 1, max(marked)[1])] if steps else []
+    last_begin, last_end, last = max(marked, default=(0, 0, 0))
+    # If the duration of the last step is unknown, all that is known of it is the end of the step before.
+    return [*steps, (last + 1, last_end)] if last_end > last_begin else steps
 
 
 class DistributedInfo(msgspec.Struct, frozen=True):

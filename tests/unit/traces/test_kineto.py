@@ -242,3 +242,10 @@ def test_an_event_that_the_file_has_twice_counts_once(tmp_path: Path) -> None:
         "left out: 1 host range that the file has twice (first: 'gloo:all_reduce')",
         "left out: 1 device event that the file has twice (first: 'n')",
     ]
+
+
+def test_a_last_step_of_unknown_length_ends_the_one_before(tmp_path: Path) -> None:
+    steps = [event("user_annotation", name=f"ProfilerStep#{n}", ts=10 * n, dur=10) for n in (5, 6, 7)]
+    assert read(tmp_path, {"traceEvents": steps}).iterations == [(5, 50_000), (6, 60_000), (7, 70_000), (8, 80_000)]
+    steps[-1]["dur"] = None
+    assert read(tmp_path, {"traceEvents": steps}).iterations == [(5, 50_000), (6, 60_000), (7, 70_000)]

@@ -68,18 +68,28 @@ class NcclRanges:
                     self.ranks[payload.name] = payload.rank
 
     def _groups(self) -> dict[int, list[int]]:
-        """Range of an outermost `ncclGroupEnd` -> ranges of its thread since the start of the group or the capture."""
-        grouped: dict[int, list[int]] = {}
+        """Range of an outermost `ncclGroupEnd` -> ranges of its thread since the start of the group or the capture.
+
+        If an end is lost, the depth never falls below that group's again: the lowest depth of what follows is the
+        outermost one."""
+        threads = self.ranges.thread.tolist()
         depth: Counter[int] = Counter()
+        before, after = [0] * len(threads), [0] * len(threads)
+        for index, (thread, function) in enumerate(zip(threads, self.functions, strict=True)):
+            before[index] = depth[thread]
+            depth[thread] = max(0, depth[thread] + (function == _GROUP_START) - (function == _GROUP_END))
+            after[index] = depth[thread]
+        outermost = list(after)
+        for index in range(len(threads) - 1, -1, -1):
+            outermost[index] = depth[threads[index]] = min(depth[threads[index]], after[index])
+        grouped: dict[int, list[int]] = {}
         since: dict[int, list[int]] = defaultdict(list)
-        for index, (thread, function) in enumerate(zip(self.ranges.thread.tolist(), self.functions, strict=True)):
+        for index, (thread, function) in enumerate(zip(threads, self.functions, strict=True)):
             if function == _GROUP_START:
-                if not depth[thread]:
+                if before[index] <= outermost[index]:
                     since[thread] = []
-                depth[thread] += 1
             elif function == _GROUP_END:
-                depth[thread] = max(0, depth[thread] - 1)
-                if not depth[thread]:
+                if after[index] == outermost[index]:
                     grouped[index] = since.pop(thread, [])
             else:
                 since[thread].append(index)

@@ -444,6 +444,21 @@ def test_nested_nccl_groups_are_one_launch(tmp_path: Path, process: Process) -> 
     assert (times.rank, times.notes) == (1, [])
 
 
+def test_a_lost_end_of_an_nccl_group_costs_this_group_alone(tmp_path: Path, process: Process) -> None:
+    process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=2, rank=0)
+    for number, start in enumerate(range(1000, 6000, 1000)):
+        process.nccl(start, start + 5, "ncclGroupStart")
+        process.nccl(start + 10, start + 15, "ncclAllGather", comm=0xABC, size=512)
+        if number != 1:
+            process.nccl(start + 100, start + 200, "ncclGroupEnd")
+        process.kernel(start + 150, start + 500, start + 900, name="ncclDevKernel_AllGather_RING_LL()")
+    times = read(process, tmp_path, 0)
+    assert [(row[0], row[4]) for row in rows(times)] == [
+        ("all_gather", start + 500) for start in (1000, 3000, 4000, 5000)
+    ]
+    assert dict(times.unattributed) == {reading.OUTSIDE: 1}
+
+
 def test_an_nccl_group_started_before_the_capture_is_one_launch_and_ends_once(tmp_path: Path, process: Process) -> None:
     for start, function in ((1000, "ncclSend"), (1010, "ncclRecv")):
         process.nccl(start, start + 5, function, comm=0xABC, size=100, peer=1)
