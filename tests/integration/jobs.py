@@ -55,14 +55,14 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, seconds: float = 60, /, **variables: str
+    command: Sequence[str | Path], folder: Path, seconds: float = 150, /, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, in a new process."""
     return _end(_begin(subprocess.Popen, command, folder, variables), seconds)
 
 
 def fork(
-    command: Sequence[str | Path], folder: Path, seconds: float = 60, /, **variables: str
+    command: Sequence[str | Path], folder: Path, seconds: float = 150, /, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, or `-m module`, to its end in a process that has imported torch already."""
     return _end(_begin(ForkedProcess, [sys.executable, *command], folder, variables), seconds)

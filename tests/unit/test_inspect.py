@@ -204,6 +204,7 @@ def test_inspect_shows_the_calls_of_any_input(
     assert "commands" in inspect(public(name))[1]
 
 
+@needs_traces
 def test_inspect_shows_what_an_execution_trace_has(inspect: Command) -> None:
     path = public("dlrm_8gpu/rank-0.et.json.gz")
     code, out, _ = inspect(path)

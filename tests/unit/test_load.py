@@ -263,6 +263,7 @@ def test_an_invalid_request_gives_one_line(attempt: object, said: str) -> None:
         attempt()
 
 
+@needs_traces
 def test_each_answer_has_a_sentence_and_notes_have_the_ranks_that_they_are_about() -> None:
     job = crossrank.load(public("dlrm_8gpu"))
     assert job.bandwidth().text.startswith("8 timed collectives and transfers took 0.227 ms; all_reduce of group ")
