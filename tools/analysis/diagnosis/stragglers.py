@@ -42,7 +42,8 @@ class _Clock:
 
 @dataclass(frozen=True)
 class _Times:
-    """The collectives of a group that all its ranks with a dump have. Times are ns since 1970, one row per rank."""
+    """The collectives of a group that all its ranks with a dump have, with the times of their calls. Times are ns since
+    1970, one row per rank."""
 
     group: ProcessGroup
     ranks: list[int]
@@ -106,7 +107,8 @@ def _times(job: JobState, group: ProcessGroup, releases_all: NDArray[np.bool_]) 
         arrivals[index] = np.frombuffer(calls.called, np.int64)[rows]
         releases = releases_all[np.frombuffer(calls.signature, np.uint32)[rows]]
         ends[index] = np.where(releases, np.frombuffer(calls.ended, np.int64)[rows], 0)
-    return _Times(group, ranks, arrivals, ends)
+    known = (arrivals > 0).all(axis=0)
+    return _Times(group, ranks, arrivals[:, known], ends[:, known])
 
 
 def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, _Clock], ClockAlignment]:

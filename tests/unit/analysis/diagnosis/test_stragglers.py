@@ -213,3 +213,13 @@ def test_ranks_along_a_long_chain_of_groups_without_end_times_are_compared(tmp_p
     ]
     _, clocks, late = find_stragglers(job(*ranks))
     assert (clocks.within_ms, late) == (None, [])
+
+
+def test_a_collective_with_an_unknown_time_does_not_count(tmp_path: Path) -> None:
+    arrivals = [[100.0 * call + 5 * own for call in range(10)] for own in range(2)]
+    folder = write_dumps(tmp_path / "dumps", arrivals)
+    dump = pickle.loads((folder / "rank_1").read_bytes())
+    dump["entries"][3]["time_created_ns"] = 0
+    (folder / "rank_1").write_bytes(pickle.dumps(dump, 2))
+    found = diagnosis_of(folder)
+    assert (found.stragglers[0].collectives, stragglers(found)) == (9, (1, 1.0, 5.0, 5.0))
