@@ -50,6 +50,7 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
     if not recorded:
         return None
     waits = pl.concat(map(_waits, recorded))
+    lines = _lines(waits)
     steps = _by_step(waits, pl.concat(map(_iterations, recorded)))
     undisturbed = steps.filter(~pl.col("step").is_in(profiler_steps(ranks)))
     share = pl.sum("ms") / pl.sum("of_ms")
@@ -67,8 +68,13 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
             .with_columns(exposed_ms=in_ms("ns"))
             .join(undisturbed.group_by("rank").agg(share=share.round(4)), on="rank", how="left", maintain_order="left")
         ),
-        lines=_lines(waits),
-        notes=list(_notes(ranks, recorded)),
+        lines=[
+            row | {"source": printable(row["source"])} for row in ANSWERS["exposed_lines"].rows(lines.head(_MOST_LINES))
+        ],
+        notes=[
+            *_notes(ranks, recorded),
+            *([f"the {_MOST_LINES} of {len(lines):,} source lines with most time"] if len(lines) > _MOST_LINES else ()),
+        ],
     )
 
 
@@ -136,12 +142,12 @@ def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _lines(waits: pl.DataFrame) -> list[Row]:
+def _lines(waits: pl.DataFrame) -> pl.DataFrame:
+    """Return the source lines, those with most time first."""
     took = (pl.col("end") - pl.col("begin")) / 1e6
     line = ("source", "op", "waited_in")
     found = waits.group_by(line).agg(waits=pl.len(), exposed_ms=took.sum().round(3), longest_ms=took.max().round(3))
-    shown = found.sort("exposed_ms", *line, descending=[True, False, False, False]).head(_MOST_LINES)
-    return [row | {"source": printable(row["source"])} for row in ANSWERS["exposed_lines"].rows(shown)]
+    return found.sort("exposed_ms", *line, descending=[True, False, False, False])
 
 
 def _notes(ranks: Sequence[RankTrace], recorded: Sequence[RankTrace]) -> Iterator[str]:

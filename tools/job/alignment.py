@@ -42,7 +42,7 @@ _CLEAR = 0.25
 """An alignment must be cheaper by this than one that pairs a call with another one."""
 
 
-class Sequence(NamedTuple):
+class LaneCalls(NamedTuple):
     """The calls of one rank on one group, in order."""
 
     what: Ints
@@ -53,13 +53,14 @@ class Sequence(NamedTuple):
     """Negative = unknown."""
 
 
-def align(mine: Sequence, theirs: Sequence) -> Ints | None:
+def align(mine: LaneCalls, theirs: LaneCalls) -> Ints | None:
     """Return the index in `theirs` of each call of `mine`, or -1; None if too few have one that is certain."""
     if len(mine.what) > len(theirs.what):
         inverse = align(theirs, mine)
         return None if inverse is None else _inverted(inverse, len(mine.what))
     (what, when, step), (other, other_when, other_step) = mine, theirs
-    if np.array_equal(what, other) and _is_close(when, other_when):
+    is_timed = bool(len(when) > 1 and when.all() and other_when.all())
+    if is_timed and np.array_equal(what, other) and _is_close(when, other_when, other_when - when):
         return np.arange(len(what))
     if (step >= 0).all() and (other_step >= 0).all():  # the best key: ranks count steps alike
         pairs = np.unique(
@@ -78,7 +79,9 @@ def _by_calls(what: Ints, when: Ints, other: Ints, other_when: Ints) -> Ints | N
     if shift is not None:
         rigid = np.arange(len(what)) + shift
         rigid[(rigid < 0) | (rigid >= len(other))] = -1
-        if _is_steady(when, other_when, rigid):
+        apart = (other_when[rigid] - when)[rigid >= 0]
+        # Without times, nothing speaks against the shift.
+        if not (when.all() and other_when.all()) or _is_close(when, other_when, apart - np.median(apart)):
             return rigid
     return _with_gaps(what, when, other, other_when)
 
@@ -95,26 +98,16 @@ def _between(when: Ints) -> float:
     return float(np.median(np.abs(np.diff(when)))) if len(when) > 1 else 0.0
 
 
-def _is_close(when: Ints, other_when: Ints) -> bool:
-    """Return whether each call is closer to its partner of the same index than to any other, on one clock."""
-    known = len(when) > 1 and when.all() and other_when.all()
-    return bool(known) and bool(np.max(np.abs(other_when - when)) < min(_between(when), _between(other_when)) / 2)
-
-
-def _is_steady(when: Ints, other_when: Ints, indices: Ints) -> bool:
-    """Return whether no call of one rank is closer to a neighbour of its partner than to its partner."""
-    if not (when.all() and other_when.all()):
-        return True  # nothing speaks against the shift
-    paired = indices >= 0
-    apart = other_when[indices[paired]] - when[paired]
-    return bool(np.max(np.abs(apart - np.median(apart))) < min(_between(when), _between(other_when)) / 2)
+def _is_close(when: Ints, other_when: Ints, apart: Ints | Floats) -> bool:
+    """Return whether calls that are `apart` in time are closer to each other than to their neighbours."""
+    return bool(np.max(np.abs(apart)) < min(_between(when), _between(other_when)) / 2)
 
 
 def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int | None:
     """Return the index in `other` of the first call of the shorter `what`, negative if `other` lacks it; None if the
     shift is ambiguous.
 
-    Arguments are those of two `Sequence`s. Criteria:
+    Arguments are those of two `LaneCalls`. Criteria:
 
     1. the calls themselves;
     2. their times, if the clocks agree to less than half the time between calls;
@@ -134,7 +127,7 @@ def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int 
         return (whole or fitting)[0]
     if not fitting or (when == 0).any() or (other_when == 0).any():
         return None
-    apart = _medians(when, other_when, fitting, np.zeros(len(fitting)))
+    apart = _medians(when, other_when, fitting, 0.0)
     best = int(apart.argmin())
     if len(what) > 1 and apart[best] < float(np.median(np.diff(when))) / 2:
         return fitting[best]
@@ -145,16 +138,16 @@ def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int 
     return fitting[best] if pairs > 2 and _MIN_RATIO * vary[best] < others.min() else None
 
 
-def _medians(when: Ints, other_when: Ints, shifts: list[int], offset: Floats | None) -> Floats:
+def _medians(when: Ints, other_when: Ints, shifts: list[int], offset: float | None) -> Floats:
     """Return for each shift the median of the differences in time, without sign, after `offset` was subtracted; None =
     the median difference of the shift."""
-    found = []
-    for first in range(0, len(shifts), max(1, _MAX_CELLS // len(when))):
-        some = np.array(shifts[first : first + max(1, _MAX_CELLS // len(when))])
+    found, many = [], max(1, _MAX_CELLS // len(when))
+    for first in range(0, len(shifts), many):
+        some = np.array(shifts[first : first + many])
         index = np.arange(len(when))[:, None] + some
         is_pair = (index >= 0) & (index < len(other_when))
         apart = (other_when[np.clip(index, 0, len(other_when) - 1)] - when[:, None]).astype(np.float64)
-        middle = _column_medians(apart, is_pair) if offset is None else offset[first : first + len(some)]
+        middle = _column_medians(apart, is_pair) if offset is None else offset
         found.append(_column_medians(np.abs(apart - middle), is_pair))
     return np.concatenate(found)
 

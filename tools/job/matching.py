@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.job.alignment import Sequence, align
+from crossrank.tools.job.alignment import LaneCalls, align
 from crossrank.tools.job.launches import CallKind, Launches, of_collectives
 from crossrank.tools.traces.busy import Ints
 from crossrank.tools.traces.rank_trace import Interned
@@ -62,11 +62,13 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> pl.DataFrame:
     kinds = pl.DataFrame(rows, schema=_OF_KIND, orient="row")
     calls = found.calls.hstack(kinds.select("lane", "apart")[found.calls["kind"]])
     calls = _exclude(calls, pl.col("number").is_null() & ~_APART, NO_NUMBER, unmatched)
-    if calls["counted"].any() and (unlike := _unlike_ranks(calls, kinds["meaning"])).any():
+    calls = _join(calls)
+    if calls["counted"].any() and (unlike := _on_unlike_ranks(calls, kinds)).any():
         calls, excluded = _renumber(calls, unlike, kinds["meaning"])
         for reason, of_calls in excluded.items():
             calls = _exclude(calls, of_calls, reason, unmatched)
-    return _exclude_unlike_calls(_exclude_doubles(_join(calls), unmatched), kinds, unmatched)
+        calls = _join(calls)
+    return _exclude_unlike_calls(_exclude_doubles(calls, unmatched), kinds, unmatched)
 
 
 def _join(calls: pl.DataFrame) -> pl.DataFrame:
@@ -147,7 +149,7 @@ def _renumber(calls: pl.DataFrame, unlike: pl.Series, meaning: pl.Series) -> tup
             if rows is reference:
                 places.append(np.arange(len(rows)))
             else:
-                mine, theirs = (Sequence(what[one], moment[one], step[one]) for one in (rows, reference))
+                mine, theirs = (LaneCalls(what[one], moment[one], step[one]) for one in (rows, reference))
                 if (found := align(mine, theirs)) is not None:
                     places.append(found)
         if len(places) < len(of_ranks):
@@ -179,30 +181,31 @@ def _agreed_size(kind: CallKind) -> int | None:
     return kind.bytes or None if agrees else None
 
 
-def _exclude_unlike_calls(calls: pl.DataFrame, kinds: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
-    """Exclude collectives whose ranks differ in operation, size or root: a fault of the job, or shifted numbers."""
+def _unlike_calls(calls: pl.DataFrame, kinds: pl.DataFrame) -> pl.Series:
+    """Select calls of collectives whose ranks differ in operation, size or root. Unknown sizes and roots differ from
+    none."""
     differ = [pl.min(name) != pl.max(name) for name in ("operation", "agreed", "root")]
     unlike = of_collectives(calls, kinds, unlike=pl.any_horizontal(differ)).filter("unlike")
-    if not len(unlike):
+    return calls.select(unlike=pl.col("collective").is_in(unlike["collective"].to_list())).to_series()
+
+
+def _exclude_unlike_calls(calls: pl.DataFrame, kinds: pl.DataFrame, unmatched: Counter[str]) -> pl.DataFrame:
+    """Exclude unlike calls: a fault of the job, or shifted numbers."""
+    unlike = _unlike_calls(calls, kinds)
+    if not unlike.any():
         return calls
-    calls = calls.with_columns(unlike=pl.col("collective").is_in(unlike["collective"].to_list()))
+    calls = calls.with_columns(unlike)
     calls = _exclude(calls, _on_bad_lanes(~_APART, pl.col("unlike")), SHIFTED, unmatched)
     calls = _exclude(calls, pl.col("unlike"), DISAGREE, unmatched)
     return _join(calls.drop("unlike"))
 
 
-def _unlike_ranks(calls: pl.DataFrame, meaning: pl.Series) -> pl.Series:
-    """Select calls with counted numbers on lanes whose ranks have different numbers of calls, or calls that contradict
-    each other."""
-    counted = calls.select("lane", "rank", "number", what=meaning.gather(calls["kind"])).filter(
-        calls.select(_COUNTED & ~_APART).to_series()
-    )
-    counts = counted.group_by("lane", "rank").len().group_by("lane").agg(differ=pl.min("len") < pl.max("len"))
-    contradict = (
-        counted.group_by("lane", "number")
-        .agg(differ=pl.min("what") < pl.max("what"))
-        .group_by("lane")
-        .agg(differ=pl.mean("differ") > _MAX_CONTRADICTIONS)
-    )
-    lanes = pl.concat([counts, contradict]).filter("differ")["lane"].unique()
-    return calls.select(_COUNTED & ~_APART & pl.col("lane").is_in(lanes.to_list())).to_series()
+def _on_unlike_ranks(calls: pl.DataFrame, kinds: pl.DataFrame) -> pl.Series:
+    """Select calls with counted numbers on lanes whose ranks have different numbers of calls, or too many unlike
+    calls."""
+    counted = _COUNTED & ~_APART
+    counts = calls.filter(counted).group_by("lane", "rank").len()
+    differ = counts.group_by("lane").agg(differ=pl.min("len") < pl.max("len")).filter("differ")
+    is_bad = _on_bad_lanes(~_APART, pl.col("unlike"))
+    selected = is_bad | (counted & pl.col("lane").is_in(differ["lane"].to_list()))
+    return calls.with_columns(_unlike_calls(calls, kinds)).select(selected).to_series()

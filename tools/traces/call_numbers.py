@@ -58,22 +58,26 @@ def mend_numbers(number: Column, lane: Column) -> tuple[int, list[int]]:
     return wrong, unknown
 
 
-def wrong_numbers_text(wrong: int) -> str:
-    """Return the sentence about numbers that `mend_numbers` found."""
-    return f"{wrong:,} calls have a number that is not between those of the calls around them"
+def mend_in(trace: RankTrace, number: Column, lane: Column, id: Column) -> None:
+    """Correct numbers as `mend_numbers` does, and note it in `trace`."""
+    wrong, unknown = mend_numbers(number, lane)
+    if wrong:
+        trace.problems.append(f"{wrong:,} calls have a number that is not between those of the calls around them")
+    for row in unknown:
+        trace.lose_after(int(id[row]))
 
 
 def mend(trace: RankTrace) -> None:
     """Correct damaged numbers of collectives. One without a number may be the one that other ranks wait for."""
     calls = trace.calls
-    number, group = np.array(calls.number, np.int64), np.array(calls.group, np.int64)
+    number, group, id = (np.array(column, np.int64) for column in (calls.number, calls.group, calls.id))
+    if not (number > 0).any():
+        return
     p2p = np.array([is_p2p(one) for one in trace.signatures], bool)[np.array(calls.signature)]
-    wrong, unknown = mend_numbers(number, np.where(p2p | (number <= 0), -1, group))
-    if wrong:
-        trace.problems.append(wrong_numbers_text(wrong))
-        calls.number = array("q", number.tobytes())
-    nameless = np.flatnonzero(~p2p & (number == 0)) if (number > 0).any() else np.array(unknown, np.int64)
-    if len(nameless) > len(unknown):
-        trace.problems.append(f"{plural(len(nameless) - len(unknown), 'collective')} without a number")
-    for row in nameless.tolist():
-        trace.lose_after(calls.id[row])
+    nameless = np.flatnonzero(~p2p & (number == 0)).tolist()
+    if nameless:
+        trace.lose_after(int(id[nameless].max()))
+    mend_in(trace, number, np.where(p2p | (number <= 0), -1, group), id)
+    if nameless:
+        trace.problems.append(f"{plural(len(nameless), 'collective')} without a number")
+    calls.number = array("q", number.tobytes())

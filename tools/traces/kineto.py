@@ -227,17 +227,17 @@ class KinetoTrace:
         ids = [getattr(one, key) for one in events]
         shared = {number for number, count in Counter(ids).items() if count > 1 and number is not None}
         seen: set[tuple[object, ...]] = set()
-        doubled: list[int] = []
+        doubled: set[int] = set()
         for place in [place for place, number in enumerate(ids) if number in shared] if shared else []:
             fields = _fields(events[place])
             if fields in seen and events[place].end > events[place].start:
-                doubled.append(place)
+                doubled.add(place)
             seen.add(fields)
         if not doubled:
             return events
-        first = events[doubled[0]].name
+        first = events[min(doubled)].name
         self.damage.append(f"left out: {plural(len(doubled), what)} that the file has twice (first: {first!r})")
-        return [one for index, one in enumerate(events) if index not in set(doubled)]
+        return [one for index, one in enumerate(events) if index not in doubled]
 
     def _without_impossible(self, ranges: list[_Range], what: str) -> list[_Range]:
         start, end = (np.array([getattr(one, name) for one in ranges], np.int64) for name in ("start", "end"))

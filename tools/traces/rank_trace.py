@@ -398,9 +398,11 @@ class RankTrace:
         """Note that what follows the call with this id, or the call itself, cannot be read."""
         self.lost_after = max(call, call if self.lost_after is None else self.lost_after)
 
-    def may_lack_calls(self, after: int = -1) -> bool:
-        """Return whether the file may have had a call after the one with this id that it does not show."""
-        return bool(self.dropped) or (self.lost_after is not None and self.lost_after >= after)
+    def may_lack_calls(self, rows: Sequence[int]) -> bool:
+        """Return whether the file may have had a call after those of `rows` that it does not show."""
+        if self.dropped or self.lost_after is None:
+            return bool(self.dropped)
+        return self.lost_after >= max((self.calls.id[row] for row in rows), default=-1)
 
     @property
     def step_spans(self) -> list[tuple[int, int, int]]:

@@ -167,3 +167,19 @@ def test_only_the_end_of_a_backward_pass_waits_for_earlier_calls(waited_in: str,
         array("q", [2]), array("q", [5 * MS]), array("q", [9 * MS]), array("B", [WAITED_IN.index(waited_in)])
     )
     assert exposed(trace).calls_without == without
+
+
+@pytest.mark.parametrize(("lines", "note"), [(20, None), (21, "the 20 of 21 source lines with most time")])
+def test_a_note_says_that_the_list_of_lines_is_cut(lines: int, note: str | None) -> None:
+    trace = RankTrace(rank=0, path="", source="comms", backend="gloo")
+    builder = TraceBuilder(trace, [Group(pg="0", size=2)])
+    for id in range(lines):
+        record = CommRecord(id=id, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, source=f"a.py:{id}")
+        builder.add(record, called=1)
+    ends = [(id + 1) * MS for id in range(lines)]
+    trace.host_waits = HostWaits(
+        array("q", range(lines)), array("q", [0] * lines), array("q", ends), array("B", [0] * lines)
+    )
+    found = exposed(trace)
+    assert len(found.lines) == 20
+    assert [one for one in found.notes if "source lines" in one] == ([note] if note else [])

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from crossrank.tools.job.alignment import Sequence, align
+from crossrank.tools.job.alignment import LaneCalls, align
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.matching import MISSING
@@ -38,7 +38,7 @@ def pairs(
     when, other_when = (timed * one.astype(np.int64) for one in (own, others + clock))
     steps = (np.array(one) // steps_of if steps_of else np.full(len(one), -1) for one in (first, second))
     first_rank, second_rank = (
-        Sequence(what[one], at, step) for one, at, step in zip((first, second), (when, other_when), steps, strict=True)
+        LaneCalls(what[one], at, step) for one, at, step in zip((first, second), (when, other_when), steps, strict=True)
     )
     found = align(first_rank, second_rank)
     if found is None:

@@ -419,3 +419,14 @@ def test_counted_numbers_with_more_than_a_twentieth_of_contradictions_are_aligne
             size = 64 if rank and number < unlike else 1_000_000
             one.call(1000 * number + 100, 1000 * number + 200, bytes=size)
     assert together(*ranks).unmatched == unmatched
+
+
+def test_counted_numbers_with_unknown_sizes_contradict_no_known_ones() -> None:
+    ranks = [Rank(0, numbered=False), Rank(1, numbered=False)]
+    for number in range(40):
+        for rank, one in enumerate(ranks):
+            size = 0 if rank and number % 4 == 0 else 1_000_000
+            one.call(1000 * number + 100, 1000 * number + 200, bytes=size)
+    found = together(*ranks)
+    assert found.unmatched == {}
+    assert found.collectives["ranks"].to_list() == [2] * 40

@@ -240,14 +240,14 @@ def _knows_no_p2p(trace: RankTrace) -> bool:
 
 def _may_have_lost(job: JobState, rank: int, op: StuckOp) -> bool:
     """Return whether the file of a rank may have had this call, in a row that cannot be read."""
-    trace, lane = job.ranks[rank], op.group.lanes.get(rank)
+    lane = op.group.lanes.get(rank)
     if op.is_p2p:
-        return _lost_its_last_call(trace)
-    return trace.may_lack_calls(trace.calls.id[lane.rows[-1]] if lane is not None and len(lane.rows) else -1)
+        return _lost_its_last_call(job.ranks[rank])
+    return job.ranks[rank].may_lack_calls(lane.rows[-1:] if lane is not None else ())
 
 
 def _lost_its_last_call(trace: RankTrace) -> bool:
-    return trace.may_lack_calls(max(trace.calls.id, default=-1))
+    return trace.may_lack_calls(range(len(trace.calls)))
 
 
 def _lost_open_calls(job: JobState, rank: int) -> bool:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from crossrank.comm import OPERATIONS, CommRecord, Group, has_possible_size, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.recording import name_in_epoch
-from crossrank.tools.traces.call_numbers import mend_numbers, odd_ones, wrong_numbers_text
+from crossrank.tools.traces.call_numbers import mend_in, odd_ones
 from crossrank.tools.traces.comms import WallClock, add_records, stack_of
 from crossrank.tools.traces.flight.dump import (
     MOST_FRAMES,
@@ -256,11 +256,7 @@ class _Reading:
                 f"entries with impossible sizes, which are unknown: the first is {self._impossible[0]}"
             )
         record_id, pg_id, seq, p2p_seq, called, began, ended = map(entries.numbers, _NUMBERS)
-        wrong, unknown = mend_numbers(seq, np.where(p2p == 0, pg_id, -1))
-        if wrong:
-            trace.problems.append(wrong_numbers_text(wrong))
-            for row in unknown:
-                trace.lose_after(int(record_id[row]))
+        mend_in(trace, seq, np.where(p2p == 0, pg_id, -1), record_id)
         group, signature, is_left = self._tell_apart(group, signature, kind, pg_id, np.where(p2p, -1, seq), called)
         took = np.rint(entries.numbers("duration_ms") * 1e6)
         strange = (ended > 0) & ((called > ended) | (began > ended))
